@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from openinfer.cli import bench_gaps, bench_idle, bench_serve, bench_step, invariance
+from openinfer.cli.api import Api
 from openinfer.cli.bench_server import free_port, running
 from openinfer.graph import Readback, StepTrace
 from openinfer.recipes.engine.forced import Forced
@@ -240,7 +241,7 @@ def test_bench_serve_runs_for_seconds_and_says_what_the_counters_did(
     assert "allocations_after_ready +0" in capsys.readouterr().out
     assert bench_serve.main([str(TINY), "--seconds", "5"]) == 1
     assert "needs finite rates" in capsys.readouterr().err
-    assert bench_serve.counters(f"http://127.0.0.1:{free_port()}") == {}  # nobody counts there
+    assert bench_serve.counters(Api(f"http://127.0.0.1:{free_port()}")) == {}  # nobody counts there
 
 
 # -- prediction and measurement --

@@ -2,45 +2,83 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["Api", "ApiError"]
+from openinfer.frontend import flag_types
+
+__all__ = ["Api", "ApiError", "add_api_key", "api_key"]
 
 TIMEOUT_S = 600.0
+LOOK_S = 30.0
+"""Time limit of requests that generate nothing."""
 
 
 class ApiError(RuntimeError):
     """The server is not there, or refused the request; the message has the server's words."""
+
+    user_can_mend = True
+
+
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the server's key."""
+    parser.add_argument(
+        "--api-key",
+        type=flag_types.key,
+        metavar="KEY",
+        help="the server's API key; OPENINFER_API_KEY in the environment does not show in ps",
+    )
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """The key of the command line, else of the environment. Raises FlagError for an empty OPENINFER_API_KEY."""
+    return args.api_key or flag_types.key_of_environment()
 
 
 class Api:
     """One server, by its base URL with or without /v1. A connection a request, so threads may share it."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(base_url)
+        try:
+            self._parts = parts = urlsplit(base_url)
+            self._port = parts.port
+        except ValueError as error:
+            raise ApiError(f"{base_url!r} is not http://HOST[:PORT]: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ApiError(f"{base_url!r} is not http://HOST[:PORT]")
-        self._parts = parts
-        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/"
-        self._headers = {"Content-Type": "application/json"}
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self._headers["Authorization"] = f"Bearer {api_key}".encode()
 
     def first_model(self) -> str:
         """The first name that the server serves."""
-        return str(self._request("GET", "models", None)["data"][0]["id"])
+        try:
+            return str(self._request("GET", "/v1/models", None)["data"][0]["id"])
+        except (LookupError, TypeError, ValueError):
+            raise ApiError(
+                f"{self._parts.geturl()} names no model at /v1/models; is it an OpenAI server?"
+            ) from None
+
+    def metrics(self) -> str:
+        """The text of /metrics."""
+        connection, response = self._open("GET", "/metrics", None)
+        try:
+            return response.read().decode()
+        finally:
+            connection.close()
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """A whole chat completion."""
-        return self._request("POST", "chat/completions", body)
+        return self._request("POST", "/v1/chat/completions", body)
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a streamed chat completion. Closing the iterator ends the request."""
-        connection, response = self._open("POST", "chat/completions", {**body, "stream": True})
+        connection, response = self._open("POST", "/v1/chat/completions", {**body, "stream": True})
         try:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
@@ -65,12 +103,13 @@ class Api:
         self, method: str, path: str, body: dict[str, Any] | None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_S)
+        limit = LOOK_S if body is None else TIMEOUT_S
+        connection = kind(self._parts.hostname or "", self._port, timeout=limit)
         data = None if body is None else json.dumps(body).encode()
         try:
             connection.request(method, self._path + path, data, self._headers)
             response = connection.getresponse()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise ApiError(f"no server answers at {self._parts.geturl()}: {error}") from error
         if response.status != 200:

@@ -191,11 +191,12 @@ class _Connection(asyncio.Protocol):
 class Client:
     """Sends completions to one server, keeping connections. For one event loop at a time."""
 
-    def __init__(self, base_url: str, model: str) -> None:
+    def __init__(self, base_url: str, model: str, api_key: str | None = None) -> None:
         parts = urlsplit(base_url)
         if parts.scheme != "http" or not parts.hostname:
             raise FlagError(f"{base_url!r} is not http://HOST[:PORT]")
         self._host, self._port = parts.hostname, parts.port or 80
+        self._authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
         self._model = model
         self._idle: list[_Connection] = []
@@ -213,7 +214,7 @@ class Client:
         body = msgspec.json.encode({**fields, **streamed})
         head = (
             f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"Content-Type: application/json\r\n{self._authorization}Content-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
 

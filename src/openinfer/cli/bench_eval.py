@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.cli import eval_cases, recipes
-from openinfer.cli.api import Api, ApiError
+from openinfer.cli.api import Api, ApiError, add_api_key, api_key
 from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.cli.bench_server import NotReady, serving
+from openinfer.frontend.errors import FlagError
 from openinfer.tensor import ProgressBar
 
 PROG = "openinfer bench eval"
@@ -53,8 +54,8 @@ def main(argv: list[str]) -> int:
                 server = stack.enter_context(serving(folder, server_flags, log))
                 url = server.url
                 progress(f"ready in {server.ready_s:.2f} s")
-            result = _run(Api(url, args.api_key), cases, args)
-    except (eval_cases.CaseError, ApiError, NotReady, OSError) as error:
+            result = _run(Api(url, api_key(args)), cases, args)
+    except (eval_cases.CaseError, ApiError, FlagError, NotReady, OSError) as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 1
     _print(result, args.wrong)
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         help="exit with 1 below this share of all cases",
     )
     add("--wrong", type=int, default=0, metavar="N", help="print the first N wrong answers")
-    add("--api-key", metavar="KEY", help="the server's API key")
+    add_api_key(parser)
     add_arguments(parser)
     return parser
 

@@ -31,7 +31,7 @@ def record(kind: str, args: argparse.Namespace, results: list[dict[str, Any]], *
     return {
         "bench": kind,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["openinfer", *sys.argv[1:]]),
+        "command": shlex.join(["openinfer", *_shown(sys.argv[1:])]),
         "commit": args.commit or _git("rev-parse", "--short", "HEAD") or "unknown",
         "gpu": gpu,
         "driver": driver,
@@ -40,6 +40,14 @@ def record(kind: str, args: argparse.Namespace, results: list[dict[str, Any]], *
         **more,
         "results": results,
     }
+
+
+def _shown(words: list[str]) -> list[str]:
+    """The words of a command without API keys."""
+    words = [re.sub(r"^(--api-key=).*", r"\1...", word, flags=re.S) for word in words]
+    return [
+        "..." if before == "--api-key" else word for before, word in zip(["", *words], words, strict=False)
+    ]
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

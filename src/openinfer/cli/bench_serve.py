@@ -16,13 +16,13 @@ import re
 import sys
 import tempfile
 import textwrap
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from openinfer.cli.api import Api, ApiError, add_api_key, api_key
 from openinfer.cli.bench_client import Client, Run, arrivals, run_load
 from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
 from openinfer.cli.bench_server import Server, serving
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model_dir", type=Path, nargs="?", metavar="MODEL_DIR", help="checkpoint to serve")
     add("--base-url", metavar="URL", help="a running server: http://HOST:PORT")
+    add_api_key(parser)
     add("--model", metavar="NAME", help="model name in the requests; default: the first of /v1/models")
     one = "one, or one for each rate"
     add("--request-rate", "--rates", type=float, nargs="+", default=[math.inf], metavar="R",
@@ -187,7 +188,9 @@ def _measure(
     args: argparse.Namespace, loads: Sequence[Load], goodput: dict[str, float], server: Server | None
 ) -> list[dict[str, Any]]:
     url = server.url if server else args.base_url.rstrip("/")
-    client = Client(url, args.model or _first_model(url))
+    key = api_key(args)
+    api = Api(url, key)
+    client = Client(url, args.model or api.first_model(), key)
     prompts = Text(args.model_dir) if args.text else None
     vocab = args.vocab_size or _vocab_size(args.model_dir)
 
@@ -204,13 +207,13 @@ def _measure(
         results = []
         for load in loads:
             progress(str(load))
-            rng, before = random.Random(load.seed), counters(url)
+            rng, before = random.Random(load.seed), counters(api)
             times = arrivals(load.num_prompts, load.request_rate, rng)
             bar = ProgressBar("openinfer:", things="answers")
             run = await run_load(
                 client, list(messages(load, load.num_prompts, rng)), times, load.max_concurrency, bar
             )
-            after = counters(url)
+            after = counters(api)
             change = {name: after[name] - before.get(name, 0.0) for name in after}
             results.append({**summary(load, run, goodput), "counters": change})
         client.close()
@@ -219,17 +222,11 @@ def _measure(
     return asyncio.run(measure())
 
 
-def _first_model(url: str) -> str:
-    with urllib.request.urlopen(url.removesuffix("/v1") + "/v1/models", timeout=30) as response:
-        return str(json.load(response)["data"][0]["id"])
-
-
-def counters(url: str) -> dict[str, float]:
+def counters(api: Api) -> dict[str, float]:
     """The server's /metrics counters of steps and of forbidden work in steps; empty for a server without them."""
     try:
-        with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=30) as response:
-            text = response.read().decode()
-    except OSError:
+        text = api.metrics()
+    except ApiError:
         return {}
     found = re.findall(r"^openinfer:(steps|\w+_after_ready)_total(?:\{.*\})? (\S+)$", text, re.M)
     return {name: float(value) for name, value in found}

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, TextIO
 
 from openinfer.cli import recipes
-from openinfer.cli.api import Api, ApiError
+from openinfer.cli.api import Api, ApiError, add_api_key, api_key
 from openinfer.cli.bench_server import NotReady, serving
+from openinfer.frontend.errors import FlagError
 
 PROG = "openinfer chat"
 LOCAL = "http://127.0.0.1:8000"
@@ -39,9 +39,8 @@ def main(argv: list[str]) -> int:
                 log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
                 print(f"starting {url} ...", file=sys.stderr)
                 url = stack.enter_context(serving(recipes.checkpoint(url), argv[at + 1 :], log)).url
-            api = Api(url, args.api_key or os.environ.get("OPENINFER_API_KEY"))
-            return _talk(api, args)
-    except (ApiError, NotReady) as error:
+            return _talk(Api(url, api_key(args)), args)
+    except (ApiError, FlagError, NotReady) as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 1
 
@@ -64,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="ask the model to think first, or not to; default: the template's choice",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="the server's API key; or OPENINFER_API_KEY")
+    add_api_key(parser)
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import socket
@@ -24,8 +25,9 @@ def check_server(model_dir: Path, log_path: Path, *, timeout_s: float = 120.0) -
     base = f"http://127.0.0.1:{port}"
     start = time.monotonic()
     command = [sys.executable, "-m", "openinfer.cli", "serve", str(model_dir), "--port", str(port)]
+    keyless = {name: value for name, value in os.environ.items() if name != "OPENINFER_API_KEY"}
     with log_path.open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=keyless)
     try:
         while _status(f"{base}/ready") != 200:
             if server.poll() is not None or time.monotonic() - start > timeout_s:

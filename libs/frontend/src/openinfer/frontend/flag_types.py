@@ -80,7 +80,7 @@ def key_of_environment() -> str | None:
     try:
         return None if given is None else key(given)
     except argparse.ArgumentTypeError as error:
-        raise FlagError(f"OPENINFER_API_KEY: {error}; unset it to serve without a key") from None
+        raise FlagError(f"OPENINFER_API_KEY: {error}; unset it to go without a key") from None
 
 
 def check_plan(path: Path) -> None:

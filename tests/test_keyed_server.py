@@ -1,0 +1,110 @@
+"""Commands that ask a server which wants an API key."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer.cli import bench_eval, bench_serve, chat
+from openinfer.cli.api import Api, ApiError
+
+KEY = "s3cret-schlüssel"
+USAGE = {"prompt_tokens": 2, "completion_tokens": 1}
+CASE = {"kind": "k", "messages": [{"role": "user", "content": "?"}], "check": {"contains": ["yes"]}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers those who have the key, in chunks where the path is one of a stream."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "m"}]} if self.path == "/v1/models" else {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        choice = {"text": "yes", "message": {"content": "yes"}, "delta": {"content": "yes"}}
+        self._answer({"choices": [choice], "usage": USAGE}, stream=body.get("stream", False))
+
+    def _answer(self, body: Any, *, stream: bool = False) -> None:
+        known = self.headers.get("Authorization", "").encode("latin-1") == f"Bearer {KEY}".encode()
+        data = json.dumps(
+            body if known else {"error": {"message": "the API key is missing or wrong"}}
+        ).encode()
+        data = b"data: " + data + b"\n\n" if stream and known else data
+        self.send_response(200 if known else 401)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def commands(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, tuple[Callable[[list[str]], int], list[str]]]:
+    (tmp_path / "cases.jsonl").write_text(json.dumps(CASE) + "\n")
+    found = ["--json", str(tmp_path / "found.json")]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    return {
+        "bench serve": (bench_serve.main, ["--base-url", url, "--num-prompts", "2", "--num-warmups", "1", *found]),
+        "bench eval": (bench_eval.main, [url, "--cases", str(tmp_path / "cases.jsonl"), *found]),
+        "chat": (chat.main, [url]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["bench serve", "bench eval", "chat"])
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_a_key_opens_the_server_and_is_never_shown(
+    name: str, how: str, commands: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    main, words = commands[name]
+    given = ["--api-key", KEY] if how == "flag" else []
+    if how == "environment":
+        monkeypatch.setenv("OPENINFER_API_KEY", KEY)
+    monkeypatch.setattr(sys, "argv", ["openinfer", *name.split(), *words, *given, f"--api-key={KEY}"])
+    assert main([*words, *given]) == 0
+    shown = [*capsys.readouterr(), *(path.read_text() for path in tmp_path.glob("found.json"))]
+    assert not [text for text in shown if "s3cret" in text]
+    assert len(shown) == (2 if name == "chat" else 3)
+
+
+@pytest.mark.parametrize("name", ["bench serve", "bench eval", "chat"])
+def test_without_the_key_the_server_s_words_are_one_line(
+    name: str, commands: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main, words = commands[name]
+    monkeypatch.delenv("OPENINFER_API_KEY", raising=False)
+    assert main(words) == 1
+    assert f"openinfer {name}: error: the API key is missing or wrong\n" in capsys.readouterr().err
+    monkeypatch.setenv("OPENINFER_API_KEY", "")
+    assert main(words) == 1
+    assert "error: OPENINFER_API_KEY: an API key is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "http://h:port", "http://h:70000"])
+def test_what_is_no_url_is_named(url: str) -> None:
+    with pytest.raises(ApiError, match=r"is not http://HOST\[:PORT\]"):
+        Api(url)
