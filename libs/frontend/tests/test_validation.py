@@ -1,5 +1,6 @@
 """The bounds that users of vLLM know, one row each: what is just inside is taken, what is outside a 400 by name."""
 
+import re
 from typing import Any
 
 import pytest
@@ -108,3 +109,98 @@ def test_max_completion_tokens_wins(live: Any) -> None:
 def test_completions_give_16_tokens_unless_asked(live: Any) -> None:
     answer = live.post("/v1/completions", prompt=[5], ignore_eos=True).json()
     assert answer["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (
+            "/v1/completions",
+            {"use_beam_search": True},
+            "use_beam_search is not supported by this server: use n for",
+        ),
+        (
+            "/v1/completions",
+            {"watermarking": True},
+            "watermarking is not supported by this server: leave it out",
+        ),
+        ("/v1/completions", {"logits_processors": ["a"]}, "logits_processors .*: use logit_bias, bad_words"),
+        (
+            "/v1/completions",
+            {"structured_outputs": {"whitespace_pattern": "x"}},
+            "structured_outputs.whitespace_pattern is not supported by this server: a regex or grammar",
+        ),
+        (
+            "/v1/chat/completions",
+            {"truncate_prompt_tokens": 5},
+            "shorten the prompt in the client; /tokenize",
+        ),
+        (
+            "/v1/chat/completions",
+            {"return_prompt_text": True},
+            "use /v1/chat/completions/render, and /detokenize",
+        ),
+        ("/v1/chat/completions", {"add_special_tokens": True}, "the chat template writes special tokens"),
+        ("/v1/chat/completions", {"tool_choice": "any"}, "'any', allowed are auto, none, required$"),
+        (
+            "/v1/chat/completions",
+            {"tools": [{"type": "web_search", "function": {"name": "f"}}]},
+            r"tools\[0\].type: invalid enum value 'web_search', allowed are function$",
+        ),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "structural_tag"}},
+            "response_format.type: .*allowed are text, json_object, json_schema$",
+        ),
+        ("/v1/responses", {"previous_response_id": "x"}, "send all items in input"),
+        ("/v1/messages", {"messages": None}, "messages"),
+    ],
+)
+def test_a_refusal_says_what_is_allowed_or_to_be_used_instead(
+    live: Any, path: str, fields: dict[str, Any], message: str
+) -> None:
+    base = {"/v1/completions": P, "/v1/chat/completions": CHAT}.get(path, {"input": "hi", "messages": []})
+    answer = live.http.post(path, json=base | fields)
+    assert answer.status_code == 400, answer.text
+    assert re.search(message, answer.json()["error"]["message"])
+
+
+def test_a_field_that_is_missing_is_named(live: Any) -> None:
+    error = live.http.post("/v1/load_lora_adapter", json={}).json()["error"]
+    assert (error["message"], error["param"]) == ("lora_name is missing", "lora_name")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        ("POST", "/chat/completions", "Not Found; did you mean /v1/chat/completions?"),
+        ("POST", "/v1/batches", "Not Found; send each line of a batch as a request of its own"),
+        ("GET", "/docs", "Not Found; use /openapi.json"),
+        ("GET", "/v1/chat/completions", "Method Not Allowed; this path takes POST"),
+        ("GET", "/nothing/like/it", "Not Found"),
+    ],
+)
+def test_a_wrong_route_is_told_the_right_one(live: Any, method: str, path: str, message: str) -> None:
+    told = live.http.request(method, path).json()["error"]["message"]
+    assert told.startswith(f"{method} {path}: {message}")
+    assert told.endswith(message) or ";" in message
+
+
+def test_a_budget_of_minus_one_is_none(live: Any) -> None:
+    for field in ("thinking_token_budget", "thinking_budget", "max_thinking_tokens"):
+        assert live.http.post("/v1/chat/completions", json=CHAT | {field: -1}).status_code == 200
+        assert live.http.post("/v1/chat/completions", json=CHAT | {field: -2}).status_code == 400
+
+
+def test_tokens_of_logprobs_as_ids(live: Any, tokenizer: Any) -> None:
+    asked = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    body = live.http.post("/v1/completions", json=P | asked | {"logprobs": 1}).json()["choices"][0]
+    names = [f"token_id:{token_id}" for token_id in body["token_ids"]]
+    assert body["logprobs"]["tokens"] == names
+    assert all(name in top for name, top in zip(names, body["logprobs"]["top_logprobs"], strict=True))
+    plain = live.http.post("/v1/completions", json=P | {"logprobs": 1}).json()["choices"][0]
+    assert plain["logprobs"]["tokens"] == [tokenizer.token_text(one) for one in body["token_ids"]]
+    assert plain["logprobs"]["text_offset"] == body["logprobs"]["text_offset"]
+    body = live.http.post("/v1/chat/completions", json=CHAT | asked | {"logprobs": True}).json()["choices"][0]
+    names = [f"token_id:{token_id}" for token_id in body["token_ids"]]
+    assert [entry["token"] for entry in body["logprobs"]["content"]] == names

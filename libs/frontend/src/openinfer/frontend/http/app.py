@@ -134,7 +134,10 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}{hint(request.url.path)}"
+    allowed = (error.headers or {}).get("Allow")
+    routes = [route.path for route in request.app.routes if isinstance(route, Route)]
+    advice = f"; this path takes {allowed}" if allowed else hint(request.url.path, routes)
+    text = f"{request.method} {request.url.path}: {error.detail}{advice}"
     answer = _refuse(request, APIError(text, status=error.status_code))
     answer.headers.update(error.headers or {})  # 405 says what is allowed
     return answer

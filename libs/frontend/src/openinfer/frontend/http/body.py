@@ -5,12 +5,14 @@ or answered with 400.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import inspect as info
 
 from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.elsewhere import instead
 from openinfer.frontend.http.structured import ResponseFormat, StructuredOutputs
 from openinfer.frontend.kv_transfer import KVTransfer
 
@@ -33,6 +35,7 @@ ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 Budget = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+BudgetOrAll = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -67,6 +70,8 @@ class CommonBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens of log-probabilities are `token_id:5`, not their text."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -144,10 +149,10 @@ class ChatBody(CommonBody, kw_only=True):
     """SGLang's field: false leaves the thoughts in the content."""
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
-    thinking_token_budget: Budget | None = None
-    thinking_budget: Budget | None = None
-    max_thinking_tokens: Budget | None = None
-    """The last three are one thing under the names of three servers: tokens that the thoughts may have."""
+    thinking_token_budget: BudgetOrAll | None = None
+    thinking_budget: BudgetOrAll | None = None
+    max_thinking_tokens: BudgetOrAll | None = None
+    """The last three are one thing under the names of three servers: tokens of the thoughts. -1: any number."""
     verbosity: str | None = None
     """Ignored: no template has such a thing."""
     max_completion_tokens: int | None = None
@@ -180,14 +185,20 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": _NOTHING,
     "web_search_options": _NOTHING,
     "repetition_detection": _NOTHING,
+    "watermarking": (None, False),
+    "logits_processors": (None, []),
+    "custom_logit_processor": _NOTHING,
+    "return_hidden_states": (None, False),
+    "return_prompt_text": (None, False),
     "vllm_xargs": (None, {}),
     "lora": _NOTHING,
     "lora_path": _NOTHING,
     "lora_request": _NOTHING,
     "extra_key": _NOTHING,
 }
-CHAT_REFUSED = {**REFUSED, "echo": (None, False)}
+CHAT_REFUSED = {**REFUSED, "echo": (None, False), "add_special_tokens": (None, False)}
 _WHERE = re.compile(r" - at `\$\.?(?P<path>(?P<field>\w*)[^`]*)`$")
+_MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
@@ -202,11 +213,11 @@ def decode_body(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, 
         for name in refused.keys() & fields.keys():
             if not _asks_for_nothing(fields[name], refused[name]):
                 raise APIError(
-                    f"{name} is not supported by this server; leave it out", param=name, code="unsupported"
+                    f"{name} is not supported by this server: {instead(name)}", param=name, code="unsupported"
                 )
         return msgspec.convert(fields, kind, strict=False)  # "5" and 5.0 are 5, as many clients write
     except msgspec.ValidationError as error:
-        raise _wrong_type(str(error)) from error
+        raise _wrong_type(str(error), kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise APIError(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -218,12 +229,48 @@ def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(value == word and isinstance(value, bool) == isinstance(word, bool) for word in neutral)
 
 
-def _wrong_type(message: str) -> APIError:
+def _wrong_type(message: str, kind: type[msgspec.Struct]) -> APIError:
     where = _WHERE.search(message)
     if where is None:
-        return APIError(message)
+        missing = _MISSING.fullmatch(message)
+        return (
+            APIError(f"{missing['field']} is missing", param=missing["field"])
+            if missing
+            else APIError(message)
+        )
     what = message[: where.start()].replace("`", "").replace(" | null", "")
+    if what.startswith("Invalid") and (words := _words(kind, where["path"])):
+        what += f", allowed are {', '.join(words)}"
     return APIError(f"{where['path']}: {what[0].lower()}{what[1:]}", param=where["field"] or None)
+
+
+def _words(kind: type[msgspec.Struct], path: str) -> list[str]:
+    """The words that the field at a path such as tools[0].type may have; none if it is no choice among words."""
+    types: list[info.Type] = [info.type_info(kind)]
+    for name in re.findall(r"\w+", path):
+        types = [inner for one in types for inner in _within(one, name)]
+    return [
+        str(word)
+        for one in types
+        for inner in _each(one)
+        if isinstance(inner, info.LiteralType)
+        for word in inner.values
+    ]
+
+
+def _within(found: info.Type, name: str) -> Iterator[info.Type]:
+    """The types that a field, or an index, of this type may have."""
+    for one in _each(found):
+        if isinstance(one, info.ListType) and name.isdigit():
+            yield one.item_type
+        elif isinstance(one, info.StructType):
+            yield from (field.type for field in one.fields if field.encode_name == name)
+            if name == one.tag_field:
+                yield info.LiteralType((one.tag,))
+
+
+def _each(found: info.Type) -> tuple[info.Type, ...]:
+    return found.types if isinstance(found, info.UnionType) else (found,)
 
 
 def _json_type(value: object) -> str:

@@ -65,7 +65,7 @@ def _budget(body: ChatBody) -> tuple[int | None, str]:
     """The most tokens of the thoughts, and the field that sets it."""
     for field in _BUDGETS:
         if (tokens := getattr(body, field)) is not None:
-            return tokens, field
+            return None if tokens < 0 else tokens, field
     return body.thinking.budget_tokens if body.thinking else None, "thinking"
 
 

@@ -97,6 +97,7 @@ class ChatShape:
         self._head = (f"chatcmpl-{uuid.uuid4().hex}", "chat.completion.chunk", int(time.time()), model)
         self._plan = plan
         self._tokenizer = tokenizer
+        self._names = None if plan.tokens_as_ids else tokenizer
         self._reader = Reader(new_parser, tokenizer)
         self._show_reasoning = show_reasoning
         self._begun: set[int] = set()
@@ -146,7 +147,7 @@ class ChatShape:
         ids, asked = choices[0].request.prompt_token_ids, self._plan.prompt_logprobs
         scores: list[dict[str, Any] | None] | UnsetType = UNSET
         if asked is not None:
-            scores = prompt_logprobs(self._tokenizer, ids, choices[0].prompt_logprobs, asked)
+            scores = prompt_logprobs(self._names, ids, choices[0].prompt_logprobs, asked)
         prompt = ids if self._plan.return_token_ids else UNSET
         identity, _, created, model = self._head
         head = (identity, "chat.completion", created, model)
@@ -207,4 +208,4 @@ class ChatShape:
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = list(self._tokenizer.token_bytes(token_id)) if self._tokenizer else None
-        return {"token": token_text(self._tokenizer, token_id), "logprob": logprob, "bytes": raw}
+        return {"token": token_text(self._names, token_id), "logprob": logprob, "bytes": raw}

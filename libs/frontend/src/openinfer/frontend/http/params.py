@@ -117,6 +117,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Request.kv_transfer."""
     disable_spec_decode: bool = False
     """Request.disable_spec_decode."""
+    tokens_as_ids: bool = False
+    """Tokens of log-probabilities are named by their ids."""
     warnings: tuple[str, ...] = ()
     """Fields of the request that change nothing here, in words for the answer's headers."""
 
@@ -176,6 +178,7 @@ def make_plan(
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=tokenizer is None if body.return_token_ids is None else body.return_token_ids,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),

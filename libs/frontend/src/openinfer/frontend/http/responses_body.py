@@ -104,7 +104,7 @@ def responses_common(body: ResponsesBody) -> CommonBody:
     """The fields that all endpoints share. Raises APIError (400)."""
     if LOGPROBS in (body.include or ()):
         raise APIError(
-            f"include: {LOGPROBS} is not supported by this server; leave it out, or use /v1/chat/completions",
+            f"include: {LOGPROBS} is not supported by this server: leave it out, or use /v1/chat/completions",
             param="include",
             code="unsupported",
         )

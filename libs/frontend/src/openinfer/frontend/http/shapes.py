@@ -135,6 +135,7 @@ class CompletionShape:
         self._head = (f"cmpl-{uuid.uuid4().hex}", "text_completion", int(time.time()), model)
         self._plan = plan
         self._tokenizer = tokenizer
+        self._names = None if plan.tokens_as_ids else tokenizer
         self._begun: set[int] = set()
         self._text_offsets: dict[int, int] = {}
 
@@ -183,7 +184,7 @@ class CompletionShape:
             choice.stop_reason,
             ids,
             prompt if is_first and self._plan.return_token_ids else UNSET,
-            UNSET if asked is None else prompt_logprobs(self._tokenizer, prompt, scores, asked),
+            UNSET if asked is None else prompt_logprobs(self._names, prompt, scores, asked),
         )
 
     def _logprobs(
@@ -193,10 +194,10 @@ class CompletionShape:
         tokens, values, tops, offsets = [], [], [], []
         offset = self._text_offsets.get(index, 0)
         for token_id, entry in zip(token_ids, logprobs, strict=True):
-            token = token_text(self._tokenizer, token_id)
+            token = token_text(self._names, token_id)
             tokens.append(token)
             offsets.append(offset)
-            offset += len(token)
+            offset += len(token_text(self._tokenizer, token_id))
             values.append(entry.logprob if entry else None)
             tops.append(self._top(token, entry) if entry else None)
         self._text_offsets[index] = offset
@@ -206,7 +207,7 @@ class CompletionShape:
         count = self._plan.sampling.logprobs
         if not count:
             return None
-        top = likeliest(entry, count, partial(token_text, self._tokenizer))
+        top = likeliest(entry, count, partial(token_text, self._names))
         top.setdefault(token, entry.logprob)
         return top
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.elsewhere import instead
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.grammar import Grammar
 from openinfer.sampler.schema import wishes
@@ -116,7 +117,8 @@ def _wishes(body: "CommonBody", format_field: str) -> Iterator[tuple[str, Any, A
         ):
             if getattr(several, name):
                 raise APIError(
-                    f"structured_outputs.{name} is not supported by this server; leave it out",
+                    f"structured_outputs.{name} is not supported by this server: "
+                    f"{instead(f'structured_outputs.{name}')}",
                     param="structured_outputs",
                     code="unsupported",
                 )
