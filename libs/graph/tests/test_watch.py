@@ -11,7 +11,8 @@ import pytest
 from openinfer.graph import SlowLoads, StepTrace, Watch
 from openinfer.graph.bound import WARM, Bound
 from openinfer.graph.watch import FINDINGS_KEPT
-from openinfer.tensor import ClockReading
+from openinfer.tensor import ClockReading, Device
+from openinfer.tensor.testing import fake_driver
 
 
 class Clock:
@@ -269,6 +270,20 @@ def test_a_clock_that_is_down_is_named(clock: Clock) -> None:
     calm(watch, clock)
     run(watch, clock, 100, 0.02)
     assert "clock" not in watch.findings[0].line  # it is always so
+
+
+def test_a_program_that_comes_to_the_gpu_is_named(clock: Clock) -> None:
+    with fake_driver() as driver:
+        driver.total_memory = 80 << 30
+        watch = Watch(StepTrace(), device=Device("cuda", 0), quiet_s=0.0)
+        calm(watch, clock)
+        run(watch, clock, 100, 0.02)
+        driver.total_memory -= 9_000_000_000  # the other program's
+        run(watch, clock, 101, 0.02)
+        alone, beside = watch.findings
+    assert "another program took" not in alone.line
+    assert beside.line.endswith("; another program took 9 GB of this GPU's memory")
+    assert [found.facts["free_bytes"] for found in watch.findings] == [80 << 30, (80 << 30) - 9_000_000_000]
 
 
 def test_a_thread_without_a_cpu_is_told_from_one_that_works(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from openinfer.graph.bound import Bound
 from openinfer.graph.trace import StepTrace, TracedStep
-from openinfer.tensor import DeviceClock
+from openinfer.tensor import Device, DeviceClock, format_bytes
 
 log = logging.getLogger("openinfer.graph")
 
@@ -34,9 +34,11 @@ RUN_FACTOR = 1.3
 AT_ONCE = 16
 """The bounds learn from this many steps in line at a time, because that costs less than one by one."""
 CLOCK_S = 5.0
-"""Seconds between two readings of the device's clock."""
+"""Seconds between two readings of the device's clock and free memory."""
 SLOW_CLOCK = 0.95
 """A clock below this part of the usual one is named."""
+TAKEN_BYTES = 256 << 20
+"""Memory that left the device after its engine was ready, and that is named. A context of CUDA takes more."""
 CAUSE = 0.2
 """A phase, op or kernel with less than this part of what a step took more is not named as the cause."""
 ALL = 0.5
@@ -88,11 +90,13 @@ class Watch:
 
     A shape with a prediction is judged by the ratio to it, any other by its own seconds. Runs need a prediction,
     because steps get longer with their sequences. One thread uses it. A finding costs a look at the ring of `trace`.
-    clock: of the device, read now and then, and at a finding.
+    clock, device: read now and then, and at a finding. The engine of a CUDA device takes no memory once steps run;
+    so memory that goes later is another program's.
     """
 
     trace: StepTrace
     clock: DeviceClock | None = None
+    device: Device | None = None
     findings: deque[Finding] = field(default_factory=lambda: deque(maxlen=FINDINGS_KEPT))
     num_findings: int = 0
     quiet_s: float = QUIET_S
@@ -107,6 +111,8 @@ class Watch:
     _steps: int = 0
     _quiet: dict[str, float] = field(default_factory=dict)
     _usual_mhz: float = 0.0
+    _most_free: int = 0
+    """The most free bytes of device memory that were read."""
     _next_reading: int = 0
 
     @property
@@ -154,10 +160,13 @@ class Watch:
         for run in runs.values():
             self._slow_run(*run)
         last = seen[-1][1].read_ns
-        if self.clock is not None and last >= self._next_reading:
-            self._next_reading = last + round(CLOCK_S * 1e9)
+        if last < self._next_reading:
+            return
+        self._next_reading = last + round(CLOCK_S * 1e9)
+        if self.clock is not None:
             mhz = self.clock.read().mhz
             self._usual_mhz += (mhz - self._usual_mhz) / (8 if self._usual_mhz else 1)
+        self._free_bytes()
 
     def _slow_step(self, step: TracedStep, predicted_s: float | None, usual_s: float) -> None:
         """The device took longer than the bound."""
@@ -205,7 +214,7 @@ class Watch:
         self._quiet[kind] = time.monotonic() + self.quiet_s
         self.num_findings += 1
         with self.trace.looking():
-            line += self._read_clock(facts)
+            line += self._read_clock(facts) + self._read_memory(facts)
             log.warning("slow: %s", line)
             events = self.trace.recent(STEPS_SHOWN)[:EVENTS_SHOWN]
         self.findings.append(Finding(kind, line, time.time(), {**self.facts, **facts}, events))
@@ -224,6 +233,26 @@ class Watch:
             return ""
         why = f" ({', '.join(reading.reasons)})" if reading.reasons else ""
         return f"; clock {reading.mhz:,} MHz where {self._usual_mhz:,.0f} are usual{why}"
+
+    def _read_memory(self, facts: Json) -> str:
+        """Put the free memory into the facts. Returns what is to be said of other programs; "" where none has come."""
+        if (free := self._free_bytes()) is None:
+            return ""
+        facts["free_bytes"] = free
+        taken = self._most_free - free
+        return (
+            f"; another program took {format_bytes(taken)} of this GPU's memory"
+            if taken > TAKEN_BYTES
+            else ""
+        )
+
+    def _free_bytes(self) -> int | None:
+        """Free bytes of the device; None where it is no GPU."""
+        if self.device is None or self.device.kind != "cuda":
+            return None
+        free = self.device.free_memory
+        self._most_free = max(self._most_free, free)
+        return free
 
     def as_json(self) -> str:
         """All findings, the newest last: an object with `traces`, each of which a trace viewer opens."""

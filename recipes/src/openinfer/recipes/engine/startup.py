@@ -262,7 +262,7 @@ def _make(
         words = 0 if tiers is None else model.batch.sampled.result.numel
         readback = Readback(device, results, STEPS_IN_FLIGHT, words)
         pace = StepPace(predicted.result())
-        watch = None if trace is None else Watch(trace, DeviceClock.of(device))
+        watch = None if trace is None else Watch(trace, DeviceClock.of(device), device)
         runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
         runner.drafting = options.drafting(buckets, pace, model.vocab_size)
         with _phase("steps"):
