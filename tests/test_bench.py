@@ -13,7 +13,8 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +23,7 @@ from openinfer.cli import (
     bench_fake,
     bench_gaps,
     bench_host,
+    bench_idle,
     bench_ops,
     bench_serve,
     bench_server,
@@ -33,6 +35,7 @@ from openinfer.cli.bench_ledger import Machine, Recorder, grouped, key
 from openinfer.cli.bench_record import percentile
 from openinfer.cli.bench_serve import Load, summary
 from openinfer.cli.segments import Outline
+from openinfer.graph.runner import Leader, Writer
 from openinfer.kernels import H200, Cost, NullPack, Workload
 from openinfer.recipes.deepseek_v4 import published as deepseek_v4
 from openinfer.recipes.engine import Source
@@ -559,6 +562,21 @@ def test_bench_host_engine_and_pool() -> None:
         assert ranks["p50_us"] < steady["p50_us"]
         assert len(change["repeats"]["us"]) == 4
     assert bench_host.pool_result(tokens=256)["mean_us"] > 0
+
+
+def test_other_ranks_are_told_of_a_decode_step_in_one_message() -> None:
+    """Also where rows get blocks: a message takes a microsecond of the host."""
+    idle = bench_idle.IdleEngine(RECIPE, 8)
+    idle.submit(8)
+    idle.fill()
+    runner, sent = idle.engine.runner, []
+    writer = cast(Writer, SimpleNamespace(send=lambda *message: sent.append(message)))
+    runner.leader = Leader(writer, runner.graphs.keys())
+    idle.steps_us(20)
+    assert len(sent) == 20
+    assert {len(message) for message in sent} == {1, 3}  # without a delta and with one
+    runner.leader = None
+    idle.close()
 
 
 def test_bench_host_frontend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_every_reader_gets_all_messages_in_order(file, spin_s):
         thread.start()
     writer = Writer(rings[0], doors, lost=lambda: False)
     for number, words in sent:
-        writer.send(number, words)
+        writer.send((number,), words)
     for thread in threads:
         thread.join(30)
     assert taken == [[(number, words.tolist()) for number, words in sent]] * 2
@@ -54,17 +54,17 @@ def test_a_reader_that_takes_nothing_is_named(file):
     first = Reader(ring, 0, bells(1)[0], spin_s=0)
     writer = Writer(ring, [], lost=lambda: False, timeout_s=0.05)
     for _ in range(3):
-        writer.send(7, np.zeros(18, np.int32))
+        writer.send((7,), np.zeros(18, np.int32))
         first.take()
     with pytest.raises(RankLost, match=r"follower 1 takes no messages; .* \(limit 0\.05 s\)"):
-        writer.send(7, np.zeros(18, np.int32))
+        writer.send((7,), np.zeros(18, np.int32))
     with pytest.raises(ValueError, match="a message of 102 words; a ring of 64 takes half as many"):
-        writer.send(7, np.zeros(100, np.int32))
+        writer.send((7,), np.zeros(100, np.int32))
 
 
 def test_a_lost_rank_ends_the_wait(file):
     writer = Writer(Ring(file, 1, capacity=64), [], lost=lambda: True)
     for _ in range(2):
-        writer.send(1, np.zeros(30, np.int32))
+        writer.send((1,), np.zeros(30, np.int32))
     with pytest.raises(RankLost, match="follower 0 takes no messages"):
-        writer.send(1, np.zeros(30, np.int32))
+        writer.send((1,), np.zeros(30, np.int32))

@@ -25,7 +25,7 @@ LENGTH, TOKENS = 8192, 2048
 def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs: StepGraphs) -> Engine:
     """An engine of the recipe's smallest model, without prefix cache, for sequences of 8,192 tokens.
 
-    The pool has blocks for a quarter of all rows at full length, and for one row at least. `pack` and `graphs` must do
+    The pool has blocks for half of all rows at full length, and for one row at least. `pack` and `graphs` must do
     nothing. The results of a step are the contents of `runner.model.batch.sampled.result`.
     """
     options = recipe.options(max_num_seqs=rows, enable_prefix_caching=False)
@@ -41,7 +41,7 @@ def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs
     runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
     runner.record()
     # Blocks without memory behind them: no op runs.
-    blocks = max(rows // 4, 1) * limits.max_blocks
+    blocks = max(rows // 2, 1) * limits.max_blocks
     pool = Pool(blueprint.groups(limits, [blocks] * groups), prefix_cache=False)
     return Engine(
         runner, pool, FirstCome(TOKENS), None,

@@ -22,10 +22,11 @@ Places = np.ndarray[Any, np.dtype[np.int64]]
 
 class Delta(NamedTuple):
     """Changes of rows: the places of words in `Rows.words`, and their values. No place is named twice with different
-    values."""
+    values. last: of those that bring the batch up to date together."""
 
     places: Places | Words
     values: Words
+    last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +163,14 @@ class Rows:
         self._dirty_ranges.clear()
         for start in range(0, len(index), self._capacity):
             part = index[start : start + self._capacity]
-            delta = Delta(part, self._mirror[part])
+            delta = Delta(part, self._mirror[part], start + self._capacity >= len(index))
             self.send(delta, stream)
             yield delta
 
     def send(self, delta: Delta, stream: Stream) -> None:
         """Copy a delta to `writes`: one of `uploads`, or one that came from the rows of another process. Rows that get
         deltas from elsewhere are not written to."""
-        index, values = delta
+        index, values, _ = delta
         buffer, copied = self._staging[self._next]
         self._next = (self._next + 1) % len(self._staging)
         if not copied.query():

@@ -7,18 +7,19 @@ batch come as the packed deltas that the leader sends to its own device.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from openinfer.graph.rows import Delta
 from openinfer.graph.runner.ring import Reader, Writer
+from openinfer.graph.runner.segments import UPLOAD
 
 if TYPE_CHECKING:
     from openinfer.graph.runner.runner import Runner
 
-_DELTA, _END, _COMMAND = -1, -2, -3
+_END, _COMMAND = -1, -2
 
 
 class Leader:
@@ -27,23 +28,37 @@ class Leader:
     def __init__(self, writer: Writer, keys: Iterable[Hashable]) -> None:
         self._writer = writer
         self._numbers = {key: number for number, key in enumerate(keys)}
+        self._messages: dict[tuple[Hashable, ...], list[int]] = {}
+        """The first words of a message of these segments: how many there are, and their numbers."""
 
-    def send(self, delta: Delta) -> None:
-        """The followers apply this delta."""
-        self._writer.send(_DELTA, delta.places, delta.values)
+    def launch(self, keys: tuple[Hashable, ...], delta: Delta | None = None) -> None:
+        """The followers upload the delta, scatter it, and launch these segments."""
+        numbers = self._messages.get(keys)
+        if numbers is None:
+            numbers = self._messages[keys] = [len(keys), *(self._numbers[key] for key in keys)]
+        if delta is None:
+            self._writer.send(numbers)
+        else:
+            self._writer.send(numbers, delta.places, delta.values)
 
-    def launch(self, key: Hashable) -> None:
-        """The followers launch this segment."""
-        self._writer.send(self._numbers[key])
+    def tell(self, deltas: Iterator[Delta], following: tuple[Hashable, ...]) -> Iterator[Delta]:
+        """The same deltas, of which the followers get each, and the segments behind the last."""
+        told = not following
+        for delta in deltas:
+            self.launch(following if delta.last else (), delta)
+            told = told or delta.last
+            yield delta
+        if not told:
+            self.launch(following)
 
     def command(self, name: str, *args: Any) -> None:
         """The followers carry out one of their commands, after the launches so far. args: as JSON has them."""
         text = json.dumps([name, *args]).encode()
-        self._writer.send(_COMMAND, np.frombuffer(text + b" " * (-len(text) % 4), np.int32))
+        self._writer.send((_COMMAND,), np.frombuffer(text + b" " * (-len(text) % 4), np.int32))
 
     def end(self) -> None:
         """The followers leave their loops."""
-        self._writer.send(_END)
+        self._writer.send((_END,))
 
 
 def follow(runner: Runner, reader: Reader, commands: Mapping[str, Callable[..., object]]) -> None:
@@ -52,10 +67,12 @@ def follow(runner: Runner, reader: Reader, commands: Mapping[str, Callable[..., 
     while True:
         number, words = reader.take()
         if number >= 0:
-            runner.graphs.launch(keys[number])
-        elif number == _DELTA:
-            half = len(words) // 2
-            rows.send(Delta(words[:half], words[half:]), runner.stream)
+            half = (len(words) - number) // 2
+            if half:
+                rows.send(Delta(words[number : number + half], words[number + half :]), runner.stream)
+                runner.graphs.launch(UPLOAD)
+            for one in words[:number].tolist():
+                runner.graphs.launch(keys[one])
         elif number == _COMMAND:
             name, *args = json.loads(words.tobytes())
             commands[name](*args)

@@ -34,7 +34,9 @@ class Ring:
         self.readers, self.capacity = readers, capacity
         header = _LINE * (1 + 2 * readers)
         os.ftruncate(file, header + 4 * capacity)  # the second process' call changes nothing
-        memory = memoryview(mmap.mmap(file, header + 4 * capacity))
+        # All pages are mapped now, because the first look at a page would hold a step up, in each process.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = memoryview(mmap.mmap(file, header + 4 * capacity, flags))
         self._lines = memory[:header].cast("q")  # the head; by reader its tail, and whether it sleeps
         self._memory = memory[header:].cast("i")
         self._words = np.frombuffer(self._memory, np.int32)
@@ -57,12 +59,14 @@ class Writer:
         self._lost, self._timeout_s = lost, timeout_s
         self._head = self._free_until = 0
 
-    def send(self, number: int, *arrays: Words | Places) -> None:
-        """Publish a message of `number` and the words of `arrays`; of wider integers, the lower words. A ring that is
-        full is waited for. Raises RankLost where a reader does not take messages within the time limit, or lost() is
-        true."""
+    def send(self, numbers: Sequence[int], *arrays: Words | Places) -> None:
+        """Publish a message: one number or more, and the words of `arrays`; of wider integers, the lower words. A ring
+        that is full is waited for. Raises RankLost where a reader does not take messages within the time limit, or
+        lost() is true."""
         ring, words = self._ring, self._ring._memory
-        count = 2 + sum(map(len, arrays))
+        count = 1 + len(numbers)
+        for array in arrays:
+            count += len(array)
         if 2 * count > ring.capacity:  # beside what is skipped at the end it must fit an empty ring
             raise ValueError(f"a message of {count} words; a ring of {ring.capacity} takes half as many")
         at = self._head % ring.capacity
@@ -71,11 +75,13 @@ class Writer:
             self._wait_for(self._head + skipped + count)
         if skipped:
             words[at], at = _WRAP, 0
-        words[at], words[at + 1] = count, number
-        end = at + 2
+        words[at], end = count, at + 1
+        for number in numbers:
+            words[end] = number
+            end += 1
         for array in arrays:
-            ring._words[end : end + len(array)] = array
-            end += len(array)
+            begin, end = end, end + len(array)
+            ring._words[begin:end] = array
         self._head += skipped + count
         ring._lines[0] = self._head
         lines = ring._lines
@@ -111,7 +117,7 @@ class Reader:
         self._poll.register(bell, select.POLLIN)
 
     def take(self) -> tuple[int, Words]:
-        """The next message: its number, and a copy of its words. Waits for one."""
+        """The next message: its first number, and a copy of what follows. Waits for one."""
         ring = self._ring
         if ring._lines[0] == self._tail:
             self._wait()

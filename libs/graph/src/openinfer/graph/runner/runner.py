@@ -21,7 +21,7 @@ from openinfer.graph.runner.model import Model
 from openinfer.graph.runner.proposing import keeps
 from openinfer.graph.runner.sampling import Sampling
 from openinfer.graph.runner.scoring import Scores, Share, read_scores, write_scores
-from openinfer.graph.runner.segments import segments
+from openinfer.graph.runner.segments import UPLOAD, segments
 from openinfer.graph.runner.verifying import read_verified, write_following, write_verified
 from openinfer.graph.runner.wishes import Wishes
 from openinfer.graph.steps import StepGraphs
@@ -120,7 +120,7 @@ class Runner:
         tokens = self.buckets.mixed_tokens[0]
         smallest = Buckets((1,), (tokens,), (1,))
         work = segments(self.model, self.pack, smallest)
-        work["upload",]()
+        work[UPLOAD]()
         if self.stream.device.kind == "cuda":
             for key in (
                 ("forward", Shape(tokens, 1, tokens)),
@@ -179,13 +179,14 @@ class Runner:
             self.masking.write(self._constrained, step.drafts, {})
         if trace is not None:
             trace.mark("upload")
-        self.upload()
+        forward, choosing = ("forward", self._shape), self.choosing(self._shape)
+        self.upload(forward, *(() if waits else (choosing,)))
         if trace is not None:
             trace.launch(step.index, self._bucket, timed, len(step.rows), *self.pace.workload)
             trace.mark("launch")
         self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)
-        self.replay(("forward", self._shape))
+        self.graphs.launch(forward)
         places = self.drafting.launched() if self.drafting is not None else 0
         spent = self.drafting.spent(step, self._shape, self._plain) if self.drafting is not None else None
         asked = self._constrained, self._wants_logprobs, self._shares
@@ -193,7 +194,7 @@ class Runner:
         if waits:
             self._waiting = self._launched[-1]
         else:
-            self._sample_now(self._launched[-1])
+            self._sample_now(self._launched[-1], choosing)
 
     def _draft(self, launched: _Launched) -> None:
         """Let layers draft after a step, see its tokens, or keep these for later."""
@@ -202,23 +203,23 @@ class Runner:
         else:
             self.drafting.unseen += 1
 
-    def upload(self) -> None:
-        """Bring the batch on the device up to date with the host's writes."""
-        for delta in self.model.batch.rows.uploads(self.stream):
-            if self.leader is not None:
-                self.leader.send(delta)
-            self.replay(("upload",))
+    def upload(self, *following: tuple[object, ...]) -> None:
+        """Bring the batch on the device up to date with the host's writes. following: segments that the other ranks
+        launch at once and this one later. They come in one message, because each message takes time of this host."""
+        deltas = self.model.batch.rows.uploads(self.stream)
+        for _ in deltas if self.leader is None else self.leader.tell(deltas, following):
+            self.graphs.launch(UPLOAD)
 
     def replay(self, key: tuple[object, ...]) -> None:
         """Launch a recorded segment, on all ranks."""
         if self.leader is not None:
-            self.leader.launch(key)
+            self.leader.launch((key,))
         self.graphs.launch(key)
 
-    def _sample_now(self, launched: _Launched) -> None:
-        """The second half of a launch; the rows are still the step's."""
+    def _sample_now(self, launched: _Launched, choosing: tuple[object, ...]) -> None:
+        """The second half of a launch, of which `upload` told the other ranks; the rows are still the step's."""
         shape, b = launched.shape, self.model.batch.sampled
-        self.replay(self.choosing(shape))
+        self.graphs.launch(choosing)
         n = shape.rows * (1 + shape.drafts) if shape.drafts else len(launched.step.rows)
         results = [b.result[:n]]
         if launched.wants_logprobs:
@@ -278,8 +279,9 @@ class Runner:
             # Rows that have ended get no mask; the device skips them.
             alive = [one for one in waiting.constrained if not one[2].ended]
             self.masking.write(alive, waiting.step.drafts, counts)
-            self.upload()
-            self._sample_now(waiting)
+            choosing = self.choosing(waiting.shape)
+            self.upload(choosing)
+            self._sample_now(waiting, choosing)
         at, ended = (result[:, :, 1] > RowStatus.RUNNING).nonzero()
         finished = [
             (step.rows[i].seq.slot, FINISH_REASONS[RowStatus(result[place, i, 1])])

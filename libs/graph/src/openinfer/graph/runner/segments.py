@@ -16,17 +16,20 @@ from openinfer.sampler import MAX_LOGPROBS
 from openinfer.sampler.gpu import greedy_rows, sample_rows, score_tokens, verify_rows
 from openinfer.tensor import Tensor
 
+UPLOAD = ("upload",)
+"""The key of the segment that scatters a delta into the batch's rows."""
+
 
 def segments(
     model: Model, pack: Pack, buckets: Buckets, rooms: Sequence[Tensor] | None = None
 ) -> dict[tuple[object, ...], Callable[[], None]]:
-    """Every segment that steps of these buckets are made of, by the key under which a Runner records it: ("upload",),
+    """Every segment that steps of these buckets are made of, by the key under which a Runner records it: UPLOAD,
     ("forward", shape), ("sample", rows, drafts), ("score", first token), in engines without drafts ("greedy", rows),
     and where layers of the model draft, ("draft", shape, drafts). rooms: of Readback; each is filled by
     ("results", place). None: one that stands for them in a plan."""
     batch, most = model.batch, model.batch.sampled.score_ranks.shape[0]
     work: dict[tuple[object, ...], Callable[[], None]] = {
-        ("upload",): lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
+        UPLOAD: lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
     }
     for shape in buckets.segments():
         work["forward", shape] = partial(forward, model, pack, shape)
