@@ -320,6 +320,18 @@ def test_a_peer_that_is_not_there_is_told_once(engines, caplog):
     assert caplog.text.count("tokens are computed") == 1
 
 
+def test_a_peer_that_was_there_is_told_once(caplog):
+    """By the lane that asks and those that read."""
+    first, second = two_engines()
+    assert second.ask(TOKENS, first.sharing.address) == ""
+    address = first.sharing.address
+    first.close()
+    assert second.serve(TOKENS) == 0
+    assert "Connection refused" in second.ask([9] * 17, address)
+    assert caplog.text.count("tokens are computed") == 1
+    second.close()
+
+
 def test_a_peer_that_says_nothing_is_not_waited_for(engines, monkeypatch):
     monkeypatch.setattr("openinfer.kvpool.tiers.peers.sharing.TIMEOUT_S", 0.2)
     engine = engines()
@@ -335,9 +347,9 @@ def test_a_silent_peer_is_called_silent(monkeypatch):
         engine.ask(TOKENS, silent.getsockname())
         (peer,) = engine.sharing.peers._peers.values()
         until = time.monotonic() + 5
-        while not peer._lanes[0]._why and time.monotonic() < until:
+        while not peer.outage.why and time.monotonic() < until:
             time.sleep(0.01)
-        assert peer._lanes[0]._why.endswith("it was silent for 0.2 s")
+        assert peer.outage.why.endswith("it was silent for 0.2 s")
     engine.close()
 
 

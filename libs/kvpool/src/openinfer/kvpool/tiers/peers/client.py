@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ...group import Group
 from ..disk import Done
 from ..host import Slot
-from .lane import Address, Answered, Ask, End, Jobs, Lane, Own
+from .lane import Address, Answered, Ask, End, Jobs, Lane, Outage, Own
 from .transport import Transport
 
 log = logging.getLogger("openinfer.kvpool")
@@ -210,7 +210,9 @@ class _Peer:
         self._address, self._own = address, own
         self.jobs: Jobs = queue.SimpleQueue()
         self._reads: Jobs = queue.SimpleQueue()
-        self._lanes = [Lane(address, own, self.jobs)]
+        self.outage = Outage()
+        """What keeps its lanes from reaching it."""
+        self._lanes = [Lane(address, own, self.jobs, self.outage)]
 
     @property
     def talks(self) -> bool:
@@ -225,7 +227,7 @@ class _Peer:
     def read(self, slot: Slot) -> None:
         """Fill a slot."""
         if len(self._lanes) == 1 or (self._reads.qsize() and len(self._lanes) <= LANES):
-            self._lanes.append(Lane(self._address, self._own, self._reads))
+            self._lanes.append(Lane(self._address, self._own, self._reads, self.outage))
         self._reads.put(slot)
 
     def stop(self) -> None:

@@ -65,10 +65,18 @@ class Own:
     tell: Callable[[Answered | Done], None]
 
 
+@dataclass(slots=True)
+class Outage:
+    """What keeps a peer from being reached, for all of its lanes: until when, by time.monotonic(), and why."""
+
+    until: float = 0.0
+    why: str = ""
+
+
 class Lane:
     """A thread that talks to one peer, and connects when there is a job. Several lanes may take jobs from one queue."""
 
-    def __init__(self, address: Address, own: Own, jobs: Jobs) -> None:
+    def __init__(self, address: Address, own: Own, jobs: Jobs, outage: Outage) -> None:
         self.leases: set[str] = set()
         """Leases that the thread keeps alive."""
         self._address, self._name, self._own, self._jobs = address, f"{address[0]}:{address[1]}", own, jobs
@@ -76,7 +84,7 @@ class Lane:
         self._offered: Sequence[str] = ()  # transports of the other side
         self._transport: Transport | None = None  # chosen by the first read of a connection
         self._far: Any = None
-        self._down_until, self._why = 0.0, ""
+        self._outage = outage
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-peer", daemon=True)
         self._thread.start()
@@ -109,8 +117,8 @@ class Lane:
     def _attempt(self, talk: Callable[[Link], None]) -> str:
         """Talk to the peer. Returns why that was not possible; "" if it was."""
         now = time.monotonic()
-        if self._link is None and now < self._down_until:
-            return self._why
+        if self._link is None and now < self._outage.until:
+            return self._outage.why
         try:
             if not self._again(talk):
                 talk(self._connect())
@@ -119,11 +127,11 @@ class Lane:
             self._drop()
             if self._closing:
                 return "the engine ends"
-            self._down_until = now + RETRY_S
             why = f"{self._name}: {error or type(error).__name__}"
-            if why != self._why:
+            told, self._outage.why = self._outage.why, why
+            self._outage.until = now + RETRY_S
+            if why != told:
                 log.warning("KV peers: %s; tokens are computed", why)
-            self._why = why
             if isinstance(error, StillWriting):
                 raise
             return why
@@ -151,7 +159,7 @@ class Lane:
             raise PeerRefused(
                 f"its blocks are of another model or version; these differ: {', '.join(differs)}"
             )
-        self._offered, self._why = card.get("transports") or (), ""
+        self._offered, self._outage.why = card.get("transports") or (), ""
         return link
 
     def _choose(self, link: Link) -> Transport:
