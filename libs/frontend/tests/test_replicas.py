@@ -25,10 +25,12 @@ from openinfer.frontend.client import Delta, Health
 from openinfer.frontend.contract import (
     AdapterState,
     EngineInfo,
+    LoadAdapter,
     ResetPrefixCache,
     Sleep,
     SlowTraces,
     StepTimes,
+    UnloadAdapter,
     UpdateWeights,
     WakeUp,
 )
@@ -49,6 +51,7 @@ class Replica:
         self.info, self.up, self.sinks, self.aborted = INFO, True, {}, []  # type: ignore[var-annotated]
         self.answer: str | None = None
         self.asleep = False
+        self.room, self.adapters = 2, {}  # type: ignore[var-annotated]
 
     def submit(self, request: Request, sink: Any) -> None:
         self.sinks[request.id] = sink
@@ -72,11 +75,18 @@ class Replica:
                 raise Unsupported("the engine does not sleep, or sleeps already")
             self.asleep = not self.asleep
             return None
+        if isinstance(command, LoadAdapter):
+            if self.room == len(self.adapters):
+                raise Unsupported("no place is free")
+            self.adapters[command.name] = command.path
+        if isinstance(command, UnloadAdapter):
+            del self.adapters[command.name]
         return self.answer
 
     def stats(self) -> EngineStats:
         why = "the engine sleeps" if self.asleep else ""
-        return EngineStats(running=len(self.sinks), asleep=self.asleep, refusal=why)
+        adapters = [AdapterState(name, path, 0, 0) for name, path in self.adapters.items()]
+        return EngineStats(running=len(self.sinks), asleep=self.asleep, refusal=why, adapters=adapters)
 
 
 def request(number: int, tokens: Sequence[int], **more: Any) -> Request:
@@ -179,6 +189,18 @@ def test_commands_go_to_all_or_none() -> None:
     group.replicas[1].up = False
     with pytest.raises(EngineDeadError, match="a replica is down, so none does this: gone; try again"):
         asyncio.run(group.client.control(ResetPrefixCache()))
+
+
+def test_all_replicas_load_an_adapter_or_none() -> None:
+    group = Group(2)
+    asyncio.run(group.client.control(LoadAdapter("a", "p")))
+    assert [replica.adapters for replica in group.replicas] == [{"a": "p"}] * 2
+    group.replicas[1].room = 1
+    with pytest.raises(Unsupported, match="no place"):
+        asyncio.run(group.client.control(LoadAdapter("b", "p")))
+    with pytest.raises(Unsupported, match="no place"):
+        asyncio.run(group.client.control(LoadAdapter("a", "q", in_place=True)))
+    assert [sorted(replica.adapters) for replica in group.replicas] == [["a"]] * 2
 
 
 def test_all_replicas_sleep_or_none() -> None:

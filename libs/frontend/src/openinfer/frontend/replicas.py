@@ -16,10 +16,12 @@ from openinfer.frontend.contract import (
     Command,
     EngineInfo,
     EngineStats,
+    LoadAdapter,
     Request,
     Sleep,
     SlowTraces,
     StepTimes,
+    UnloadAdapter,
     UpdateWeights,
     WakeUp,
 )
@@ -153,28 +155,22 @@ class ReplicatedClient:
         down = [replica.health().detail for replica in self._replicas if not replica.health().ok]
         if down:  # the replicas must stay alike
             raise EngineDeadError(f"a replica is down, so none does this: {down[0]}; try again")
+        asked = self._replicas
+        undo: Command | None = None
         if isinstance(command, Sleep | WakeUp):
-            await self._sleep_or_wake(command)
-            return None
-        answers = await asyncio.gather(*(replica.control(command) for replica in self._replicas))
+            asleep = isinstance(command, WakeUp)
+            asked = [one for one in asked if one.stats().asleep == asleep] or asked
+            undo = None if asleep else WakeUp()
+        if isinstance(command, LoadAdapter) and command.name not in {
+            one.name for one in self.stats().adapters
+        }:
+            undo = UnloadAdapter(command.name)
+        answers = await _all_or_none(asked, command, undo)
         if isinstance(command, SlowTraces):
             parts = [json.loads(answer or "{}") for answer in answers]
             traces = [trace for part in parts for trace in part.get("traces", ())]
             return json.dumps({"found": sum(part.get("found", 0) for part in parts), "traces": traces})
         return answers[0]
-
-    async def _sleep_or_wake(self, command: Sleep | WakeUp) -> None:
-        """All sleep, or none: where one refuses, the others are woken again."""
-        asleep = isinstance(command, WakeUp)
-        asked = [replica for replica in self._replicas if replica.stats().asleep == asleep] or self._replicas
-        found = await asyncio.gather(*(replica.control(command) for replica in asked), return_exceptions=True)
-        errors = [one for one in found if isinstance(one, BaseException)]
-        if not errors:
-            return
-        if isinstance(command, Sleep):
-            slept = [replica for replica, one in zip(asked, found, strict=True) if one is None]
-            await asyncio.gather(*(replica.control(WakeUp()) for replica in slept))
-        raise errors[0]
 
     def stats(self) -> EngineStats:
         return summed([replica.stats() for replica in self._replicas])
@@ -188,6 +184,22 @@ class ReplicatedClient:
 
     async def died(self) -> str:
         return "; ".join(await asyncio.gather(*(replica.died() for replica in self._replicas)))
+
+
+async def _all_or_none(
+    asked: Sequence[EngineClient], command: Command, undo: Command | None
+) -> list[str | None]:
+    """The answers of all. Where one refuses, the others carry out `undo`, and its error is raised."""
+    found = await asyncio.gather(*(one.control(command) for one in asked), return_exceptions=True)
+    errors = [one for one in found if isinstance(one, BaseException)]
+    if errors:
+        done = [
+            one for one, answer in zip(asked, found, strict=True) if not isinstance(answer, BaseException)
+        ]
+        if undo is not None:
+            await asyncio.gather(*(one.control(undo) for one in done), return_exceptions=True)
+        raise errors[0]
+    return [answer for answer in found if not isinstance(answer, BaseException)]
 
 
 def summed(parts: Sequence[EngineStats]) -> EngineStats:

@@ -211,7 +211,7 @@ class _Peer:
         self.jobs: Jobs = queue.SimpleQueue()
         self._reads: Jobs = queue.SimpleQueue()
         self.outage = Outage()
-        """What keeps its lanes from reaching it."""
+        """Its lanes share this."""
         self._lanes = [Lane(address, own, self.jobs, self.outage)]
 
     @property

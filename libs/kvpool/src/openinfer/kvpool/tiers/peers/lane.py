@@ -67,7 +67,7 @@ class Own:
 
 @dataclass(slots=True)
 class Outage:
-    """What keeps a peer from being reached, for all of its lanes: until when, by time.monotonic(), and why."""
+    """No lane of a peer connects to it until this time (time.monotonic()), for this reason."""
 
     until: float = 0.0
     why: str = ""
