@@ -231,7 +231,8 @@ def main() -> None:
         runner = runner_of(source, ranks, device, 128, 4096, 4096)
         for rows, context, prompt in STEPS:
             times = measured(runner, (rows, context, prompt), args.repeats)
-            logits = runner.model.buffers.local_logits[: rows or 1].numpy()
+            batch = runner.model.batch
+            logits = (batch.logits if batch.part is None else batch.part)[: rows or 1].numpy()
             finite = bool(np.isfinite(np.asarray(logits, np.float32)).all())
             median, between = statistics.median(times), collectives_ms(whole, rows or 1, rows + prompt, ranks)
             name = f"mixed {rows} x {context} + {prompt}" if rows and prompt else ""

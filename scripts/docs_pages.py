@@ -30,7 +30,7 @@ PARTS = {
     "recipes.engine": ROOT / "recipes/src/openinfer/recipes/engine",
     **{
         f"recipes.{path.parent.name}": path.parent
-        for path in sorted((ROOT / "recipes/src/openinfer/recipes").glob("*/recipe.py"))
+        for path in sorted((ROOT / "recipes/src/openinfer/recipes").glob("*/model.py"))
         if path.parent.name != "engine"
     },
     "cli": ROOT / "src/openinfer/cli",

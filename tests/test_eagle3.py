@@ -18,7 +18,7 @@ from openinfer.graph.runner import segments
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.qwen3 import RECIPE
-from openinfer.recipes.qwen3.eagle3 import DraftingModel
+from openinfer.recipes.qwen3.model import DraftingModel
 from openinfer.tensor import CheckpointError, Device, Stream, Tensor, bfloat16, uint8
 
 PATH = Path(__file__).parent / "goldens" / "qwen3-tiny"

@@ -36,6 +36,8 @@ SOURCES = {
     "llm": ROOT / "src" / "openinfer" / "llm",
 }
 RECIPES = sorted(p.name for p in SOURCES["recipes"].iterdir() if (p / "__init__.py").exists())
+HEADS = {"eagle3"}
+"""Folders of recipes that are no recipe: heads with a checkpoint of their own, which draft for models of recipes."""
 REFUSED = {"torch", "pickle", "cloudpickle", "dill", "marshal", "shelve"}
 MAX_MODULE_LINES = 400
 LONGER = {
@@ -71,10 +73,11 @@ def violations(part: str, inside: str, source: str) -> list[str]:
         first, *rest = name.split(".")
         if first in REFUSED or (first == "openinfer" and rest[0] not in allowed(part, inside)):
             bad.append(name)
-        elif (
-            part == "recipes" and rest[:1] == ["recipes"] and rest[1] not in (inside.split("/")[0], "engine")
-        ):
-            bad.append(name)  # recipes import the engine, never each other; the engine imports no recipe
+        elif part == "recipes" and rest[:1] == ["recipes"]:
+            # Recipes import the engine and heads, never each other. Heads import the engine, which imports neither.
+            own = inside.split("/")[0]
+            if rest[1] not in {own, "engine"} | (set() if own == "engine" else HEADS):
+                bad.append(name)
     return bad
 
 
@@ -101,6 +104,8 @@ def test_imports_follow_the_arrows(part: str) -> None:
         ("kernels", "store.py", "import openinfer.recipes.qwen3"),
         ("recipes", "qwen3_5/model.py", "from openinfer.recipes.qwen3.model import Model"),
         ("recipes", "engine/startup.py", "from openinfer.recipes.qwen3.recipe import RECIPE"),
+        ("recipes", "engine/startup.py", "from openinfer.recipes.eagle3 import Head"),
+        ("recipes", "eagle3/model.py", "from openinfer.recipes.qwen3.model import Model"),
         ("graph", "steps.py", "from openinfer.scheduler import Step"),
     ],
 )
@@ -113,6 +118,7 @@ def test_imports_that_are_allowed() -> None:
     assert not violations("sampler", "gpu/ops/sample.py", "from openinfer.kernels import Op")
     assert not violations("recipes", "qwen3/model.py", "from openinfer.recipes.qwen3.config import Config")
     assert not violations("recipes", "qwen3/recipe.py", "from openinfer.recipes.engine import Recipe")
+    assert not violations("recipes", "qwen3/blueprint.py", "from openinfer.recipes.eagle3 import Head")
     assert not violations("graph", "runner/runner.py", "from openinfer.scheduler import Step")
 
 
@@ -185,9 +191,16 @@ def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert {str(path): n for path, n in lines.items() if n > allowed.get(path, MAX_MODULE_LINES)} == {}
 
 
-BUDGETS = {"engine": 3514, "engine/testing": 700, "qwen3": 1006, "qwen3_5": 3306, "deepseek_v4": 6800}
+BUDGETS = {
+    "engine": 3536,
+    "engine/testing": 700,
+    "eagle3": 363,
+    "qwen3": 667,
+    "qwen3_5": 3283,
+    "deepseek_v4": 5086,
+}
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12957
+MAX_RECIPE_LINES = 12940
 
 
 def lines_of(folder: Path) -> int:

@@ -131,7 +131,8 @@ def test_projections_that_do_not_go_together_are_refused() -> None:
     config = Config.parse(config_json("4B", fp8=True))
     published = Format.published(config)
     some = frozenset({"model.language_model.layers.3.self_attn.q_proj"})
-    mixed = replace(published, packed=some)
+    assert published.packing is not None
+    mixed = replace(published, packing=published.packing._replace(modules=some))
     with pytest.raises(UnsupportedModel, match=r"q_proj.*some are FP8 and some are not"):
         Weights.allocate(config, Arena(Device("null"), None), bfloat16, mixed)
 

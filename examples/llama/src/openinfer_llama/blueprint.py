@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated, rope_table
+from openinfer.kernels import NullPack, Repeated, place_rope_table
 from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.blueprint import Blueprint, Control
+from openinfer.recipes.engine.controls import of_rotation
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.tensor import (
     Arena,
@@ -23,7 +22,6 @@ from openinfer.tensor import (
     Stream,
     Tensor,
     dtypes,
-    float32,
     load_tensors,
 )
 from openinfer_llama.config import Config
@@ -55,11 +53,7 @@ class Llama(Blueprint[Model]):
         return KvLayout(c.num_layers, c.num_kv_heads, self.page_size, c.head_dim, limits.kv_dtype)
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
-        """No more pages than every row at full length uses, and the padding page."""
-        pages = min(room.nbytes // self._layout(limits).page_bytes, limits.max_rows * limits.max_blocks + 1)
-        if pages < 3:
-            raise room.refusal("the KV cache")
-        return (pages,)
+        return (room.pages(limits, self._layout(limits).page_bytes),)
 
     def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
         (pages,) = blocks or (2,)
@@ -68,9 +62,7 @@ class Llama(Blueprint[Model]):
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
         c, (pages,), (t, dtype) = self.config, blocks, (limits.max_tokens, limits.dtype)
         weights = Weights.allocate(c, arena, dtype)
-        cos_sin = arena.alloc((limits.max_model_len, 2, c.head_dim // 2), float32, "cos_sin")
-        if arena.device.kind != "null":
-            cos_sin.copy_from(rope_table(c.inv_freq, limits.max_model_len), stream)
+        cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len)
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))], max_rows=limits.max_rows,
             max_tokens=t, vocab_size=c.vocab_size, width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts,
@@ -98,5 +90,4 @@ class Llama(Blueprint[Model]):
         return {"weights": arena.used, "activations": buffers, "rotary table": model.cos_sin.nbytes}
 
     def controls(self, model: Model) -> Iterator[Control]:
-        backwards = np.array(model.cos_sin.numpy()) * np.array([1, -1], np.float32)[:, None]
-        yield Control("rotation backwards", [(model.cos_sin, backwards)])
+        yield from of_rotation(model.cos_sin)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels import rope_frequencies
 from openinfer.recipes.engine.config_fields import Fields, eos_ids, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 
@@ -60,7 +61,7 @@ def _frequencies(fields: Fields, dim: int) -> Floats:
     """Frequencies of plain RoPE, or of Llama 3.1's scaling: long wavelengths by `factor`, short ones not at all."""
     rope = fields.fields("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
     theta = (rope if "rope_theta" in rope else fields).number("rope_theta", default=1e4, above=1, most=1e15)
-    plain = np.float32(theta) ** -(np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    plain = rope_frequencies(theta, dim)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return plain

@@ -112,8 +112,8 @@ class Model:
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""
-        out, x, w, eps = self.batch.logits, self.batch.last, self.weights, self.config.rms_norm_eps
-        norm_linear(pack, out=out[:num_rows], x=x[:num_rows], norm_weight=w.norm, weight=w.lm_head, eps=eps)
+        w, last = self.weights, self.batch.last[:num_rows]
+        self.batch.head(pack, last, norm=w.norm, eps=self.config.rms_norm_eps, weight=w.lm_head)
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page."""

@@ -55,7 +55,7 @@ from openinfer.kernels.ops.linear_add import linear_add
 from openinfer.kernels.ops.norm_linear import norm_linear
 from openinfer.kernels.ops.norm_rope_attend import norm_rope_attend
 from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
-from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write, rope_table
+from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write
 from openinfer.kernels.ops.route import route
 from openinfer.kernels.ops.route_topk import route_topk
 from openinfer.kernels.ops.select_rows import select_rows
@@ -65,6 +65,7 @@ from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import Call, NullPack, Repeated, one_of_each
 from openinfer.kernels.prediction import Parts, Prediction, predictions
+from openinfer.kernels.rope import place_rope_table, rope_frequencies, rope_table, yarn_frequencies
 from openinfer.kernels.speeds import GPUS, Figures, Lines, Link, Speed
 from openinfer.kernels.store import Compiled, Prepared, Store
 from openinfer.kernels.target import H200, Target
@@ -141,14 +142,17 @@ __all__ = [
     "norm_rope_attend",
     "norm_rows",
     "one_of_each",
+    "place_rope_table",
     "predictions",
     "project",
     "qk_norm_rope_write",
     "reduce_add",
     "reduce_scatter",
+    "rope_frequencies",
     "rope_table",
     "route",
     "route_topk",
     "select_rows",
     "take_states",
+    "yarn_frequencies",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated, one_of_each, rope_table
+from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
 from openinfer.kvpool import Eviction, Group
 from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, Recent, eviction, groups
@@ -25,11 +25,11 @@ from openinfer.recipes.deepseek_v4.options import DeepseekOptions
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.weights import Layer, Weights, validate
 from openinfer.recipes.engine.blueprint import Blueprint, Control
-from openinfer.recipes.engine.controls import of_ranks
+from openinfer.recipes.engine.controls import of_halves, of_ranks, of_rotation
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.engine.verdict import Check, Reference
-from openinfer.tensor import Arena, Checkpoint, LoadReport, Stream, Tensor, float32
+from openinfer.tensor import Arena, Checkpoint, LoadReport, Stream, Tensor
 
 log = logging.getLogger("openinfer.deepseek_v4")
 
@@ -101,18 +101,15 @@ class DeepseekV4(Blueprint[Model]):
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
         c, (windows, entries) = self.config, blocks
         weights = Weights.allocate(c, arena, limits.dtype, self.form)
-        tables = []
-        for frequencies in (c.main_freq, c.compress_freq):
-            table = arena.alloc((limits.max_model_len, 2, len(frequencies)), float32, "cos_sin")
-            if arena.device.kind != "null":
-                table.copy_from(rope_table(frequencies, limits.max_model_len), stream)
-            tables.append(table)
+        length = limits.max_model_len
+        tables = [place_rope_table(arena, stream, one, length) for one in (c.main_freq, c.compress_freq)]
         batch = Batch.allocate(
             arena, stream, [Field(name, (limits.max_rows + 1, limits.max_blocks)) for name in TABLES],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
             width=c.hc_mult * c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
+            ranks=c.ranks, adds=False,
         )  # fmt: skip
-        buffers = Buffers.allocate(c, arena, limits, batch.logits, self.quantized)
+        buffers = Buffers.allocate(c, arena, limits, self.quantized)
         cache = Cache.allocate(c, arena, limits.dtype, windows, entries, drafting=self.form.mtp)
         if arena.device.kind == "cuda":
             cache.zero_(stream)
@@ -145,7 +142,7 @@ class DeepseekV4(Blueprint[Model]):
         buffers = {getattr(model.buffers, f.name) for f in dataclasses.fields(model.buffers)}
         return {
             "weights": model.weights.nbytes,
-            "activations": sum(tensor.nbytes for tensor in buffers if tensor is not model.batch.logits),
+            "activations": sum(tensor.nbytes for tensor in buffers),
             "rotary tables": model.cos_sin.nbytes + model.compress_cos_sin.nbytes,
             "states of drafts": sum(
                 x.nbytes for x in (model.recent.csa, model.recent.index, model.recent.hca)
@@ -155,18 +152,9 @@ class DeepseekV4(Blueprint[Model]):
         }
 
     def controls(self, model: Model) -> Iterator[Control]:
-        turned = [
-            (table, table.numpy() * np.array([1, -1], np.float32)[:, None])
-            for table in (model.cos_sin, model.compress_cos_sin)
-        ]
-        yield Control("rotation backwards", turned)
-        swapped = [
-            (tensor, np.roll(tensor.numpy(), tensor.shape[0] // 2, axis=0))
-            for layer in model.weights.layers
-            for tensor in (layer.mixture.shared_gate_up.weight, layer.mixture.shared_gate_up.scales)
-            if tensor is not None
-        ]
-        yield Control("gate and up swapped in shared experts", swapped)
+        yield from of_rotation(model.cos_sin, model.compress_cos_sin)
+        shared = [layer.mixture.shared_gate_up for layer in model.weights.layers]
+        yield from of_halves("shared experts", *(x for one in shared for x in (one.weight, one.scales)))
         compressors = [e.compressor for x in model.weights.layers if (e := x.attention.entries) is not None]
         smaller = [(c.norm, c.norm.numpy() * np.float32(0.25)) for c in compressors]
         yield Control(WRONG_ENTRIES, smaller, min_tokens=2 * PAGE)

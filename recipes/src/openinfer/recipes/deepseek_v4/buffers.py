@@ -16,7 +16,7 @@ from openinfer.tensor import Arena, Tensor, float32, int32
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """Activations, allocated once for the largest step; a smaller step uses their first rows. `rounded` is `normed` if
-    the inputs of products are not rounded. `local_logits` are the batch's logits if there is one rank."""
+    the inputs of products are not rounded."""
 
     streams: Tensor
     mix: Tensor
@@ -37,18 +37,10 @@ class Buffers:
     hidden: Tensor
     shared: Tensor
     collapsed: Tensor
-    local_logits: Tensor
 
     @classmethod
-    def allocate(
-        cls,
-        config: Config,
-        arena: Arena,
-        limits: Limits,
-        logits: Tensor,
-        quantized: bool,
-    ) -> Buffers:
-        """For the largest step. logits: the batch's. quantized: products round their inputs."""
+    def allocate(cls, config: Config, arena: Arena, limits: Limits, quantized: bool) -> Buffers:
+        """For the largest step. quantized: products round their inputs."""
         c, hidden, n = config, config.hidden_size, config.hc_mult
         compressing = 4 * (c.head_dim + c.index_dim) + c.index_heads
 
@@ -76,5 +68,4 @@ class Buffers:
             hidden=by_token(c.local_shared),
             shared=by_token(hidden),
             collapsed=arena.alloc((limits.max_logits, hidden), limits.dtype),
-            local_logits=logits if c.ranks == 1 else arena.alloc((limits.max_logits, c.local_vocab), float32),
         )

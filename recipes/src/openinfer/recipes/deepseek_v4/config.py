@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from openinfer.kernels import rope_frequencies, yarn_frequencies
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, eos_ids, share_evenly, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
@@ -176,7 +176,7 @@ class Config:
             vocab_size=vocab,
             rms_norm_eps=fields.number("rms_norm_eps", most=1),
             max_position_embeddings=fields.size("max_position_embeddings"),
-            main_freq=_frequencies(fields.number("rope_theta", above=1, most=1e15), rope_dim),
+            main_freq=rope_frequencies(fields.number("rope_theta", above=1, most=1e15), rope_dim),
             compress_freq=_yarn(fields, rope_dim),
             mtp=fields.count("num_nextn_predict_layers", default=0, most=1) == 1,
             eos_token_ids=eos_ids(eos, vocab),
@@ -218,28 +218,19 @@ def _ratios(fields: Fields) -> tuple[int, ...]:
     return tuple(ratios[:layers])
 
 
-def _frequencies(theta: float, dim: int) -> Floats:
-    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    return (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
-
-
 def _yarn(fields: Fields, dim: int) -> Floats:
     """Frequencies of layers with compressed entries, the same at every position."""
     scaling = fields.fields("rope_scaling")
     scaling.is_all({"type": "yarn"}, "possible is")
     theta = fields.number("compress_rope_theta", above=1, most=1e15)
-    original = scaling.size("original_max_position_embeddings")
-
-    def channel(rotations: float) -> float:
-        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(channel(scaling.number("beta_fast", most=1e6))), 0)
-    high = min(math.ceil(channel(scaling.number("beta_slow", most=1e6))), dim - 1)
-    width = high - low if high != low else 0.001
-    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / np.float32(width), 0, 1)
-    plain = _frequencies(theta, dim)
-    slowed = plain / np.float32(scaling.number("factor", most=1e6))
-    return np.asarray(plain * (1 - ramp) + slowed * ramp, np.float32)
+    return yarn_frequencies(
+        theta,
+        dim,
+        factor=scaling.number("factor", most=1e6),
+        original=scaling.size("original_max_position_embeddings"),
+        fast=scaling.number("beta_fast", most=1e6),
+        slow=scaling.number("beta_slow", most=1e6),
+    )
 
 
 def _check_sizes(c: Config) -> None:

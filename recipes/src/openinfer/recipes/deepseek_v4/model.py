@@ -15,8 +15,6 @@ from openinfer.kernels import (
     embed,
     experts,
     gate_up_clamped,
-    gather_columns,
-    norm_linear,
     project,
     route,
 )
@@ -305,16 +303,8 @@ class Model:
             eps=c.rms_norm_eps,
             hc_eps=c.hc_eps,
         )
-        norm_linear(
-            pack,
-            out=b.local_logits[:r],
-            x=b.collapsed[:r],
-            norm_weight=norm,
-            weight=self.weights.lm_head,
-            eps=c.rms_norm_eps,
-        )
-        if c.ranks > 1:
-            gather_columns(pack, out=self.batch.logits[:r], x=b.local_logits[:r], ranks=c.ranks)
+        lm_head, eps = self.weights.lm_head, c.rms_norm_eps
+        self.batch.head(pack, b.collapsed[:r], norm=norm, eps=eps, weight=lm_head)
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the streams in `batch.last`."""

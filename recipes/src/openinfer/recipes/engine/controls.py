@@ -1,4 +1,4 @@
-"""Negative controls of the accuracy gate that models share: faults of packed weights, and of one of several ranks."""
+"""Negative controls of the accuracy gate that models share: faults of the rotation, of weights, and of a rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ import numpy as np
 
 from openinfer.kernels.weights import Linear, without_zero_points
 from openinfer.recipes.engine.blueprint import Control
+from openinfer.tensor import Tensor
+
+
+def of_rotation(*tables: Tensor) -> Iterator[Control]:
+    """Sines of the other sign. tables: float32 [positions, 2, r / 2] (kernels.rope_table)."""
+    turn = np.array([1, -1], np.float32)[:, None]
+    yield Control("rotation backwards", [(table, np.array(table.numpy()) * turn) for table in tables])
+
+
+def of_halves(where: str, *stacked: Tensor | None) -> Iterator[Control]:
+    """Gate and up, which lie one behind the other in the last axis but one of a weight, and in scales, swapped."""
+    tensors = [tensor for tensor in stacked if tensor is not None]
+    changes = [(one, np.roll(one.numpy(), one.shape[-2] // 2, axis=-2)) for one in tensors]
+    yield Control(f"gate and up swapped in {where}", changes)
 
 
 def of_scales(linear: Linear) -> Iterator[Control]:

@@ -77,6 +77,14 @@ class Room:
         share = int(device.total_memory * options.gpu_memory_utilization)
         return cls(share - taken - OUTSIDE_BYTES - fixed_bytes, device, fixed_bytes)
 
+    def pages(self, limits: Limits, page_bytes: int) -> int:
+        """Pages of a cache of nothing but pages, the padding page included: no more than every row at full length uses.
+        Raises SetupError where they are too few to run one sequence."""
+        pages = min(self.nbytes // page_bytes, limits.max_rows * limits.max_blocks + 1)
+        if pages < 3:
+            raise self.refusal("the KV cache")
+        return pages
+
     def refusal(self, what: str, detail: str = "") -> SetupError:
         """The error for a room that is too small for `what`."""
         return SetupError(

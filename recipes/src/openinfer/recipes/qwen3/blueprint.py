@@ -6,23 +6,21 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated, one_of_each, rope_table
+from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
 from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kernels.weights import form_of
 from openinfer.kvpool import Group
+from openinfer.recipes.eagle3 import Drafter, Head
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
-from openinfer.recipes.engine.controls import of_ranks, of_scales
+from openinfer.recipes.engine.controls import of_halves, of_ranks, of_rotation, of_scales
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3.config import Config
-from openinfer.recipes.qwen3.eagle3 import DraftingModel, Head, drafter_of, traced
-from openinfer.recipes.qwen3.model import Buffers, Model
+from openinfer.recipes.qwen3.model import Buffers, DraftingModel, Model
 from openinfer.recipes.qwen3.weights import Weights, validate
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +57,7 @@ class Qwen3(Blueprint[Model]):
         )
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
-        """No more pages than every row at full length uses."""
-        pages = min(room.nbytes // self._layout(limits).page_bytes, limits.max_rows * limits.max_blocks + 1)
-        if pages < 3:
-            raise room.refusal("the KV cache")
-        return (pages,)
+        return (room.pages(limits, self._layout(limits).page_bytes),)
 
     def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
         (pages,) = blocks or (2,)
@@ -72,10 +66,7 @@ class Qwen3(Blueprint[Model]):
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
         c, (pages,) = self.config, blocks
         weights = Weights.allocate(c, arena, limits.dtype)
-        cos_sin = arena.alloc((limits.max_model_len, 2, c.head_dim // 2), float32, "cos_sin")
-        if arena.device.kind != "null":
-            table = rope_table(c.inv_freq, limits.max_model_len) * np.float32(c.rope_scale)
-            cos_sin.copy_from(table, stream)
+        cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len, c.rope_scale)
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.step_tokens, vocab_size=c.vocab_size,
@@ -85,12 +76,14 @@ class Qwen3(Blueprint[Model]):
                 arena, limits, weights.adapted(), weights.places.layers, lambda: self._whole(limits).places.layers
             ),
         )  # fmt: skip
-        buffers = Buffers.allocate(c, arena, limits.dtype, limits.step_tokens, batch.logits)
+        buffers = Buffers.allocate(c, arena, limits.dtype, limits.step_tokens)
         kv = self._layout(limits).allocate(arena, stream, pages)
         if self.head is None:
             return Model(c, weights, kv, cos_sin, batch, buffers)
-        sizes = limits.step_tokens, limits.max_logits, limits.max_model_len
-        drafter = drafter_of(self.head, c, arena, stream, limits.dtype, sizes)
+        drafter = Drafter.allocate(
+            self.head, c, arena, stream, limits.dtype, max_tokens=limits.step_tokens,
+            max_logits=limits.max_logits, length=limits.max_model_len,
+        )  # fmt: skip
         return DraftingModel(c, weights, kv, cos_sin, batch, buffers, drafter=drafter)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
@@ -99,7 +92,7 @@ class Qwen3(Blueprint[Model]):
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
     ) -> LoadReport:
-        if isinstance(model, DraftingModel) and model.drafter is not None:
+        if isinstance(model, DraftingModel):
             model.drafter.weights.load(model.drafter.head, self.whole, stream)
         return model.weights.places.load(checkpoint, stream, progress)
 
@@ -109,8 +102,8 @@ class Qwen3(Blueprint[Model]):
             range(c.num_layers), lambda n: (c.windows[n], form_of(layers[n])), first=c.ranks > 1
         )
         windows = tuple(c.windows[n] for n, _ in kinds)
-        if isinstance(model, DraftingModel) and model.drafter is not None:
-            model = dataclasses.replace(model, drafter=traced(model.drafter, len(windows)))
+        if isinstance(model, DraftingModel):
+            model = dataclasses.replace(model, drafter=model.drafter.traced(len(windows)))
         return dataclasses.replace(
             model,
             config=dataclasses.replace(c, num_layers=len(windows), windows=windows),
@@ -122,17 +115,14 @@ class Qwen3(Blueprint[Model]):
     def memory(self, model: Model) -> Mapping[str, int]:
         weights = Arena(Device("null"), None)
         Weights.allocate(self.config, weights, model.buffers.x.dtype)
-        names = {field.name for field in dataclasses.fields(model.buffers)} - {"local_logits"}
-        buffers = sum(getattr(model.buffers, name).nbytes for name in names)
+        buffers = sum(
+            getattr(model.buffers, field.name).nbytes for field in dataclasses.fields(model.buffers)
+        )
         return {"weights": weights.used, "activations": buffers, "rotary table": model.cos_sin.nbytes}
 
     def controls(self, model: Model) -> Iterator[Control]:
-        table = np.array(model.cos_sin.numpy())
-        backwards = table * np.array([1, -1], np.float32)[:, None]
-        yield Control("rotation backwards", [(model.cos_sin, backwards)])
+        yield from of_rotation(model.cos_sin)
         layer = model.weights.layers[len(model.weights.layers) // 2]
-        weight = np.array(layer.gate_up.weight.numpy())
-        swapped = np.roll(weight, len(weight) // 2, axis=0)
-        yield Control("gate and up swapped in one layer", [(layer.gate_up.weight, swapped)])
+        yield from of_halves("one layer", layer.gate_up.weight)
         yield from of_scales(layer.down)
         yield from of_ranks(self.config.ranks, [layer.o])

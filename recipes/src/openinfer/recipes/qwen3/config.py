@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels import rope_frequencies, yarn_frequencies
 from openinfer.recipes.engine.config_fields import (
     Fields,
     eos_ids,
@@ -124,12 +125,6 @@ class Config:
         )
 
 
-def frequencies(theta: float, dim: int) -> Floats:
-    """The frequencies of plain RoPE, float32 [dim / 2]."""
-    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    return (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
-
-
 def _refuse(fields: Fields) -> None:
     """Refuse by name each setting that this recipe does not support."""
     fields.is_all({"model_type": "qwen3"}, "this recipe runs")
@@ -156,10 +151,9 @@ def _rope(fields: Fields, dim: int) -> tuple[Floats, float]:
     new, old = fields.fields("rope_parameters"), fields.fields("rope_scaling")
     scaling = new if "rope_parameters" in fields else old
     theta = (new if "rope_theta" in new else fields).number("rope_theta", default=1e4, above=1, most=1e15)
-    inv_freq = frequencies(theta, dim)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
-        return inv_freq, 1.0
+        return rope_frequencies(theta, dim), 1.0
     if kind != "yarn":
         raise UnsupportedModel(
             f"config.json: rope type {shown(kind)} is not supported; 'default' and 'yarn' are"
@@ -167,16 +161,7 @@ def _rope(fields: Fields, dim: int) -> tuple[Floats, float]:
     factor = scaling.number("factor", above=0, most=1e6)
     key = "original_max_position_embeddings"
     original = scaling.size(key, default=fields.size("max_position_embeddings"))
-    fast, slow = (
-        scaling.number(name, default=default, most=1e6)
-        for name, default in (("beta_fast", 32), ("beta_slow", 1))
-    )
-    low, high = (
-        dim * math.log(original / (2 * math.pi * beta)) / (2 * math.log(theta)) for beta in (fast, slow)
-    )
-    low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
-    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1).astype(
-        np.float32
-    )
+    fast = scaling.number("beta_fast", default=32, most=1e6)
+    slow = scaling.number("beta_slow", default=1, most=1e6)
     scale = scaling.number("attention_factor", default=0.1 * math.log(factor) + 1.0, most=1e3)
-    return (inv_freq / np.float32(factor) * ramp + inv_freq * (1 - ramp)).astype(np.float32), scale
+    return yarn_frequencies(theta, dim, factor=factor, original=original, fast=fast, slow=slow), scale

@@ -7,21 +7,21 @@ over another norm; both add to x.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from openinfer.graph.runner import Batch, Read, States
+from openinfer.graph.runner import Batch, Read, States, StepRows
 from openinfer.kernels import (
     Pack,
     embed,
     gate_up_silu,
-    gather_columns,
     norm_linear,
     norm_rope_attend,
 )
 from openinfer.kernels.kv_cache import KvCache
+from openinfer.recipes.eagle3 import Drafter
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.weights import Weights
 from openinfer.tensor import Arena, Stream, Tensor
@@ -35,24 +35,17 @@ class Buffers:
     qkv: Tensor  # [T, (A + 2 G) d]
     heads: Tensor  # [T, A d]
     mlp: Tensor  # [T, I]
-    local_logits: Tensor  # [R, V of the rank]
 
     @classmethod
-    def allocate(
-        cls, config: Config, arena: Arena, dtype: np.dtype[Any], max_tokens: int, logits: Tensor
-    ) -> Buffers:
-        """For steps of at most max_tokens tokens. logits [R, V]: the batch's, which a lone rank writes itself."""
-        local = logits
-        if config.ranks > 1:
-            local = arena.alloc((logits.shape[0], config.local_vocab), logits.dtype)
+    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], max_tokens: int) -> Buffers:
+        """For steps of at most max_tokens tokens."""
         widths = (
             config.hidden_size,
             config.qkv_size,
             config.num_heads * config.head_dim,
             config.intermediate_size,
         )
-        x, qkv, heads, mlp = (arena.alloc((max_tokens, width), dtype) for width in widths)
-        return cls(x, qkv, heads, mlp, local)
+        return cls(*(arena.alloc((max_tokens, width), dtype) for width in widths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +112,40 @@ class Model:
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""
-        w, r, c = self.weights, num_rows, self.config
-        local, logits = self.buffers.local_logits[:r], self.batch.logits[:r]
-        norm_linear(
-            pack, out=local, x=self.batch.last[:r], norm_weight=w.norm, weight=w.lm_head, eps=c.rms_norm_eps
-        )
-        if c.ranks > 1:
-            gather_columns(pack, out=logits, x=local, ranks=c.ranks)
+        w, last = self.weights, self.batch.last[:num_rows]
+        self.batch.head(pack, last, norm=w.norm, eps=self.config.rms_norm_eps, weight=w.lm_head)
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page."""
         self.kv.clear(stream, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingModel(Model):
+    """graph.runner.Proposer: a Qwen3 with a head that drafts. The head's keys and values have the last layer of the
+    pages."""
+
+    drafter: Drafter = field(kw_only=True)
+
+    @property
+    def seen(self) -> Tensor:
+        """See Proposer."""
+        return self.drafter.buffers.fused
+
+    def before_layer(self, pack: Pack, number: int, x: Tensor) -> None:
+        self.drafter.before_layer(pack, number, x)
+
+    def further(
+        self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
+        *, first: bool, only_keys: bool = False,
+    ) -> None:  # fmt: skip
+        """See Proposer."""
+        x, cache = self.buffers.x[: token_ids.shape[0]], self.kv.layer(self.config.num_layers)
+        self.drafter.further(
+            pack, token_ids, step, max_q_len, x=x, embeds=self.weights.embed, cache=cache,
+            block_tables=self.batch.rows["block_tables"], first=first, only_keys=only_keys,
+        )  # fmt: skip
+
+    def draft_head(self, pack: Pack, num_rows: int) -> None:
+        """See Proposer."""
+        self.drafter.draft_head(pack, self.batch.last[:num_rows], self.batch.logits[:num_rows])

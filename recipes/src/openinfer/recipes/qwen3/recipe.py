@@ -47,7 +47,7 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
         whole = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
         head, speculation = None, options.speculation()
         if speculation is not None and speculation.proposes:
-            from openinfer.recipes.qwen3.eagle3 import Head
+            from openinfer.recipes.eagle3 import Head
 
             head = Head.read(Path(speculation.model), whole, ranks)
         return Qwen3(whole.of_rank(rank, ranks), whole, options.block_size, head)

@@ -10,14 +10,14 @@ import numpy as np
 
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated, one_of_each, rope_table
+from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
 from openinfer.kernels.authoring import power_of_two
 from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kernels.weights import form_of
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
-from openinfer.recipes.engine.controls import of_ranks, of_scales
+from openinfer.recipes.engine.controls import of_halves, of_ranks, of_rotation, of_scales
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import Buffers, Model
@@ -87,9 +87,7 @@ class Qwen35(Blueprint[Model]):
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
         c, dtype, (pages, num_states) = self.config, limits.dtype, blocks
         weights = Weights.allocate(c, arena, dtype, self.form)
-        cos_sin = arena.alloc((limits.max_model_len, 2, len(c.inv_freq)), float32, "cos_sin")
-        if arena.device.kind != "null":
-            cos_sin.copy_from(rope_table(c.inv_freq, limits.max_model_len), stream)
+        cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len)
         states = States(Boundaries(self.options.snapshot_interval), limits.max_tokens)
         slots, snapshots = limits.max_rows + 1, limits.max_rows * states.max_snapshots
         batch = Batch.allocate(
@@ -108,7 +106,7 @@ class Qwen35(Blueprint[Model]):
                 lambda: self._whole(limits).places.layers, NOT_RUN,
             ),
         )  # fmt: skip
-        buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens, batch.logits)
+        buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens)
         kv = self._layout(limits).allocate(arena, stream, pages)
         recurrent = (c.num_linear, c.value_heads, c.key_dim, c.value_dim)
         state = arena.alloc((num_states, *recurrent), float32, "recurrent states")
@@ -142,7 +140,7 @@ class Qwen35(Blueprint[Model]):
         Weights.allocate(self.config, weights, dtype, self.form)
         names = [field.name for field in dataclasses.fields(model.buffers) if field.name != "drafting"]
         tensors = [*(getattr(model.buffers, name) for name in names), *model.buffers.drafting]
-        buffers = sum(tensor.nbytes for tensor in tensors if tensor is not model.batch.logits)
+        buffers = sum(tensor.nbytes for tensor in tensors)
         return {
             "weights": weights.used,
             "activations": buffers,
@@ -152,15 +150,9 @@ class Qwen35(Blueprint[Model]):
         }
 
     def controls(self, model: Model) -> Iterator[Control]:
-        table = np.array(model.cos_sin.numpy())
-        backwards = table * np.array([1, -1], np.float32)[:, None]
-        yield Control("rotation backwards", [(model.cos_sin, backwards)])
+        yield from of_rotation(model.cos_sin)
         mlp = model.weights.layers[1].mlp
-        up = mlp.gate_up.weight
-        weight = np.array(up.numpy())
-        name = "experts" if isinstance(mlp, Mixture) else "MLP"
-        swapped = np.roll(weight, weight.shape[-2] // 2, axis=-2)
-        yield Control(f"gate and up swapped in one {name}", [(up, swapped)])
+        yield from of_halves("one mixture" if isinstance(mlp, Mixture) else "one MLP", mlp.gate_up.weight)
         experts = [mlp.gate_up, mlp.down] if isinstance(mlp, Mixture) else []
         if not experts:
             yield from of_scales(mlp.down)

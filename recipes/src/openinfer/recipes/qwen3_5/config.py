@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels import rope_frequencies
 from openinfer.recipes.engine.config_fields import (
     Fields,
     eos_ids,
@@ -287,5 +288,4 @@ def _rope(text: Fields, head_dim: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         raise UnsupportedModel(
             f"config.json: partial_rotary_factor {factor} rotates {dim} of {head_dim} elements"
         )
-    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    return (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
+    return rope_frequencies(theta, dim)

@@ -16,7 +16,6 @@ from openinfer.kernels import (
     embed,
     experts_add,
     gate_up_silu,
-    gather_columns,
     linear_add,
     norm_linear,
     norm_rows,
@@ -38,7 +37,7 @@ from openinfer.tensor import Arena, Stream, Tensor, int32
 class Buffers:
     """Activations, allocated once for the largest step; a smaller step uses their first rows. `ba`, `router` and the
     experts' are one element wide where the model has no use for them, and so is `y`: a rank's part of a mixture's sum.
-    `local_logits` [R, V of the rank]: the batch's logits if there is one rank."""
+    """
 
     x: Tensor
     qkv: Tensor
@@ -51,28 +50,18 @@ class Buffers:
     expert_ids: Tensor
     expert_weights: Tensor
     y: Tensor
-    local_logits: Tensor
     drafting: tuple[Tensor, ...]
 
     @classmethod
     def allocate(
-        cls,
-        config: Config,
-        weights: Weights,
-        arena: Arena,
-        dtype: np.dtype[Any],
-        max_tokens: int,
-        logits: Tensor,
+        cls, config: Config, weights: Weights, arena: Arena, dtype: np.dtype[Any], max_tokens: int
     ) -> Buffers:
-        """For steps of at most max_tokens tokens. logits [R, V]: the batch's."""
+        """For steps of at most max_tokens tokens."""
         mixers = [layer.mixer for layer in weights.layers]
         delta = next(mixer for mixer in mixers if isinstance(mixer, DeltaNet))
         mlp, experts = weights.layers[0].mlp, config.experts
         router = mlp.router.weight.shape[0] if isinstance(mlp, Mixture) else 1
         chosen = experts.chosen if experts else 1
-        local = logits
-        if config.ranks > 1:
-            local = arena.alloc((logits.shape[0], config.local_vocab), logits.dtype)
 
         def by_token(width: int, kind: np.dtype[Any] = dtype) -> Tensor:
             return arena.alloc((max_tokens, width), kind)
@@ -89,7 +78,6 @@ class Buffers:
             expert_ids=by_token(chosen, int32),
             expert_weights=by_token(chosen),
             y=by_token(config.hidden_size if experts and config.ranks > 1 else 1),
-            local_logits=local,
             drafting=tuple(by_token(config.hidden_size) for _ in range(2 if weights.mtp else 0)),
         )
 
@@ -155,10 +143,7 @@ class Model:
         self._logits(pack, num_rows, self.weights.norm, Linear(self.weights.lm_head, None))
 
     def _logits(self, pack: Pack, r: int, norm: Tensor, head: Linear) -> None:
-        local, ranks, eps = self.buffers.local_logits[:r], self.config.ranks, self.config.rms_norm_eps
-        norm_linear(pack, out=local, x=self.batch.last[:r], norm_weight=norm, eps=eps, **head.args)
-        if ranks > 1:
-            gather_columns(pack, out=self.batch.logits[:r], x=local, ranks=ranks)
+        self.batch.head(pack, self.batch.last[:r], norm=norm, eps=self.config.rms_norm_eps, **head.args)
 
     def further(
         self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,

@@ -11,12 +11,20 @@ import numpy as np
 from openinfer.graph.rows import Field, Rows
 from openinfer.graph.runner.scoring import padded, score_fields
 from openinfer.graph.runner.verifying import Proposals, draft_fields, proposal_fields
-from openinfer.kernels import Pack, expand_rows, linear_add, reduce_add, select_rows
+from openinfer.kernels import (
+    Pack,
+    expand_rows,
+    gather_columns,
+    linear_add,
+    norm_linear,
+    reduce_add,
+    select_rows,
+)
 from openinfer.kernels.adapters import Adapters
 from openinfer.kernels.low_rank import Lora
 from openinfer.sampler.gpu import SampleBuffers, fields
 from openinfer.scheduler import Row
-from openinfer.tensor import Arena, Stream, Tensor, int32
+from openinfer.tensor import Arena, Stream, Tensor, float32, int32
 
 Array = np.ndarray[Any, Any]
 
@@ -64,6 +72,7 @@ class Batch:
     max_drafts: int = 0
     proposals: Proposals | None = None  # None: no layer drafts
     normed: Tensor | None = None  # [T, W]: of several ranks, the norm of what they have added up
+    part: Tensor | None = None  # float32 [N, V / ranks]: of several ranks, the logits of this one's tokens
 
     @classmethod
     def allocate(
@@ -81,9 +90,11 @@ class Batch:
         max_drafts: int = 0,
         proposes: bool = False,
         ranks: int = 1,
+        adds: bool = True,
     ) -> Batch:
         """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states.
-        max_drafts: of a row; 0: the fields of drafts do not exist. proposes: layers of the model make the drafts."""
+        max_drafts: of a row; 0: the fields of drafts do not exist. proposes: layers of the model make the drafts.
+        adds: whether several ranks add up hidden states by `add`."""
         logits = max_rows * (1 + max_drafts)
         shared = row_fields(max_rows, max_tokens, vocab_size, logits)
         shared += draft_fields(max_rows, max_drafts, vocab_size, proposes)
@@ -107,7 +118,8 @@ class Batch:
             proposals=Proposals.allocate(arena, stream, max_rows, max_tokens, width=width, dtype=dtype)
             if proposes
             else None,
-            normed=arena.alloc((max_tokens, width), dtype) if ranks > 1 else None,
+            normed=arena.alloc((max_tokens, width), dtype) if ranks > 1 and adds else None,
+            part=arena.alloc((logits, vocab_size // ranks), float32) if ranks > 1 else None,
         )
 
     @property
@@ -118,7 +130,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Device memory of the buffers, the rows aside."""
-        buffers = (self.token_ids, self.positions, self.token_slots, self.last, self.normed)
+        buffers = (self.token_ids, self.positions, self.token_slots, self.last, self.normed, self.part)
         sampled = (getattr(self.sampled, name) for name in SampleBuffers.__slots__)
         return sum(tensor.nbytes for tensor in (*buffers, *sampled) if tensor is not None)
 
@@ -199,6 +211,15 @@ class Batch:
         ends = self.rows["sampled_ends" if num_drafts else "q_starts"][: count + 1]
         select_rows(pack, out=self.last[:count], x=x, q_starts=ends)
         return count
+
+    def head(self, pack: Pack, x: Tensor, *, norm: Tensor, eps: float, weight: Tensor, **packed: Any) -> None:
+        """The first logits: x [r, H], normalised, times a weight [V, H] (norm_linear). Several ranks have V / ranks
+        rows of it each, and get the logits of all. packed: the arguments of norm_linear that belong to the weight."""
+        logits = self.logits[: x.shape[0]]
+        own = logits if self.part is None else self.part[: x.shape[0]]
+        norm_linear(pack, out=own, x=x, norm_weight=norm, eps=eps, weight=weight, **packed)
+        if self.part is not None:
+            gather_columns(pack, out=logits, x=own, ranks=logits.shape[1] // own.shape[1])
 
 
 def row_fields(max_rows: int, max_tokens: int, vocab_size: int, logits: int) -> list[Field]:

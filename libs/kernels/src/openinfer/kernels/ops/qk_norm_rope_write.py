@@ -128,12 +128,6 @@ def _reference(
             kv_scales[page, part, :, position % page_size] = scales
 
 
-def rope_table(inv_freq: Array, num_positions: int) -> Array:
-    """The argument cos_sin, float32 [num_positions, 2, r/2], of frequencies float32 [r/2]."""
-    angles = np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq[None, :]
-    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
-
-
 def norm_args(q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[dict[str, Tensor], dict[str, None]]:
     """The norms as arguments of a kernel, or as its constants where they are left out."""
     if q_norm is None or k_norm is None:

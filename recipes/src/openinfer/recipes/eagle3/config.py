@@ -1,0 +1,112 @@
+"""The config of an EAGLE-3 head, held against the model that it drafts for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from openinfer.recipes.engine.config_fields import Fields, share_evenly
+from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
+
+READ = 3
+"""Layers of the model that the head reads."""
+
+
+class Target(Protocol):
+    """The fields of the config of the model whose tokens a head drafts: of a rank, or of the whole model. A frozen
+    dataclass with these fields is one."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def first_kv_head(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The config of a head, and its folder. layers: the head reads the residual stream before these layers."""
+
+    path: Path
+    num_heads: int
+    intermediate_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    layers: tuple[int, ...]
+
+    @classmethod
+    def read(cls, path: Path, target: Target, ranks: int) -> Head:
+        """The head of a folder for a whole model on this number of GPUs. Raises SetupError, or UnsupportedModel naming
+        the key."""
+        try:
+            raw = json.loads((path / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise SetupError(
+                f"--speculative-config: model {path} has no config.json to read: {error}"
+            ) from None
+        fields = Fields(raw, f"{path}/config.json")
+        known = {
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "num_key_value_heads": target.num_kv_heads,
+        }
+        fields.is_all(known, "a head of this model has")
+        heads = fields.size("num_attention_heads")
+        dim = fields.size("head_dim", default=target.hidden_size // heads)
+        if dim != target.head_dim or heads % target.num_kv_heads:
+            raise UnsupportedModel(
+                f"{path}/config.json: {heads} heads of {dim}; the head shares the pages of the model, whose heads have "
+                f"{target.head_dim} elements and {target.num_kv_heads} keys"
+            )
+        fields.is_all({"rope_scaling": None, "num_hidden_layers": 1}, "this recipe runs")
+        inter = fields.size("intermediate_size")
+        share_evenly(ranks, {"num_attention_heads": (heads, 1), "intermediate_size": (inter, 16)})
+        return cls(
+            path,
+            heads,
+            inter,
+            fields.size("draft_vocab_size", default=target.vocab_size),
+            fields.number("rms_norm_eps", default=1e-6, most=1),
+            fields.number("rope_theta", default=1e4, most=1e12),
+            _layers(raw, target.num_layers),
+        )
+
+    def sizes(self, target: Target) -> tuple[int, int, int]:
+        """Columns of queries, of keys and of the MLP that a rank has."""
+        dim, ranks = target.head_dim, target.ranks
+        return self.num_heads * dim // ranks, target.num_kv_heads * dim, self.intermediate_size // ranks
+
+
+def _layers(raw: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """eagle_aux_hidden_state_layer_ids, at the top or in eagle_config; else the second, the middle and the third from
+    the end, as published heads are trained."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    found = raw.get(key) or (raw.get("eagle_config") or {}).get(key) or (2, count // 2, count - 3)
+    good = isinstance(found, list | tuple) and len(found) == READ and all(type(n) is int for n in found)
+    if not good or not 0 <= found[0] <= found[1] <= found[2] <= count:
+        raise UnsupportedModel(
+            f"config.json: {key} is {found}; give {READ} layers in 0 to {count}, ascending"
+        )
+    return tuple(found)

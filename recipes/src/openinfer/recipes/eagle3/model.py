@@ -1,0 +1,140 @@
+"""An EAGLE-3 head as a list of op calls, beside the model that it drafts for.
+
+T tokens of the step, R rows of logits, H the hidden size of head and model, D the head's vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph.runner import StepRows
+from openinfer.kernels import (
+    Pack,
+    embed,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+    norm_rope_attend,
+    norm_rows,
+    place_rope_table,
+    project,
+    qk_norm_rope_write,
+    rope_frequencies,
+    select_rows,
+)
+from openinfer.recipes.eagle3.config import READ, Head, Target
+from openinfer.recipes.eagle3.weights import Weights
+from openinfer.sampler.gpu import widen
+from openinfer.tensor import Arena, Stream, Tensor, float32, int32
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Activations of a head, for T tokens and N rows of logits."""
+
+    fused: Tensor  # [T, H]: what the head reads of the model
+    embeds: Tensor  # [T, H]
+    normed: Tensor  # [T, H]
+    qkv: Tensor
+    heads: Tensor
+    mlp: Tensor
+    logits: Tensor  # float32 [N, D]
+    counts: Tensor  # int32 [T + 1]: 0, 1, 2, ...
+    cos_sin: Tensor
+
+    @classmethod
+    def allocate(
+        cls, head: Head, target: Target, arena: Arena, stream: Stream, dtype: np.dtype[Any],
+        *, max_tokens: int, max_logits: int, length: int,
+    ) -> Buffers:  # fmt: skip
+        """For steps of at most max_tokens tokens, and sequences of at most `length`."""
+        h, d = target.hidden_size, target.head_dim
+        q, kv, inter = head.sizes(target)
+        widths = (h, h, h, q + 2 * kv, q, inter)
+        fused, embeds, normed, qkv, heads, mlp = (arena.alloc((max_tokens, width), dtype) for width in widths)
+        logits = arena.alloc((max_logits, head.draft_vocab_size), float32)
+        counts = arena.alloc((max_tokens + 1,), int32)
+        if arena.device.kind != "null":
+            counts.copy_from(np.arange(max_tokens + 1, dtype=np.int32), stream)
+        cos_sin = place_rope_table(arena, stream, rope_frequencies(head.rope_theta, d), length)
+        return cls(fused, embeds, normed, qkv, heads, mlp, logits, counts, cos_sin)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A head in memory. target: the rank's part of the model."""
+
+    head: Head
+    target: Target
+    weights: Weights
+    buffers: Buffers
+
+    @classmethod
+    def allocate(
+        cls, head: Head, target: Target, arena: Arena, stream: Stream, dtype: np.dtype[Any],
+        *, max_tokens: int, max_logits: int, length: int,
+    ) -> Drafter:  # fmt: skip
+        """Its memory; the weights have no values yet. For steps of at most max_tokens tokens and max_logits rows of
+        logits, and sequences of at most `length` tokens."""
+        weights = Weights.allocate(head, target, arena, dtype)
+        sizes = {"max_tokens": max_tokens, "max_logits": max_logits, "length": length}
+        return cls(head, target, weights, Buffers.allocate(head, target, arena, stream, dtype, **sizes))
+
+    def traced(self, layers: int) -> Drafter:
+        """The drafter of a traced model of few layers: it reads what follows the last, so that no product is counted
+        for each layer that the last one stands for."""
+        return dataclasses.replace(self, head=dataclasses.replace(self.head, layers=(layers,) * READ))
+
+    def before_layer(self, pack: Pack, number: int, x: Tensor) -> None:
+        """Take from the residual stream x [T, H] before a layer of the model what the head reads of it."""
+        fused = self.buffers.fused[: x.shape[0]]
+        for place, layer in enumerate(self.head.layers):
+            if layer == number and place:
+                linear_add(pack, x=fused, h=x, weight=self.weights.fc[place])
+            elif layer == number:
+                project(
+                    pack, out=fused, x=x, weight=self.weights.fc[0], scales=None, groups=1, rounded_x=False,
+                    quantized=False,
+                )  # fmt: skip
+
+    def further(
+        self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int, *, x: Tensor, embeds: Tensor,
+        cache: Mapping[str, Any], block_tables: Tensor, first: bool, only_keys: bool,
+    ) -> None:  # fmt: skip
+        """graph.runner.Proposer.further, on the hidden states x [T, H]. embeds [V, H]: the model's embedding. cache: a
+        layer of its pages, for the head's keys and values."""
+        w, b, eps, t = self.weights, self.buffers, self.head.rms_norm_eps, token_ids.shape[0]
+        heads, mlp, ranks = b.heads[:t], b.mlp[:t], self.target.ranks
+        if first:
+            select_rows(pack, out=x, x=b.fused[:t], q_starts=b.counts[: t + 1])
+        embed(pack, out=b.embeds[:t], token_ids=token_ids, table=embeds)
+        norm_rows(pack, out=b.normed[:t], x=x, norm_weight=w.hidden_norm, eps=eps, quantized=False)
+        queries = b.heads.shape[1] if only_keys else 0  # no draft needs them
+        qkv = b.qkv.reshape(-1)[: t * (b.qkv.shape[1] - queries)].reshape(t, -1)
+        own, other = w.of_embedding[queries:], w.of_hidden[queries:]
+        norm_linear(pack, out=qkv, x=b.embeds[:t], norm_weight=w.input_norm, weight=own, eps=eps)
+        linear_add(pack, x=qkv, h=b.normed[:t], weight=other)
+        if only_keys:
+            qk_norm_rope_write(
+                pack, q=None, **cache, qkv=qkv, cos_sin=b.cos_sin, positions=step["positions"],
+                token_slots=step["token_slots"], block_tables=block_tables, eps=eps,
+            )  # fmt: skip
+            return
+        norm_rope_attend(
+            pack, out=heads, **cache, qkv=qkv, cos_sin=b.cos_sin, block_tables=block_tables, **step, eps=eps,
+            scale=self.target.head_dim**-0.5, window=0, max_q_len=max_q_len,
+        )  # fmt: skip
+        linear_add(pack, x=x, h=heads, weight=w.o, ranks=ranks)
+        gate_up_silu(pack, out=mlp, x=x, norm_weight=w.post_norm, weight=w.gate_up, eps=eps)
+        linear_add(pack, x=x, h=mlp, weight=w.down, ranks=ranks)
+
+    def draft_head(self, pack: Pack, last: Tensor, logits: Tensor) -> None:
+        """Logits [R, V] of the head's hidden states last [R, H], in the model's vocabulary."""
+        w, own = self.weights, self.buffers.logits[: last.shape[0]]
+        norm_linear(pack, out=own, x=last, norm_weight=w.norm, weight=w.lm_head, eps=self.head.rms_norm_eps)
+        widen(pack, out=logits, logits=own, sources=w.sources)
