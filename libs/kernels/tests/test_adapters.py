@@ -103,6 +103,30 @@ def test_an_adapter_adds_what_its_matrices_say(tmp_path: Path, stored: Any, rslo
     assert one.values.size == adapters.num_values
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_ranks_and_alphas_by_module(tmp_path: Path, rslora: bool) -> None:
+    """As PEFT takes patterns: the first that fits the end of a module's name."""
+    adapters, qkv, down = make()
+    arrays = {**matrices(4, ["self_attn.q_proj", "mlp.down_proj"]), **matrices(8, ["self_attn.v_proj"])}
+    patterns = {
+        "rank_pattern": {r"^model.layers.0.self_attn.v_proj": 8, "proj": 2},
+        "alpha_pattern": {r"layers\.0\.mlp\.down_proj": 3, "down_proj": 99, "v_proj": 5},
+    }
+    one = adapters.read("one", write(tmp_path / "one", arrays, use_rslora=rslora, **patterns))
+    with Stream(CPU) as stream:
+        adapters.put(1, one.values, stream)
+    x, wide = (RNG.standard_normal((1, size)).astype(float32) for size in (HIDDEN, INTER))
+    got, low = added(adapters, qkv, x, [1])[0], added(adapters, down, wide, [1])[0]
+    roots = {4: 2.0, 8: 8**0.5} if rslora else {4: 4.0, 8: 8.0}
+    for module, values, value, scale in (
+        ("self_attn.q_proj", got[:Q], x[0], 8 / roots[4]),
+        ("self_attn.v_proj", got[Q + KV :], x[0], 5 / roots[8]),
+        ("mlp.down_proj", low, wide[0], 3 / roots[4]),
+    ):
+        a, b = (arrays[f"base_model.model.{AT}{module}.lora_{n}.weight"].astype(np.float64) for n in "AB")
+        np.testing.assert_allclose(values, scale * b @ (a @ value), rtol=1e-4, atol=1e-4)
+
+
 def test_the_same_values_have_the_same_digest(tmp_path: Path) -> None:
     adapters, _, _ = make()
     folder = write(tmp_path / "one", matrices(4))
@@ -126,6 +150,8 @@ def test_other_ways_to_spell_modules(tmp_path: Path) -> None:
     more = arrays | {f"base_model.model.mtp.fc.lora_{n}.weight": np.ones((4, 4), float32) for n in "AB"}
     assert adapters.read("a", write(tmp_path / "more", more)).digest == want
     assert adapters.read("a", write(tmp_path / "all", arrays, target_modules="all-linear")).digest == want
+    bare = {name.removeprefix("base_model.model."): array for name, array in arrays.items()}
+    assert adapters.read("a", write(tmp_path / "bare", bare)).digest == want
 
 
 NAME = f"base_model.model.{AT}mlp.down_proj.lora_%s.weight"
@@ -162,7 +188,29 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a bias": ({}, {"bias": "all"}, "bias is 'all'; this is not supported"),
     "DoRA": ({}, {"use_dora": True}, "use_dora is True"),
     "saved modules": ({}, {"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    "ranks by module": ({}, {"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    "another rank by module": (
+        {},
+        {"rank_pattern": {"q_proj": 2}},
+        r"q_proj.* has shape \[4, 32\], and the model takes \[2, 32\]",
+    ),
+    "a rank by module that is too high": (
+        {},
+        {"rank_pattern": {"q_proj": 64}},
+        "--max-lora-rank is 16; raise it",
+    ),
+    "no rank by module": (
+        {},
+        {"rank_pattern": {"q_proj": "4"}},
+        "rank_pattern is {'q_proj': '4'}; a rank must",
+    ),
+    "no alpha by module": ({}, {"alpha_pattern": {"q_proj": None}}, "alpha must be a number"),
+    "a slow pattern": ({}, {"alpha_pattern": {"(a+)+": 4}}, "it must be an object of names of modules"),
+    "no patterns": ({}, {"rank_pattern": [4]}, "it must be an object of names of modules"),
+    "a module twice": (
+        {(NAME % "A").replace("model.layers", "model.language_model.layers"): np.ones((4, INTER), float32)},
+        {},
+        "are of the same module",
+    ),
     "a base that was changed": ({}, {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
     "a rank of zero": ({}, {"r": 0}, "r is 0"),
     "no number": ({}, {"lora_alpha": None}, "lora_alpha is None"),
@@ -194,6 +242,9 @@ def test_folders_that_hold_no_adapter(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", matrices(4))
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(InvalidAdapter, match=r"has no adapter_model\.safetensors"):
+        adapters.read("a", folder)
+    (folder / "adapter_model.bin").write_bytes(b"x")
+    with pytest.raises(InvalidAdapter, match=r"adapter_model\.bin is a pickle, .* with safe_serialization"):
         adapters.read("a", folder)
     for text, why in (("{", "not valid JSON"), ("[]", "JSON object"), ("[" * 100000, "not valid JSON")):
         (folder / "adapter_config.json").write_text(text)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.kernels.low_rank import MOST_PARTS, Lora
-from openinfer.kernels.peft import read_peft, text_module
+from openinfer.kernels.peft import LowRank, read_peft, text_module
 from openinfer.tensor import Arena, Stream, Tensor
 
 __all__ = ["Adapter", "AdapterSizes", "Adapters", "Projection"]
@@ -189,10 +189,10 @@ class Adapters:
             for product in self._products.values()
             for part, rows in zip(product.parts, product.whole.rows, strict=True)
         }
-        peft = read_peft(folder, shapes, self.sizes.max_rank, self._unused)
+        matrices = read_peft(folder, shapes, self.sizes.max_rank, self._unused)
         values = np.zeros(self.num_values, self._memory.dtype)
         for product in self._products.values():
-            _fill(values, product, peft.matrices, peft.rank, peft.scale)
+            _fill(values, product, matrices)
         digest = hashlib.sha256(values.view(np.uint8).data).digest()
         return Adapter(name, str(folder), values, digest)
 
@@ -248,16 +248,15 @@ def _matrices(memory: Tensor, span: _Span) -> tuple[Tensor, Tensor]:
     return a, over_places(span.start_b, sum(span.rows), span.rank)
 
 
-def _fill(
-    values: Array, product: _Product, matrices: Mapping[str, tuple[Array, Array]], rank: int, scale: float
-) -> None:
+def _fill(values: Array, product: _Product, matrices: Mapping[str, LowRank]) -> None:
     """Write an adapter's matrices for one product into its values; B times the scale."""
     (a, b), room, start = product.whole.of(values), product.whole.rank, 0
     for index, (part, rows) in enumerate(zip(product.parts, product.whole.rows, strict=True)):
-        pair = matrices.get(text_module(part.module))
-        if pair is not None:
-            a[index * room : index * room + rank] = pair[0].astype(np.float32)
-            b[start : start + rows, :rank] = pair[1].astype(np.float32) * np.float32(scale)
+        own = matrices.get(text_module(part.module))
+        if own is not None:
+            rank = len(own.a)
+            a[index * room : index * room + rank] = own.a.astype(np.float32)
+            b[start : start + rows, :rank] = own.b.astype(np.float32) * np.float32(own.scale)
         start += rows
 
 

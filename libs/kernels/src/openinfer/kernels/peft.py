@@ -1,7 +1,7 @@
 """A LoRA adapter as PEFT writes it: a folder with adapter_config.json and adapter_model.safetensors.
 
-The values of an adapter are a rank, a scale, and two matrices for each projection that it changes. Settings that change
-what is computed, and that are not supported, are refused by name.
+The values of an adapter are two matrices and a scale for each projection that it changes. Settings that change what is
+computed, and that are not supported, are refused by name.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from openinfer.kernels.errors import InvalidAdapter
 from openinfer.tensor import Checkpoint, CheckpointError, dtypes
 
-__all__ = ["Peft", "read_peft", "text_module"]
+__all__ = ["LowRank", "read_peft", "text_module"]
 
 Array = np.ndarray[Any, Any]
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
 PREFIX = "base_model.model."
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -32,26 +31,45 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "lora_bias": (None, False),
     "use_qalora": (None, False),
     "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, [], {}),
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
 }
 """Settings that are supported with these values only."""
-OTHER_BASES = ("pissa", "olora", "loftq", "corda")
+OTHER_BASES = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Ways of initialising that change the weights of the base model too."""
+_NAME = re.compile(r"\^?(\w|\\?\.)+")
+"""A pattern of modules: the end of a name. Other regular expressions may take forever, so they are refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Peft:
-    """A validated adapter. `matrices`: A [r, K] and B [N, r] by module, of any dtype of weights, mapped from the file:
-    they are valid after the file was closed. B has not been multiplied by `scale`."""
+class LowRank(NamedTuple):
+    """What an adapter adds to a module's weight: scale * B @ A. A [r, K] and B [N, r] have any dtype of weights. They
+    are mapped from the file, and valid after it was closed."""
+
+    a: Array
+    b: Array
+    scale: float
+
+
+class _Settings(NamedTuple):
+    """alpha and rank of the modules that no pattern names, and of those that one names. targets: names of modules; None
+    where the tensors say which modules are changed."""
 
     rank: int
-    scale: float
-    matrices: Mapping[str, tuple[Array, Array]]
+    alpha: float
+    ranks: Mapping[re.Pattern[str], int]
+    alphas: Mapping[re.Pattern[str], float]
+    root: bool
+    targets: Collection[str] | None
+
+    def rank_of(self, module: str) -> int:
+        return _first(self.ranks, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """PEFT's scale, of rsLoRA where `root`."""
+        rank = self.rank_of(module)
+        return _first(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.root else rank)
 
 
 def text_module(name: str) -> str:
@@ -61,18 +79,22 @@ def text_module(name: str) -> str:
 
 def read_peft(
     folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, unused: tuple[str, ...] = ()
-) -> Peft:
-    """The adapter in `folder`. shapes: rows and columns of each projection of the model, by module. unused: beginnings
-    of modules that the checkpoint may have and that are not run; an adapter may change these too.
+) -> dict[str, LowRank]:
+    """The adapter in `folder`, by module. shapes: rows and columns of each projection of the model, by module. unused:
+    beginnings of modules that the checkpoint may have and that are not run; an adapter may change these too.
 
     Raises InvalidAdapter for settings that are not supported, damaged files and a rank above max_rank. The same for
     modules or shapes that the model has not, missing matrices and values that are not finite.
     """
     config = _read_config(folder)
-    rank, scale, targets = _settings(folder, config, max_rank)
+    settings = _settings(folder, config, max_rank)
+    if (folder / PICKLED).is_file() and not (folder / TENSORS).exists():
+        raise InvalidAdapter(
+            f"adapter {folder}: {PICKLED} is a pickle, which can run code; save {TENSORS} with safe_serialization"
+        )
     try:
         with Checkpoint(folder, TENSORS) as checkpoint:
-            return Peft(rank, scale, _matrices(folder, checkpoint, rank, targets, shapes, unused))
+            return _matrices(folder, checkpoint, settings, shapes, unused)
     except CheckpointError as error:
         raise InvalidAdapter(f"adapter {error}") from None
 
@@ -94,14 +116,22 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _settings(
-    folder: Path, config: Mapping[str, Any], max_rank: int
-) -> tuple[int, float, Collection[str] | None]:
-    """Rank, scale, and the target modules; None where the tensors say which modules are changed."""
-
+def _settings(folder: Path, config: Mapping[str, Any], max_rank: int) -> _Settings:
     def refuse(key: str, allowed: str) -> InvalidAdapter:
         shown = repr(config.get(key))[:80]
         return InvalidAdapter(f"adapter {folder / CONFIG}: {key} is {shown}; {allowed}")
+
+    def rank(key: str, value: object) -> int:
+        if type(value) is not int or value < 1:
+            raise refuse(key, "a rank must be an integer from 1 on")
+        if value > max_rank:
+            raise refuse(key, f"--max-lora-rank is {max_rank}; raise it")
+        return value
+
+    def alpha(key: str, value: object) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise refuse(key, "alpha must be a number")
+        return value
 
     if config.get("peft_type") != "LORA":
         raise refuse("peft_type", "only 'LORA' is supported")
@@ -113,37 +143,46 @@ def _settings(
         raise refuse(
             "init_lora_weights", "it changes the base model too; merge the adapter into a checkpoint"
         )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        raise refuse("r", "it must be an integer from 1 on")
-    if rank > max_rank:
-        raise refuse("r", f"--max-lora-rank is {max_rank}; raise it")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise refuse("lora_alpha", "it must be a number")
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    patterns: list[dict[re.Pattern[str], Any]] = []
+    for key, number in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+        given = config.get(key) or {}
+        if not isinstance(given, dict) or not all(map(_NAME.fullmatch, given)):
+            raise refuse(key, "it must be an object of names of modules")
+        patterns.append({re.compile(rf"(.*\.)?({k})"): number(key, value) for k, value in given.items()})
     targets = config.get("target_modules")
     if isinstance(targets, list) and targets and all(isinstance(one, str) for one in targets):
-        some = any(config.get(key) for key in ("layers_to_transform", "exclude_modules"))
-        return rank, scale, None if some else targets
-    if not isinstance(targets, str):
+        if any(config.get(key) for key in ("layers_to_transform", "exclude_modules")):
+            targets = None
+    elif isinstance(targets, str):
+        targets = None
+    else:
         raise refuse("target_modules", "it must be a list of names")
-    return rank, scale, None
+    return _Settings(
+        rank("r", config.get("r")),
+        alpha("lora_alpha", config.get("lora_alpha")),
+        *patterns,
+        root=bool(config.get("use_rslora")),
+        targets=targets,
+    )
+
+
+def _first(patterns: Mapping[re.Pattern[str], Any], module: str, usual: Any) -> Any:
+    """The value of the first pattern that the whole name matches, as PEFT takes it."""
+    return next((value for one, value in patterns.items() if one.fullmatch(module)), usual)
 
 
 def _matrices(
     folder: Path,
     checkpoint: Checkpoint,
-    rank: int,
-    targets: Collection[str] | None,
+    settings: _Settings,
     shapes: Mapping[str, tuple[int, int]],
     unused: tuple[str, ...],
-) -> dict[str, tuple[Array, Array]]:
-    spelled = dict(_spelled(folder, checkpoint))
-    given = {module for module, _ in spelled}
-    modules = {module for module in given if not module.startswith(unused)}
+) -> dict[str, LowRank]:
+    spelled = _spelled(folder, checkpoint)
+    modules = {module for module in spelled if not module.startswith(unused)}
     wanted = modules
-    if targets is not None:
-        wanted = set(_modules_of(folder, targets, shapes, given - modules))
+    if settings.targets is not None:
+        wanted = set(_modules_of(folder, settings.targets, shapes, spelled.keys() - modules))
     if unknown := sorted(modules - shapes.keys()):
         raise InvalidAdapter(
             f"adapter {folder}: {unknown[0]} is no projection of this model that can be adapted "
@@ -156,26 +195,31 @@ def _matrices(
     found = {}
     for module in sorted(wanted):
         rows, columns = shapes[module]
-        pair = []
+        published, names = spelled.get(module, (module, {}))
+        rank, pair = settings.rank_of(published), []
         for letter, shape in (("A", (rank, columns)), ("B", (rows, rank))):
-            name = spelled.get((module, letter))
-            if name is None:
+            if letter not in names:
                 raise InvalidAdapter(f"adapter {folder}: {module} has no lora_{letter}")
-            pair.append(_values(checkpoint, name, shape))
-        found[module] = (pair[0], pair[1])
+            pair.append(_values(checkpoint, names[letter], shape))
+        found[module] = LowRank(*pair, settings.scale_of(published))
     return found
 
 
-def _spelled(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, str], str]]:
-    """((module, "A" or "B"), name) of every tensor."""
+def _spelled(folder: Path, checkpoint: Checkpoint) -> dict[str, tuple[str, dict[str, str]]]:
+    """By module: its name as published, and the names of its tensors by "A" and "B"."""
+    found: dict[str, tuple[str, dict[str, str]]] = {}
     for name in checkpoint.names:
-        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+        match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight", name)
         if match is None:
             raise InvalidAdapter(
                 f"adapter {folder}: tensor {name!r} is not one that can be run; names are "
                 f"{PREFIX}MODULE.lora_A.weight and .lora_B.weight"
             )
-        yield (text_module(match[1]), match[2]), name
+        _, names = found.setdefault(text_module(match[1]), (match[1], {}))
+        if match[2] in names:
+            raise InvalidAdapter(f"adapter {folder}: {names[match[2]]!r} and {name!r} are of the same module")
+        names[match[2]] = name
+    return found
 
 
 def _modules_of(
