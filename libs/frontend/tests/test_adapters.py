@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from openinfer.frontend.client import Delta, Driver
-from openinfer.frontend.contract import Finished, LoadAdapter, Rejected, Request, UnloadAdapter
-from openinfer.frontend.errors import Unsupported
+from openinfer.frontend.contract import EngineSpec, Finished, LoadAdapter, Rejected, Request, UnloadAdapter
+from openinfer.frontend.errors import FlagError, Unsupported
+from openinfer.frontend.http import create_app
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.restart import RestartingClient
 from openinfer.frontend.testing import FakeEngine
@@ -54,12 +55,10 @@ def test_what_is_refused(live: Any) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "adapter /adapters/bad: is bad, as asked"
     assert load(live, "base").json()["error"]["param"] == "lora_name"
-    assert (
-        load(live, "").status_code
-        == load(live, "x" * 257).status_code
-        == load(live, "a", "").status_code
-        == 400
-    )
+    for name, path in (("", "/x"), ("x" * 257, "/x"), ("a", ""), ("a\nb", "/x"), (" ", "/x"), ("a\0", "/x")):
+        answer = load(live, name, path)
+        assert answer.status_code == 400
+        assert "lora_name must have 1 to 256 characters, all printable" in answer.json()["error"]["message"]
     assert live.post("/v1/load_lora_adapter", lora_name="a").status_code == 400
     answer = live.post("/v1/unload_lora_adapter", lora_name="sql")
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "lora_name")
@@ -117,8 +116,6 @@ def test_a_command_that_takes_long_holds_up_no_step_and_no_other_command() -> No
 
 def test_a_restarted_engine_gets_its_adapters_back() -> None:
     async def main() -> None:
-        from openinfer.frontend.contract import EngineSpec
-
         spec = EngineSpec("openinfer.frontend.testing:FakeEngine", {"max_adapters": 2, "die_at_step": 3})
         client = RestartingClient(lambda: ProcessDriver(spec, close_timeout_s=0.5))
         await client.start()
@@ -132,6 +129,52 @@ def test_a_restarted_engine_gets_its_adapters_back() -> None:
         assert [one.name for one in client.stats().adapters] == ["one", "three"]
         assert isinstance((await generate(client, "two", 1))[-1].terminal, Rejected)
         await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_adapter_that_cannot_be_restored_is_lost_alone(caplog: Any) -> None:
+    """So is one of the flags that was unloaded."""
+
+    class Forgetful(ProcessDriver):
+        async def control(self, command: Any) -> Any:
+            if isinstance(command, LoadAdapter) and command.name == "one":
+                raise Unsupported("there is no folder any more")
+            return await super().control(command)
+
+    async def main() -> None:
+        spec = EngineSpec(
+            "openinfer.frontend.testing:FakeEngine",
+            {"max_adapters": 2, "die_at_step": 3, "adapters": ["flag", "stays"]},
+        )
+        kinds = iter([ProcessDriver, Forgetful])
+        client = RestartingClient(lambda: next(kinds)(spec, close_timeout_s=0.5))
+        await client.start()
+        for name in ("one", "two"):
+            await client.control(LoadAdapter(name, "/x"))
+        await client.control(UnloadAdapter("flag"))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(generate(client, "one", 40), 5)
+        while not client.health().ok:
+            await asyncio.sleep(0.02)
+        assert [one.name for one in client.stats().adapters] == ["stays", "two"]
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert "the adapter 'one' is lost: there is no folder any more" in caplog.text
+
+
+def test_an_adapter_with_a_name_of_the_model_is_refused() -> None:
+    """Requests could not tell them apart."""
+    client = ThreadDriver(lambda: FakeEngine(max_adapters=2, adapters=["base"]))
+
+    async def main() -> None:
+        await client.start()
+        try:
+            with pytest.raises(FlagError, match="'base' is a name of the model and of an adapter"):
+                await create_app(client, model_names=["other", "base"]).state.service.prepare()
+        finally:
+            await client.close()
 
     asyncio.run(main())
 

@@ -214,6 +214,8 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a base that was changed": ({}, {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
     "a rank of zero": ({}, {"r": 0}, "r is 0"),
     "no number": ({}, {"lora_alpha": None}, "lora_alpha is None"),
+    "no finite number": ({}, {"lora_alpha": float("nan")}, "lora_alpha is nan"),
+    "a number that no float holds": ({}, {"lora_alpha": 10**400}, "alpha must be a number"),
     "no targets": ({}, {"target_modules": None}, "target_modules is None"),
 }
 
@@ -237,7 +239,7 @@ def test_what_is_refused(tmp_path: Path, fault: str) -> None:
 
 def test_folders_that_hold_no_adapter(tmp_path: Path) -> None:
     adapters, _, _ = make()
-    with pytest.raises(InvalidAdapter, match=r"there is no adapter_config\.json"):
+    with pytest.raises(InvalidAdapter, match=r"none: there is no adapter_config\.json; give the folder"):
         adapters.read("a", tmp_path / "none")
     folder = write(tmp_path / "a", matrices(4))
     (folder / "adapter_model.safetensors").unlink()
@@ -246,7 +248,12 @@ def test_folders_that_hold_no_adapter(tmp_path: Path) -> None:
     (folder / "adapter_model.bin").write_bytes(b"x")
     with pytest.raises(InvalidAdapter, match=r"adapter_model\.bin is a pickle, .* with safe_serialization"):
         adapters.read("a", folder)
-    for text, why in (("{", "not valid JSON"), ("[]", "JSON object"), ("[" * 100000, "not valid JSON")):
+    for text, why in (
+        (" " * (1 << 21), "json: is larger than 1048576 bytes"),
+        ("{", "not valid JSON"),
+        ("[]", "JSON object"),
+        ("[" * 100000, "not valid JSON"),
+    ):
         (folder / "adapter_config.json").write_text(text)
         with pytest.raises(InvalidAdapter, match=why):
             adapters.read("a", folder)

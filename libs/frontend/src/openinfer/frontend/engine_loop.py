@@ -12,6 +12,7 @@ from openinfer.frontend.contract import (
     Request,
     Sleep,
     StepOutputs,
+    UnloadAdapter,
     UpdateWeights,
     WakeUp,
 )
@@ -158,7 +159,9 @@ class _Desk:
         if isinstance(answer, Future):
             self.pending.append((client, message.serial, answer))
             return
-        if isinstance(message.command, Sleep | UpdateWeights | WakeUp):  # other clients must know it too
+        if isinstance(
+            message.command, Sleep | UnloadAdapter | UpdateWeights | WakeUp
+        ):  # all clients must know it
             self.tell_all(Stepped(StepOutputs(), self._engine.stats(), len(self.live)))
         self._send(client, ControlDone(message.serial, None, answer))
 

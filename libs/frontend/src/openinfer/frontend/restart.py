@@ -18,6 +18,7 @@ from openinfer.frontend.contract import (
     Request,
     Sleep,
     TokenTable,
+    UnloadAdapter,
     WakeUp,
 )
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
@@ -57,6 +58,7 @@ class RestartingClient:
         self._lost: asyncio.Future[str] | None = None
         self._token_table: TokenTable | None = None  # the next engine needs it too
         self._adapters: dict[str, LoadAdapter] = {}  # by name; as is this
+        self._known: set[str] | None = None  # adapters of the engine before; None: there was none
         self._asleep: Sleep | None = None  # as is this
 
     @property
@@ -114,12 +116,23 @@ class RestartingClient:
         await self._driver.start()
         if self._token_table is not None:
             await self._driver.control(self._token_table)
-        for command in self._adapters.values():
-            await self._driver.control(msgspec.structs.replace(command, in_place=True))
+        await self._restore_adapters()
         if self._asleep is not None:
             await self._driver.control(self._asleep)
         self._info = self._driver.info
         self._down = None
+
+    async def _restore_adapters(self) -> None:
+        """Give a new engine the adapters of the one before. It has those of its own flags already."""
+        for name, command in list(self._adapters.items()):
+            try:
+                await self._driver.control(msgspec.structs.replace(command, in_place=True))
+            except Unsupported as error:  # requests for others need none of it
+                _log.error("the adapter %r is lost: %s", name, one_line(error))
+                del self._adapters[name]
+        for state in self._driver.stats().adapters:
+            if self._known is not None and state.name not in self._known:
+                await self._driver.control(UnloadAdapter(state.name))
 
     async def _keep(self) -> None:
         """Watch, and restart, until it is final."""
@@ -136,8 +149,8 @@ class RestartingClient:
         while True:
             reason = await broken(self._driver, self._watch_hangs)
             self._down = f"{reason}; restarting it"
-            known = {state.name for state in self._driver.stats().adapters}
-            self._adapters = {name: one for name, one in self._adapters.items() if name in known}
+            self._known = {state.name for state in self._driver.stats().adapters}
+            self._adapters = {name: one for name, one in self._adapters.items() if name in self._known}
             self._driver.lose(reason)
             await self._driver.close()
             now = time.monotonic()

@@ -3,6 +3,7 @@
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -52,7 +53,8 @@ class FakeEngine:
     fail_at_step, die_at_step, hang_at_step: at this step raise, kill the process, or sleep for an hour.
     fail_prompt, raise_prompt: a request whose prompt is this single id Fails alone, or makes submit() raise.
     hang_timeout_s: what it says of itself in EngineInfo.
-    max_adapters: adapters that requests may name at once; a path with "bad" in it is refused in a future.
+    max_adapters: adapters that requests may name at once; a path with "bad" in it is refused in a future. adapters:
+    the names of those that it starts with.
     features: what it claims to honour besides logprobs and prefix_cache (its tokens stay the known ones).
     """
 
@@ -77,6 +79,7 @@ class FakeEngine:
         raise_prompt: int | None = None,
         features: list[str] | None = None,
         max_adapters: int = 0,
+        adapters: Sequence[str] = (),
         hang_timeout_s: float = 60.0,
     ) -> None:
         time.sleep(start_delay_s)
@@ -102,7 +105,7 @@ class FakeEngine:
         self._waiting: deque[Request] = deque()
         self._running: dict[int, _Live] = {}
         self._ready = StepOutputs()
-        self._stats = EngineStats()
+        self._stats = EngineStats(adapters=[AdapterState(name, "/flag", 0, 0) for name in adapters])
         self._seen_prompts: set[tuple[int, ...]] = set()
         self._has_tokens = False
 
@@ -146,18 +149,18 @@ class FakeEngine:
         self._has_tokens = self._has_tokens or isinstance(command, TokenTable)
         return None
 
-    def _adapt(self, command: LoadAdapter | UnloadAdapter) -> "Future[None]":
+    def _adapt(self, command: LoadAdapter | UnloadAdapter) -> "Future[None] | None":
         if not self.info.max_adapters:
             raise Unsupported("this engine has no adapters")
         answer: Future[None] = Future()
         kept = [one for one in self._stats.adapters if one.name != command.name]
         if isinstance(command, UnloadAdapter):
             self._stats.adapters = kept
-        elif "bad" in command.path:
+            return None
+        if "bad" in command.path:
             answer.set_exception(Unsupported(f"adapter {command.path}: is bad, as asked"))
             return answer
-        else:
-            self._stats.adapters = [*kept, AdapterState(command.name, command.path, 0, 0)]
+        self._stats.adapters = [*kept, AdapterState(command.name, command.path, 0, 0)]
         answer.set_result(None)
         return answer
 

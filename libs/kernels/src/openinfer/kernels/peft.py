@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,8 +21,12 @@ from openinfer.tensor import Checkpoint, CheckpointError, dtypes
 __all__ = ["LowRank", "read_peft", "text_module"]
 
 Array = np.ndarray[Any, Any]
+N = TypeVar("N", int, float)
+Patterns = Mapping[re.Pattern[str], N]
+"""Numbers of the modules whose whole names a pattern matches."""
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_ALPHA = 1e9
 PREFIX = "base_model.model."
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": (None, "none"),
@@ -58,8 +62,8 @@ class _Settings(NamedTuple):
 
     rank: int
     alpha: float
-    ranks: Mapping[re.Pattern[str], int]
-    alphas: Mapping[re.Pattern[str], float]
+    ranks: Patterns[int]
+    alphas: Patterns[float]
     root: bool
     targets: Collection[str] | None
 
@@ -100,15 +104,19 @@ def read_peft(
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / CONFIG
+    path, raw = folder / CONFIG, None
     try:
-        if not path.is_file():
-            raise InvalidAdapter(f"adapter {folder}: there is no {CONFIG}; give the folder that PEFT saved")
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise InvalidAdapter(f"adapter {path}: is larger than {MAX_CONFIG_BYTES} bytes")
-        config = json.loads(path.read_bytes())
+        if path.is_file():  # a FIFO would be waited for
+            with open(path, "rb") as file:
+                raw = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise InvalidAdapter(f"adapter {path}: cannot be read: {error.strerror}") from None
+    if raw is None:
+        raise InvalidAdapter(f"adapter {folder}: there is no {CONFIG}; give the folder that PEFT saved")
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise InvalidAdapter(f"adapter {path}: is larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        config = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise InvalidAdapter(f"adapter {path}: is not valid JSON: {error}") from None
     if not isinstance(config, dict):
@@ -129,9 +137,15 @@ def _settings(folder: Path, config: Mapping[str, Any], max_rank: int) -> _Settin
         return value
 
     def alpha(key: str, value: object) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < MAX_ALPHA:
             raise refuse(key, "alpha must be a number")
         return value
+
+    def patterns(key: str, number: Callable[[str, object], N]) -> Patterns[N]:
+        given = config.get(key) or {}
+        if not isinstance(given, dict) or not all(map(_NAME.fullmatch, given)):
+            raise refuse(key, "it must be an object of names of modules")
+        return {re.compile(rf"(.*\.)?({k})"): number(key, value) for k, value in given.items()}
 
     if config.get("peft_type") != "LORA":
         raise refuse("peft_type", "only 'LORA' is supported")
@@ -143,12 +157,6 @@ def _settings(folder: Path, config: Mapping[str, Any], max_rank: int) -> _Settin
         raise refuse(
             "init_lora_weights", "it changes the base model too; merge the adapter into a checkpoint"
         )
-    patterns: list[dict[re.Pattern[str], Any]] = []
-    for key, number in (("rank_pattern", rank), ("alpha_pattern", alpha)):
-        given = config.get(key) or {}
-        if not isinstance(given, dict) or not all(map(_NAME.fullmatch, given)):
-            raise refuse(key, "it must be an object of names of modules")
-        patterns.append({re.compile(rf"(.*\.)?({k})"): number(key, value) for k, value in given.items()})
     targets = config.get("target_modules")
     if isinstance(targets, list) and targets and all(isinstance(one, str) for one in targets):
         if any(config.get(key) for key in ("layers_to_transform", "exclude_modules")):
@@ -160,13 +168,14 @@ def _settings(folder: Path, config: Mapping[str, Any], max_rank: int) -> _Settin
     return _Settings(
         rank("r", config.get("r")),
         alpha("lora_alpha", config.get("lora_alpha")),
-        *patterns,
+        patterns("rank_pattern", rank),
+        patterns("alpha_pattern", alpha),
         root=bool(config.get("use_rslora")),
         targets=targets,
     )
 
 
-def _first(patterns: Mapping[re.Pattern[str], Any], module: str, usual: Any) -> Any:
+def _first(patterns: Patterns[N], module: str, usual: N) -> N:
     """The value of the first pattern that the whole name matches, as PEFT takes it."""
     return next((value for one, value in patterns.items() if one.fullmatch(module)), usual)
 
@@ -196,12 +205,14 @@ def _matrices(
     for module in sorted(wanted):
         rows, columns = shapes[module]
         published, names = spelled.get(module, (module, {}))
-        rank, pair = settings.rank_of(published), []
-        for letter, shape in (("A", (rank, columns)), ("B", (rows, rank))):
-            if letter not in names:
-                raise InvalidAdapter(f"adapter {folder}: {module} has no lora_{letter}")
-            pair.append(_values(checkpoint, names[letter], shape))
-        found[module] = LowRank(*pair, settings.scale_of(published))
+        if missing := {"A", "B"} - names.keys():
+            raise InvalidAdapter(f"adapter {folder}: {module} has no lora_{min(missing)}")
+        rank = settings.rank_of(published)
+        found[module] = LowRank(
+            _values(checkpoint, names["A"], (rank, columns)),
+            _values(checkpoint, names["B"], (rows, rank)),
+            settings.scale_of(published),
+        )
     return found
 
 

@@ -38,8 +38,15 @@ class AdapterEndpoints:
         """POST /v1/load_lora_adapter: answers when requests may name the adapter."""
         body = decode_body(await read_body(request), LoadBody, {})
         name, names = body.lora_name, self._service.names()
-        if not 0 < len(name) <= MAX_NAME_CHARS or not body.lora_path:
-            raise APIError(f"lora_name (at most {MAX_NAME_CHARS} characters) and lora_path must be given")
+        if (
+            not 0 < len(name) <= MAX_NAME_CHARS
+            or not name.isprintable()
+            or name.isspace()
+            or not body.lora_path
+        ):
+            raise APIError(
+                f"lora_name must have 1 to {MAX_NAME_CHARS} characters, all printable, and lora_path must be given"
+            )
         if name in names:
             raise APIError(
                 f"{name!r} is a name of the model itself; give another lora_name", param="lora_name"

@@ -166,8 +166,11 @@ class Service:
     async def prepare(self) -> None:
         """Start the renderer, and tell the engine what it needs for grammars. The client must have been started.
 
-        Raises ModelFilesError where the chat template cannot be used, FlagError for options that it does not have.
+        Raises ModelFilesError where the chat template cannot be used. Raises FlagError for options that it does not
+        have, and where an adapter has a name of the model.
         """
+        if both := sorted(self.adapters().keys() & set(self.names())):
+            raise FlagError(f"{both[0]!r} is a name of the model and of an adapter; give the adapter another")
         renderer = self.chat_format.renderer
         starting = asyncio.create_task(renderer.start()) if renderer else None
         try:
