@@ -48,8 +48,8 @@ _NAME = re.compile(r"\^?(\w|\\?\.)+")
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a module's weight: scale * B @ A. A [r, K] and B [N, r] have any dtype of weights. They
-    are mapped from the file, and valid after it was closed."""
+    """The change of a module's weight by an adapter: scale * B @ A. A [r, K] and B [N, r] have any dtype of weights.
+    They are mapped from the file, and valid after it was closed."""
 
     a: Array
     b: Array
