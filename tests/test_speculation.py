@@ -211,6 +211,22 @@ def test_layers_draft_for_rows_with_a_grammar(session: Callable[..., Any]) -> No
     assert all(sum(one.accepted) > 0.3 * one.tokens > 2 for one in drafts[::2])
 
 
+def test_a_prompt_is_scored_before_layers_draft(session: Callable[..., Any]) -> None:
+    """Layers draft early in a step with a grammar, and overwrite the hidden states that scores are made of."""
+    path = DEMO / "qwen3_5"
+    tokenizer, found = Tokenizer.load(path), []
+    prompt = tokenizer.encode_short(TURN["qwen3_5"].format(TEXTS[0]))
+    for config in (None, MTP):
+        made = session(path, speculative_config=config, max_model_len=256, kv_cache_memory_bytes=64 << 20)
+        made.engine.control(tokenizer.token_table(""))
+        made.submit(prompt, 8, grammar=Grammar("regex", "[a-e]{8,12}!"))
+        scored = made.submit(prompt, 4, prompt_logprobs=1)
+        made.finish()
+        found.append([one.logprob for one in made.outcomes[scored].prompt_logprobs])
+    assert len(found[0]) == len(prompt) - 1
+    np.testing.assert_allclose(found[1], found[0], atol=1e-4)
+
+
 def test_the_head_of_a_mixture_drafts(session: Callable[..., Any], tmp_path: Path) -> None:
     """A checkpoint whose MTP head has the weights of a layer of its own: the tokens without drafts."""
     source, folder = GOLDENS / "qwen3_5-moe-tiny", tmp_path / "moe"

@@ -224,6 +224,8 @@ class Runner:
         results = [b.result[:n]]
         if launched.wants_logprobs:
             results += [b.top_ids[:n], b.top_values[:n]]
+        for offset in range(0, sum(share.size for share in launched.shares), b.logits.shape[0]):
+            self.replay(("score", offset))  # before layers that draft, which overwrite the hidden states
         drafts_later = proposes = self.model.batch.proposals is not None
         if proposes and launched.constrained:  # the next step's masks follow these drafts
             self._draft(launched)
@@ -231,8 +233,6 @@ class Runner:
             drafts_later = False
         if launched.shares:
             scored = sum(share.size for share in launched.shares)
-            for offset in range(0, scored, b.logits.shape[0]):
-                self.replay(("score", offset))
             scores = (b.score_logprobs, b.score_ranks, b.score_top_ids, b.score_top_values)
             results += [tensor[:scored] for tensor in scores]
         if self.readback.rooms:
