@@ -50,8 +50,15 @@ def test_one_row_that_asks_for_more_gives_its_steps_the_whole_segment(session: C
     assert {"greedy", "sample"} < set(launched)  # the other row has ended
 
 
-def test_steps_that_may_have_drafts_have_the_whole_segment(session: Callable[..., Any]) -> None:
-    opened = session(TINY, speculative_config=NGRAM)
+def test_steps_with_drafts_choose_there_too(session: Callable[..., Any]) -> None:
+    plain, opened = session(TINY), session(TINY, speculative_config=NGRAM)
+    opened.engine.runner.drafting.costs = None
     launched = counted(opened.engine.runner)
-    opened.outcomes_of([(PROMPT, 6, PLAIN)])
-    assert "greedy" not in launched
+    for other, expected in CASES:
+        asked = [([*range(20, 30 + n)] * 3, 20, {**PLAIN, **(other if n else {})}) for n in (0, 3)]
+        launched.clear()
+        wanted, found = plain.outcomes_of(asked), opened.outcomes_of(asked)
+        used = {"greedy", "sample"} & set(launched)
+        assert used == expected or used == {"greedy"} | expected, other  # one of the two ends first
+        assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in wanted]
+    assert opened.engine.stats().accepted_draft_tokens > 50

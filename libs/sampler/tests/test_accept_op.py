@@ -170,10 +170,21 @@ def test_the_state_after_accepted_drafts_is_that_of_steps_of_one_token():
         np.testing.assert_array_equal(arrays[name], wanted[name], err_msg=name)
 
 
-def test_a_step_without_drafts_forgets_those_accepted_before():
-    arrays = start(50)
-    buffers = SampleBuffers.allocate(Arena(Device("cpu"), 1 << 20), 4, 4, VOCABULARY, DEPTH)
-    buffers.logits.numpy()[:] = 0
-    verify_rows(CpuPack(), tensors(arrays), buffers, 4, 0)
-    assert arrays["accepted"].tolist() == [7, 0, 0, 0, 0]
-    assert arrays["seq_lens"][1:].tolist() == [5] * 4
+def test_rows_that_are_all_greedy_get_the_tokens_of_the_whole_segment():
+    logits = np.random.default_rng(2).normal(0, 2, (DEPTH + 1, 4, VOCABULARY)).astype(np.float32)
+    best, found = logits.argmax(-1), []
+    for all_greedy in (False, True):
+        arrays = start(50)
+        arrays["temperatures"][:] = arrays["adjusts"][:] = 0
+        arrays["num_drafts"][:] = [3, 2, 1, 0]
+        for row, slot in enumerate(arrays["slots"]):
+            arrays["drafts"][slot, (5 + np.arange(DEPTH)) % WIDTH] = best[:DEPTH, row]
+        buffers = SampleBuffers.allocate(Arena(Device("cpu"), 1 << 20), 4, 4, VOCABULARY, DEPTH)
+        buffers.logits.numpy()[:] = logits.reshape(-1, VOCABULARY)
+        verify_rows(CpuPack(), tensors(arrays), buffers, 4, DEPTH, all_greedy=all_greedy)
+        state = [arrays[name] for name in ("accepted", "seq_lens", "last_tokens", "alive")]
+        found.append([buffers.result.numpy()[:, :2].copy(), *state])
+    assert np.isnan(buffers.logprobs.numpy()).all()
+    assert found[0][1][1:].sum() >= 3
+    for wanted, got in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, wanted)

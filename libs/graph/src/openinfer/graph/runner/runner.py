@@ -243,8 +243,7 @@ class Runner:
 
     def choosing(self, shape: Shape) -> tuple[object, ...]:
         """The key of the segment that chooses the tokens of a step of this shape with the rows written last."""
-        greedy = self._greedy and not self.buckets.max_drafts
-        return ("greedy", shape.rows) if greedy else ("sample", shape.rows, shape.drafts)
+        return ("greedy" if self._greedy else "sample"), shape.rows, shape.drafts
 
     def collect(self, wait_s: float | None) -> StepResult[Payload] | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""

@@ -24,9 +24,9 @@ def segments(
     model: Model, pack: Pack, buckets: Buckets, rooms: Sequence[Tensor] | None = None
 ) -> dict[tuple[object, ...], Callable[[], None]]:
     """Every segment that steps of these buckets are made of, by the key under which a Runner records it: UPLOAD,
-    ("forward", shape), ("sample", rows, drafts), ("score", first token), in engines without drafts ("greedy", rows),
-    and where layers of the model draft, ("draft", shape, drafts). rooms: of Readback; each is filled by
-    ("results", place). None: one that stands for them in a plan."""
+    ("forward", shape), ("sample", rows, drafts) or ("greedy", rows, drafts), ("score", first token), and where layers
+    of the model draft, ("draft", shape, drafts). rooms: of Readback; each is filled by ("results", place). None: one
+    that stands for them in a plan."""
     batch, most = model.batch, model.batch.sampled.score_ranks.shape[0]
     work: dict[tuple[object, ...], Callable[[], None]] = {
         UPLOAD: lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
@@ -37,12 +37,12 @@ def segments(
             for places in (0, *buckets.draft_levels):
                 work["draft", shape, places] = partial(draft, model, pack, shape, places)
     for rows in buckets.sample_rows():
-        if not buckets.max_drafts:
-            work["sample", rows, 0] = partial(sample_rows, pack, batch.rows, batch.sampled, rows)
-            work["greedy", rows] = partial(greedy_rows, pack, batch.rows, batch.sampled, rows)
-            continue
-        for drafts in (0, *buckets.draft_levels):
-            work["sample", rows, drafts] = partial(verify_rows, pack, batch.rows, batch.sampled, rows, drafts)
+        args = pack, batch.rows, batch.sampled, rows
+        work["sample", rows, 0] = partial(sample_rows, *args)
+        work["greedy", rows, 0] = partial(greedy_rows, *args)
+        for drafts in buckets.draft_levels:
+            work["sample", rows, drafts] = partial(verify_rows, *args, drafts)
+            work["greedy", rows, drafts] = partial(verify_rows, *args, drafts, all_greedy=True)
     for offset in range(0, most, batch.logits.shape[0]):
         work["score", offset] = partial(_score, model, pack, offset)
     result = batch.sampled.result.reshape(-1)

@@ -78,9 +78,9 @@ def proposal_fields(max_rows: int, max_tokens: int, vocab_size: int) -> list[Fie
 
 def draft_fields(max_rows: int, max_drafts: int, vocab_size: int, proposes: bool) -> list[Field]:
     """The fields of drafts; none for an engine without. By slot: `drafts`, the token proposed for position p at p mod
-    the width; `accepted`, the number of drafts that the row's last step accepted; and masks for rows with a grammar,
-    one a draft. By row: its number of drafts, and its q_starts without drafts. `sampled_ends`: 1 and the index of each
-    token after which the step samples. proposes: layers of the model write `drafts` too."""
+    the width; `accepted`, the number of drafts that the row's last step in a shape with drafts accepted; and masks for
+    rows with a grammar, one a draft. By row: its number of drafts, and its q_starts without drafts. `sampled_ends`: 1
+    and the index of each token after which the step samples. proposes: layers of the model write `drafts` too."""
     if not max_drafts:
         return []
     words = -(-vocab_size // 32)

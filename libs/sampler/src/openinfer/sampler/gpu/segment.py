@@ -10,7 +10,6 @@ where the token sampled before it is the row's draft.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,33 +79,35 @@ def masks_after(place: int) -> str:
 def sample_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int) -> None:
     """Choose the next token of the first `num_rows` rows from their logits, and end rows that are over. Then advance
     the state of live rows past the step. A step has one such call, after its forward pass."""
-    _sample(pack, rows, buffers, slice(num_rows), rows["emits"], rows["q_starts"])
+    _sample(pack, rows, buffers, slice(num_rows), rows["emits"], rows["q_starts"], masks_after(0))
 
 
 def greedy_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int) -> None:
     """`sample_rows` of a step in which each row is greedy, adjusts nothing and asks for no logprobs. Their place in the
     result has NaN."""
-    b, r = buffers, num_rows
-    chosen = {"tokens": b.tokens[:r], "logprobs": b.logprobs[:r]}
-    step = {"slots": rows["slots"][:r], "emits": rows["emits"][:r], "alive": rows["alive"]}
-    lengths = {"q_starts": rows["q_starts"][: r + 1], "seq_lens": rows["seq_lens"]}
-    greedy(pack, logits=b.logits[:r], **chosen, **step, **lengths, **{n: rows[n] for n in GREEDY_FIELDS})
-    _advance(pack, rows, b, slice(r), chosen, step, lengths)
+    _sample(pack, rows, buffers, slice(num_rows), rows["emits"], rows["q_starts"], masks=None)
 
 
-def verify_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int, num_drafts: int) -> None:
-    """`sample_rows` of a step whose rows have up to `num_drafts` drafts: choose the tokens up to the first that is not
-    the row's draft.
+def verify_rows(
+    pack: Pack,
+    rows: Fields,
+    buffers: SampleBuffers,
+    num_rows: int,
+    num_drafts: int,
+    *,
+    all_greedy: bool = False,
+) -> None:
+    """`sample_rows` of a step whose rows have up to `num_drafts` drafts, 1 or more: choose the tokens up to the first
+    that is not the row's draft. all_greedy: as `greedy_rows`.
 
     Logits, and all results, of the position after draft d of row r stand at d * num_rows + r; d = 0 is the position
     after the row's last certain token. A result without a token is IDLE. By row, int32 [R]: `num_drafts`, and
     `sure_starts` [R + 1], the row's q_starts without drafts. By slot, int32: `drafts` and `accepted` (`accept`).
     Rows with a grammar have a mask at each position, in the fields that `masks_after` names.
-    With num_drafts = 0 no row has drafts, and `accepted` becomes 0.
     """
     b, r = buffers, num_rows
     emits, starts = rows["emits"], rows["sure_starts"]
-    for place in range(max(num_drafts, 1) + 1):
+    for place in range(num_drafts + 1):
         if place:
             accept(
                 pack,
@@ -124,8 +125,8 @@ def verify_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int,
                 place=place,
             )
             emits, starts = b.follows, b.starts
-        if place <= num_drafts:
-            _sample(pack, rows, b, slice(place * r, (place + 1) * r), emits, starts, masks_after(place))
+        masks = None if all_greedy else masks_after(place)
+        _sample(pack, rows, b, slice(place * r, (place + 1) * r), emits, starts, masks)
 
 
 def draw_drafts(
@@ -150,40 +151,25 @@ def _sample(
     part: slice,
     emits: Tensor,
     starts: Tensor,
-    masks: str = "allowed_masks",
+    masks: str | None,
 ) -> None:
-    """One position of each row. part: the place of its logits and results; starts: as q_starts; masks: the field."""
+    """One position of each row. part: the place of its logits and results; starts: as q_starts; masks: the field; None:
+    all rows are as `greedy_rows` wants them."""
     b = buffers
     logits, chosen = b.logits[part], {"tokens": b.tokens[part], "logprobs": b.logprobs[part]}
     r = logits.shape[0]
     step = {"slots": rows["slots"][:r], "emits": emits[:r], "alive": rows["alive"]}
     lengths = {"q_starts": starts[: r + 1], "seq_lens": rows["seq_lens"]}
-    state = {n: rows[n] for n in SAMPLE_FIELDS} | {"allowed_masks": rows[masks]}
-    sample(pack, logits=logits, **chosen, **step, **lengths, **state)
-    top_logprobs(
-        pack,
-        ids=b.top_ids[part],
-        values=b.top_values[part],
-        logits=logits,
-        num_logprobs=rows["num_logprobs"],
-        **step,
-    )
-    _advance(pack, rows, b, part, chosen, step, lengths)
-
-
-def _advance(
-    pack: Pack,
-    rows: Fields,
-    buffers: SampleBuffers,
-    part: slice,
-    chosen: Mapping[str, Tensor],
-    step: Mapping[str, Tensor],
-    lengths: Mapping[str, Tensor],
-) -> None:
-    """The end of a position: `chosen` has tokens and logprobs, `step` and `lengths` the rows' other arguments."""
+    if masks is None:
+        greedy(pack, logits=logits, **chosen, **step, **lengths, **{n: rows[n] for n in GREEDY_FIELDS})
+    else:
+        state = {n: rows[n] for n in SAMPLE_FIELDS} | {"allowed_masks": rows[masks]}
+        sample(pack, logits=logits, **chosen, **step, **lengths, **state)
+        tops = {"ids": b.top_ids[part], "values": b.top_values[part], "num_logprobs": rows["num_logprobs"]}
+        top_logprobs(pack, logits=logits, **tops, **step)
     advance(
         pack,
-        result=buffers.result[part],
+        result=b.result[part],
         last_tokens=rows["last_tokens"],
         **chosen,
         **step,
