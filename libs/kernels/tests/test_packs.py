@@ -12,6 +12,7 @@ from openinfer.kernels import (
     LaunchError,
     LaunchPack,
     NullPack,
+    Op,
     Scratch,
     Target,
     Workload,
@@ -130,6 +131,33 @@ def test_every_pack_checks_the_contract(arena, pack):
     args["norm_weight"] = arena.alloc((65,), bfloat16)
     with pytest.raises(ContractError, match=r"norm_weight has shape \(65,\); it must be \[64\]"):
         norm_linear(pack, **args)
+
+
+def test_arguments_that_an_op_does_not_know_are_refused_with_those_it_has(arena):
+    known = "embed takes out, token_ids, table by keyword, given "
+    assert embed.__doc__.startswith("embed(pack, out, token_ids, table)")
+    table = np.zeros((3, 16), np.float32)
+    good = {"out": Tensor.from_numpy(table), "token_ids": Tensor.from_numpy(np.zeros(3, np.int32))}
+    for pack in (CpuPack(), NullPack(PLAIN)):
+        with pytest.raises(ContractError, match=f"{known}out, token_ids, weight"):
+            embed(pack, **good, weight=Tensor.from_numpy(table))
+        with pytest.raises(ContractError, match=f"{known}none"):
+            embed(pack, *good.values())
+        with pytest.raises(
+            ContractError, match=r"embed: table must be a Tensor; Tensor\.from_numpy\(array\) shares"
+        ):
+            embed(pack, **good, table=table)
+    embed(CpuPack(), **good, table=Tensor.from_numpy(table))
+
+
+def test_a_mistake_inside_a_contract_is_no_contract_error():
+    def contract(*, out: Tensor) -> None:
+        """An op."""
+        len(out.no_such_thing)
+
+    op = Op("odd", contract, reference=print, launches=lambda *a, **k: [], cost=lambda *a, **k: Cost(0, 0))
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        op(CpuPack(), out=Tensor.from_numpy(np.zeros(1, np.float32)))
 
 
 def test_a_float32_model_runs_on_the_cpu(rng):

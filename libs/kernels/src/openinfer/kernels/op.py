@@ -8,11 +8,15 @@ kernels, or only write the call down.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, Protocol
 
+import numpy as np
+
+from openinfer.kernels.errors import ContractError
 from openinfer.kernels.launch import Command
 from openinfer.kernels.target import Target
 
@@ -66,9 +70,16 @@ class Pack(Protocol):
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None: ...
 
 
+def _arguments(contract: Callable[..., None]) -> str:
+    """The names of a contract's arguments; those that may be left out have a question mark."""
+    known = inspect.signature(contract).parameters.values()
+    return ", ".join(one.name + "?" * (one.default is not inspect.Parameter.empty) for one in known)
+
+
 class Op(Generic[P]):
     """An op. `contract` is a keyword-only function. Its signature gives the op its type, its docstring is the op's
-    documentation, and it raises ContractError for invalid arguments. Optional arguments default to None.
+    documentation below the call with all arguments, and it raises ContractError for invalid arguments. Optional
+    arguments default to None.
 
     `reference(**args)` gets numpy arrays in place of tensors and writes the outputs in place. It computes in float32,
     and rounds to the tensors' dtype where the published models do. `launches(target, **args)` gives the commands for a
@@ -88,7 +99,7 @@ class Op(Generic[P]):
     ) -> None:
         self.contract = contract
         self.name = name
-        self.__doc__ = contract.__doc__
+        self.__doc__ = f"{name}(pack, {_arguments(contract)})\n\n    {contract.__doc__ or ''}"
         self.reference = reference
         self.launches = launches
         self.cost = cost
@@ -99,8 +110,26 @@ class Op(Generic[P]):
 
     def plan(self, target: Target, args: Mapping[str, Any]) -> list[Command]:
         """Check the contract and return the commands a device of this kind would run."""
-        self.contract(**args)  # type: ignore[call-arg]
+        self.check(args)
         return list(self.launches(target, **args))
+
+    def check(self, args: Mapping[str, Any]) -> None:
+        """Raise ContractError for arguments that the contract does not allow, or does not know."""
+        try:
+            self.contract(**args)  # type: ignore[call-arg]
+        except (TypeError, AttributeError):
+            given, known = args.keys(), inspect.signature(self.contract).parameters
+            needed = {name for name, one in known.items() if one.default is inspect.Parameter.empty}
+            arrays = [name for name, value in args.items() if isinstance(value, np.ndarray)]
+            if not needed <= given <= known.keys():
+                raise ContractError(
+                    f"{self.name} takes {_arguments(self.contract)} by keyword, given {', '.join(given) or 'none'}"
+                ) from None
+            if arrays:
+                raise ContractError(
+                    f"{self.name}: {', '.join(arrays)} must be a Tensor; Tensor.from_numpy(array) shares the memory"
+                ) from None
+            raise
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

@@ -26,7 +26,7 @@ class CpuPack:
 
     def bind(self, op: Op[Any], args: Mapping[str, Any]) -> Callable[[], None]:
         """Check the contract of a call; the call itself. It may be made again as long as the tensors have memory."""
-        op.contract(**args)
+        op.check(args)
         arrays = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in args.items()}
         if op.collective and args.get("ranks", 1) > 1:
             arrays["communicator"] = member(self._communicator, op.name, args["ranks"])
