@@ -170,6 +170,10 @@ def test_random_histories_end_in_what_was_written(seed: int, stream: Stream) -> 
     rows.close()
 
 
+def test_a_dtype_may_be_a_name() -> None:
+    assert Field("a", (2,), "float32") == Field("a", (2,), np.dtype(np.float32))  # type: ignore[arg-type]
+
+
 def test_memory_can_be_planned_on_null() -> None:
     arena = Arena(Device("null"), None)
     rows = Rows(arena, FIELDS, Stream(Device("null")), capacity=16)

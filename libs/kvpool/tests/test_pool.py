@@ -322,6 +322,15 @@ def test_pools_that_cannot_be_are_refused(groups, message):
         Pool(groups())
 
 
+def test_a_group_that_is_not_there_is_told_those_that_are():
+    pool = Pool([Group("a", 4, 5), Group("b", 4, 5)])
+    with (
+        pool.acquire([1]) as lease,
+        pytest.raises(InvalidGroup, match=r"no group 2; the pool has groups 0\.\.1"),
+    ):
+        lease.block_table(2)
+
+
 def test_a_large_pool_takes_less_than_a_kilobyte_of_host_memory_a_block():
     tracemalloc.start()
     pool = make(blocks=10_001, size=1)

@@ -275,5 +275,14 @@ def test_arrays_that_do_not_fit_are_refused_by_name():
             sample_arrays(logits, *columns(2), forbid=forbid)
     with pytest.raises(ValueError, match="forbid names token 5"):
         sample_arrays(logits, *columns(2), forbid=np.array([[-1], [5]], np.int32))
-    with pytest.raises(ValueError, match=r"position is int32\[1\]"):
-        sample(logits, [SamplingParams()] * 2, [4])
+    params = [SamplingParams()] * 2
+    for given, message in (
+        ((logits, params, [4]), "positions has 1 items: it must have one for each of the 2 rows"),
+        ((logits, params[:1], [4, 4]), "params has 1 items"),
+        ((logits, params[0], [4, 4]), r"params has SamplingParams\(.*: it must have one for each"),
+        ((logits, params, [4, 4], [1]), "seeds has 1 items"),
+        ((logits.tolist(), params, [4, 4]), r"logits is list: it must be a numpy array float32\[rows, vocab"),
+        ((logits[0], params, [4, 4]), r"logits is float32\[5\]: it must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sample(*given)

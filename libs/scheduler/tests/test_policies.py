@@ -254,7 +254,10 @@ def test_policies_are_made_by_name_by_place_and_with_options():
     [
         ("lottery", "no policy is called 'lottery'; there are deadline"),
         ("fcfs,tpot_s", "'tpot_s' in the policy"),
-        ("fcfs,colour=3", "unexpected keyword"),
+        (
+            "fcfs,colour=3",
+            "unexpected keyword argument 'colour'; its options are max_batched_tokens, .*tpot_s",
+        ),
         ("fcfs,tpot_s=0", "tpot_s must be positive"),
         ("priority,ageing_s=-1", "ageing_s must be positive"),
         ("deadline,ttft_s=0", "ttft_s must be positive"),

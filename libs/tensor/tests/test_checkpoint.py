@@ -190,9 +190,17 @@ def test_a_shard_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    for directory in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor"):
-            Checkpoint(directory)
+    with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor"):
+        Checkpoint(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"missing: is not there. A checkpoint is a folder with model.saf"
+    ):
+        Checkpoint(tmp_path / "missing")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"has model.gguf, and only safetensors are read"):
+        Checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model.gguf: is a file; give its folder"):
+        Checkpoint(tmp_path / "model.gguf")
 
 
 def _entry(**change: Any) -> dict[str, Any]:

@@ -155,6 +155,8 @@ def test_from_numpy_refuses() -> None:
     record = np.zeros(3, np.dtype([("a", "i4"), ("b", "i1")], align=False))
     with pytest.raises(ShapeError, match="multiple"):
         Tensor.from_numpy(record["a"])
+    with pytest.raises(DTypeError, match="given list; pass a numpy array"):
+        Tensor.from_numpy([1, 2])  # type: ignore[arg-type]
     array.flags.writeable = False
     with pytest.raises(ShapeError, match=r"read-only.*copy"):
         Tensor.from_numpy(array)

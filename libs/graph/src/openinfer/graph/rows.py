@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.graph.errors import FieldError
-from openinfer.tensor import Arena, Event, PinnedBuffer, Stream, Tensor, int32
+from openinfer.tensor import Arena, Event, PinnedBuffer, Stream, Tensor, dtypes, int32
 
 Words = np.ndarray[Any, np.dtype[np.int32]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
@@ -31,13 +31,16 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A named buffer of 4-byte elements. `device_written`: kernels change it too, so the host's copy is not the truth
-    and every host write is sent."""
+    """A named buffer of 4-byte elements; `dtype` may be a name, as in "float32". `device_written`: kernels change it
+    too, so the host's copy is not the truth and every host write is sent."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any] = int32
     device_written: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtypes.of(self.dtype))
 
 
 class Rows:

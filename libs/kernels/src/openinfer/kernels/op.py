@@ -77,8 +77,8 @@ def _arguments(contract: Callable[..., None]) -> str:
 
 
 class Op(Generic[P]):
-    """An op. `contract` is a keyword-only function. Its signature gives the op its type, its docstring is the op's
-    documentation below the call with all arguments, and it raises ContractError for invalid arguments. Optional
+    """An op. `contract` is a keyword-only function. Its signature gives the op its type, and it raises ContractError
+    for invalid arguments. The op's documentation is the call with all arguments, and then the docstring. Optional
     arguments default to None.
 
     `reference(**args)` gets numpy arrays in place of tensors and writes the outputs in place. It computes in float32,

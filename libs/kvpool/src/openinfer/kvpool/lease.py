@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from .errors import InvalidTokens, LeaseLoading, LeaseReleased
+from .errors import InvalidGroup, InvalidTokens, LeaseLoading, LeaseReleased
 from .hashing import Chain
 from .loading import Loads
 from .matching import Index
@@ -106,8 +106,13 @@ class Lease:
 
     def block_table(self, group: int = 0) -> Sequence[int]:
         """Block ids of a group in the order of the tokens; 0, the padding block, where the window has moved past. In a
-        group of snapshots: the one live block. The view is live: copy it to keep it."""
-        return self._parts[group].table
+        group of snapshots: the one live block. The view is live: copy it to keep it. Raises InvalidGroup."""
+        try:
+            return self._parts[group].table
+        except IndexError:
+            raise InvalidGroup(
+                f"there is no group {group}; the pool has groups 0..{len(self._parts) - 1}"
+            ) from None
 
     def reserve(
         self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0

@@ -21,7 +21,7 @@ Logprobs are those of the raw logits: before temperature, filters, adjustments a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,17 @@ def sample(
         InvalidLogits: some rows cannot be sampled; ``.rows`` says which.
         ValueError: lengths, shapes or dtypes do not fit, ids are not below V, or prompts or outputs are missing.
     """
+    if not isinstance(logits, np.ndarray) or logits.ndim != 2 or logits.dtype != np.float32:
+        given = (
+            f"{logits.dtype}{list(logits.shape)}" if isinstance(logits, np.ndarray) else type(logits).__name__
+        )
+        raise ValueError(f"logits is {given}: it must be a numpy array float32[rows, vocabulary]")
+    for name, values in (("params", params), ("positions", positions), ("seeds", seeds)):
+        if values is not None and (not isinstance(values, Sized) or len(values) != len(logits)):
+            given = f"{len(values)} items" if isinstance(values, Sized) else repr(values)
+            raise ValueError(
+                f"{name} has {given}: it must have one for each of the {len(logits)} rows of logits"
+            )
     if seeds is None:
         seeds = [fresh_seed() if p.seed is None else p.seed for p in params]
     return _sample(

@@ -21,6 +21,7 @@ from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError, ClosedError
 from openinfer.tensor.headers import MAX_HEADER_BYTES, TensorInfo, read_header
 
+_OTHER_FORMATS = (".bin", ".gguf", ".pt", ".pth")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -169,7 +170,17 @@ class Checkpoint:
                 self._add(self.directory / shard)
             _check_index(index, weight_map, self._tensors)
         else:
-            raise CheckpointError(self.directory, None, f"has neither {_SINGLE} nor {_INDEX}")
+            raise CheckpointError(self.directory, None, self._why_not())
+
+    def _why_not(self) -> str:
+        """The reason why the directory has no safetensors, and what to do."""
+        if not self.directory.is_dir():
+            kind = "is a file; give its folder" if self.directory.exists() else "is not there"
+            return f"{kind}. A checkpoint is a folder with {_SINGLE} or {_INDEX}"
+        others = sorted(one.name for one in self.directory.iterdir() if one.suffix in _OTHER_FORMATS)
+        if others:
+            return f"has {_first(others)}, and only safetensors are read: get or make the checkpoint as safetensors"
+        return f"has neither {_SINGLE} nor {_INDEX}"
 
     def _add(self, path: Path) -> None:
         if path.exists() and not path.is_file():  # a FIFO would be waited for

@@ -83,9 +83,14 @@ class Tensor:
     def from_numpy(array: np.ndarray[Any, Any], name: str = "") -> Tensor:
         """A cpu tensor over the array's own memory, which it keeps alive.
 
-        Raises DTypeError for an unknown dtype. Raises ShapeError for an array that is read-only (a Tensor is
-        writable), or whose strides are negative or no multiple of an element. Pass `array.copy()` then.
+        Raises DTypeError for an unknown dtype, and for what is no numpy array. Raises ShapeError for an array that is
+        read-only (a Tensor is writable), or whose strides are negative or no multiple of an element. Pass
+        `array.copy()` then.
         """
+        if not isinstance(array, np.ndarray):
+            raise DTypeError(
+                f"given {type(array).__name__}; pass a numpy array, as of np.array(values, np.float32)"
+            )
         if not array.flags.writeable:
             raise ShapeError("the array is read-only and a Tensor is writable; pass array.copy()")
         if any(s < 0 for s in array.strides):

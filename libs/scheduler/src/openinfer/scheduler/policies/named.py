@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -46,4 +47,5 @@ def make_policy(spec: str, **options: Any) -> Policy:
     try:
         return factory(**options)
     except TypeError as error:
-        raise InvalidSetup(f"the policy {spec!r} cannot be made: {error}") from error
+        known = ", ".join(inspect.signature(factory).parameters)
+        raise InvalidSetup(f"the policy {spec!r} cannot be made: {error}; its options are {known}") from error
