@@ -25,72 +25,105 @@ def play(seeds, **options):
     return seen
 
 
-def test_300_schedules_yield_what_each_request_yields_alone():
-    seen = play(range(300))
-    assert min(seen["preemptions"], seen["dry"]) > 100  # the schedules do reach the hard cases
-    assert seen["finished"] > 1500
+def watched(seen):
+    """A loop and a pool that count the cases."""
 
-
-def test_the_schedules_reach_chunks_that_are_cut_and_prompts_in_each_others_way():
-    seen = Counter()
-
-    class Watched(StepLoop):
+    class Loop(StepLoop):
         def _chunk(self, seq, num_tokens):
             chunk = super()._chunk(seq, num_tokens)
             if chunk.num_tokens < min(num_tokens, seq.remaining):
-                seen["cut" if chunk.num_tokens else "none"] += 1
+                seen["chunk cut" if chunk.num_tokens else "chunk of nothing"] += 1
             return chunk
 
         def _preempt(self, seq):
-            seen["prefilling"] += not self._decode.rows
+            seen["chunk preempted"] += not self._decode.rows
             super()._preempt(seq)
 
         def _gives_back(self, seqs):
             gives = super()._gives_back(seqs)
-            seen["given back"] += gives
+            seen["chunk given back"] += gives
             return gives
 
-    play(
-        [seed for seed in range(300) if any(s.window for s in Schedule.generate(seed).groups)],
-        loop_type=Watched,
-    )
-    assert min(seen[what] for what in ("cut", "none", "prefilling", "given back")) > 10, seen
-
-
-def test_the_schedules_reach_drafts_that_are_kept_refused_and_taken_away():
-    seen = Counter()
-
-    class Watched(StepLoop):
         def _launch(self, events):
             launched = super()._launch(events)
             if launched:
                 step = self._in_flight[-1]
                 seen["drafts"] += len(step.drafts)
-                seen["given up in flight"] += any(
+                seen["drafts given up in flight"] += any(
                     row.seq.ahead for row in step.rows[: step.num_decode] if row.num_tokens == 1
                 )
             return launched
 
         def _grow(self, index):
             wanted, preemptions = self._decode.drafts, self.stats.preemptions
+            before = len(self._loads.ended)
             grown = super()._grow(index)
             if self.stats.preemptions > preemptions:
-                seen["preempted"] += len(wanted)
+                seen["drafts preempted"] += len(wanted)
             else:
-                seen["no blocks"] += len(wanted) - len(self._decode.drafts)
+                seen["drafts without blocks"] += len(wanted) - len(self._decode.drafts)
+            seen["load given up for a row"] += before - len(self._loads.ended)
             return grown
 
         def _reconcile(self, result, events):
             step = self._in_flight[0]
             for seq, count in step.drafts.items():
                 kept = (result.advanced or {}).get(seq.slot, 1 + count)
-                seen[("stood still", "none kept", "some kept")[min(kept, 2)]] += kept <= count
-                seen["all kept"] += kept > count
+                case = ("that stood still", "of which none is kept", "of which some are kept")[min(kept, 2)]
+                seen[f"drafts {case}"] += kept <= count
+                seen["drafts all kept"] += kept > count
             super()._reconcile(result, events)
 
-    play(range(300), loop_type=Watched)
-    assert len(seen) == 8
-    assert min(seen.values()) > 50, seen
+        def _end(self, seq, reason, events):
+            seen["load aborted"] += seq.state is SeqState.LOADING
+            seen["load aborted when loaded"] += seq in self._loads.ended
+            super()._end(seq, reason, events)
+
+        def _lease(self, seq, num_tokens):
+            loaded, before = seq in self._loads.ended, len(self._loads.ended)
+            lease = super()._lease(seq, num_tokens)
+            seen["load again after a preemption"] += bool(
+                seq.state is SeqState.LOADING and seq.num_preemptions
+            )
+            seen["load given up for another"] += max(
+                0, before - len(self._loads.ended) - (loaded and lease is not None)
+            )
+            return lease
+
+    class Watched(SimplePool):
+        def poll(self, wait_s=0.0):
+            before = {lease: lease.num_cached for lease in (load.lease for load in self.loads.values())}
+            promised = {
+                lease: lease.num_cached + lease.num_loadable for lease in before if not lease.released
+            }
+            ended = super().poll(wait_s)
+            for lease in ended:
+                come = lease.num_cached
+                if lease.released:
+                    seen["load ended after the release"] += 1
+                    continue
+                seen[
+                    "load failed"
+                    if come == before[lease]
+                    else "load of a part"
+                    if come < promised[lease]
+                    else "load come"
+                ] += 1
+            seen["load polled before the end"] += len(self.loads)
+            return ended
+
+    return {"loop_type": Loop, "make_pool": Watched}
+
+
+def test_600_schedules_yield_what_each_request_yields_alone_and_reach_the_hard_cases():
+    cases = Counter()
+    seen = play(range(600), **watched(cases))
+    assert min(seen["preemptions"], seen["dry"]) > 200
+    assert seen["finished"] > 3000
+    for kind, number, least in (("chunk", 4, 10), ("drafts", 8, 50), ("load", 10, 5)):
+        found = {case: count for case, count in cases.items() if case.startswith(kind)}
+        assert len(found) == number
+        assert min(found.values()) > least, found
 
 
 def test_the_schedules_reach_lone_chunks():
@@ -114,55 +147,6 @@ def test_the_schedules_reach_lone_chunks():
         make_policy=lambda schedule: FirstCome(min(schedule.max_batched_tokens, 8)),
     )
     assert min(seen[what] for what in ("lone", "after a cached prefix", "again")) > 3, seen
-
-
-def test_the_schedules_reach_loads_that_end_fail_and_are_given_up():
-    seen = Counter()
-
-    class Watched(SimplePool):
-        def poll(self, wait_s=0.0):
-            before = {lease: lease.num_cached for lease in (load.lease for load in self.loads.values())}
-            promised = {
-                lease: lease.num_cached + lease.num_loadable for lease in before if not lease.released
-            }
-            ended = super().poll(wait_s)
-            for lease in ended:
-                come = lease.num_cached
-                if lease.released:
-                    seen["ended after the release"] += 1
-                    continue
-                seen[
-                    "failed" if come == before[lease] else "partly" if come < promised[lease] else "come"
-                ] += 1
-            seen["polls before the end"] += len(self.loads)
-            return ended
-
-    class Loop(StepLoop):
-        def _end(self, seq, reason, events):
-            seen["aborted while it loaded"] += seq.state is SeqState.LOADING
-            seen["aborted when loaded"] += seq in self._loads.ended
-            super()._end(seq, reason, events)
-
-        def _lease(self, seq, num_tokens):
-            loaded, before = seq in self._loads.ended, len(self._loads.ended)
-            lease = super()._lease(seq, num_tokens)
-            seen["loaded again after a preemption"] += bool(
-                seq.state is SeqState.LOADING and seq.num_preemptions
-            )
-            seen["given up for another"] += max(
-                0, before - len(self._loads.ended) - (loaded and lease is not None)
-            )
-            return lease
-
-        def _grow(self, index):
-            before = len(self._loads.ended)
-            grown = super()._grow(index)
-            seen["given up for a row"] += before - len(self._loads.ended)
-            return grown
-
-    play(range(600), make_pool=Watched, loop_type=Loop)
-    assert len(seen) == 10
-    assert min(seen.values()) > 5, seen
 
 
 @pytest.mark.slow

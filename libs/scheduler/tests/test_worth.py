@@ -66,7 +66,7 @@ def speed(
 
 
 @pytest.mark.parametrize("cost", [bandwidth, compute, layered])
-@pytest.mark.parametrize("rows", [1, 8, 32, 128, 256])
+@pytest.mark.parametrize("rows", [1, 8, 32, 256])
 def test_drafts_never_cost_more_than_three_per_cent(cost: Cost, rows: int) -> None:
     texts = ([0.0], [0.2], [0.4], [0.6], [0.8], [0.95], [0.9, 0.0], [0.0, 0.9], [0.9, 0.1] * 6)
     for text in texts:
