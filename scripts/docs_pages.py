@@ -39,7 +39,7 @@ PARTS = {
 """Where the modules of a part are."""
 EXTRA = {"graph": "runner", "sampler": "gpu"}
 """A folder of a part that only an extra's users import: its arrows are dotted."""
-GPUS = {"24 GB": 24e9, "80 GB": 80e9, "H200, 141 GB": 141e9}
+GPUS = {"16 GB": 16e9, "24 GB": 24e9, "80 GB": 80e9, "H200, 141 GB": 141e9}
 SHARE = 0.9
 """The default of --gpu-memory-utilization."""
 
@@ -120,6 +120,7 @@ what is beside them leave too little for one sequence.
 
 `--max-num-seqs`, `--max-num-batched-tokens` and `--max-model-len` make room; Qwen3.5 keeps a state for each of
 `--max-num-seqs` rows. `openinfer explain MODEL_DIR --gpu-memory 80` counts for your flags and your GPU.
+The columns are plans. Engines ran on an H100 of 80 GB and on H200s, and never on a card of 16 or 24 GB.
 
 {table}
 
