@@ -156,7 +156,10 @@ class Setup:
             room = rng.choice([8192 * 3, 8192 * 12, 1 << 20])
             disk = StepwiseDisk(self.folder, room, self.groups, b"f" * 32, {}, rng=rng, faults=self.faults)
         self.disk = disk
-        self.tiers = Tiers(self.groups, 4096 * rng.choice([8, 24, 100]), disk, events=rng.random() < 0.5)
+        self.tiers = Tiers(
+            self.groups, 4096 * rng.choice([8, 24, 100]), disk, events=rng.random() < 0.5,
+            load_timeout_s=rng.choice([0.0, 0.001, 5.0, 5.0]),
+        )  # fmt: skip
         self.pool = Pool(
             self.groups, loader=self.tiers, saver=self.tiers, eviction=rng.choice(["lru", "s3fifo", "lineage"])
         )  # fmt: skip
