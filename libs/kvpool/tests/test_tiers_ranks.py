@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import threading
 import time
 
 import pytest
@@ -20,7 +21,7 @@ class Rig:
     """The first rank's pool and tiers, and the copiers of the others, in one process. A rank's bytes are its own."""
 
     def __init__(self, disk=None, alike=False):
-        self.alike, self.slow = alike, 0
+        self.alike, self.slow, self.lost = alike, 0, False
         groups = [OWN if alike else WHOLE]
         self.tiers = Tiers(groups, 64 * 4096, disk, parts=1 if alike else RANKS)
         self.pool = Pool([OWN], loader=self.tiers, saver=self.tiers)
@@ -34,7 +35,7 @@ class Rig:
                    self.tiers.pieces, saves=not alike)
             for r in range(1, RANKS)
         ]  # fmt: skip
-        self.tiers.attach([[self.caches[0]]], Stream(CPU), Others(shared[0], self.tell))
+        self.tiers.attach([[self.caches[0]]], Stream(CPU), Others(shared[0], self.tell, lambda: self.lost))
         until = time.monotonic() + 5
         while not self.tiers._host.has_room and time.monotonic() < until:
             time.sleep(0.001)
@@ -112,7 +113,11 @@ def test_a_lost_rank_holds_up_no_end():
     rig.slow = 1
     rig.serve([1] * 12)
     rig.serve([2] * 12)  # copies that the others never make
-    rig.tiers.close(lost=True)
+    timer = threading.Timer(0.05, lambda: setattr(rig, "lost", True))  # while these copies are waited for
+    timer.start()
+    rig.tiers.take_all(rig.pool)
+    rig.tiers.close()
+    timer.join()
     for copier in rig.copiers:
         copier.close()
 

@@ -387,10 +387,9 @@ class Engine:
         if self._publisher is not None:
             self._publisher.close()
         if self._tiers is not None:
-            lost = self._followers is not None and bool(self._followers.reason)
-            if not lost:
+            if self._followers is None or not self._followers.reason:
                 self._tiers.keep(self._pool)
-            self._tiers.close(lost=lost)
+            self._tiers.close()
         if self._followers is not None:
             self._followers.end()
         self.runner.close()

@@ -112,7 +112,7 @@ class Followers:
             socket.send_fds(link, [b"r"], [file])
         os.close(file)
         self._command("records", pieces)
-        return Others(shared, lambda kind, copies: self._command("copy", kind, copies))
+        return Others(shared, lambda *copies: self._command("copy", *copies), lambda: bool(self._reason))
 
     def _command(self, name: str, *args: Any) -> None:
         if self._leader is None:

@@ -90,10 +90,15 @@ class SharedRecords:
 
 class Others:
     """The ranks after the first. tell: gives them the kind of a batch and its copies, as lists of group, block and
-    place in the records; it raises RankLost where one is gone."""
+    place in the records; it raises RankLost where one is gone. lost: whether one is gone: its copies never end."""
 
-    def __init__(self, shared: SharedRecords, tell: Callable[[str, list[list[int]]], None]) -> None:
-        self.shared, self._tell = shared, tell
+    def __init__(
+        self,
+        shared: SharedRecords,
+        tell: Callable[[str, list[list[int]]], None],
+        lost: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.shared, self._tell, self.lost = shared, tell, lost
 
     def tell(self, kind: Kind, copies: Sequence[Copy]) -> None:
         """They make these copies too."""
@@ -170,6 +175,11 @@ class Mover:
             return False
         self._idle.append(ticket.event)
         return True
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank is gone. Its copies never end."""
+        return self._others is not None and self._others.lost()
 
     def wait(self, ticket: Ticket) -> None:
         """Wait for this rank's copies of a batch. From any thread."""

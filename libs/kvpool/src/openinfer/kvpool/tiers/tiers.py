@@ -163,12 +163,13 @@ class Tiers:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the copies under way, so that the memory of the blocks can go. No load may be under way."""
+        """Wait for the copies under way, so that the memory of the blocks can go; not for those of a rank that is gone.
+        No load may be under way."""
         if self._mover is None:
             return
         self._mover.synchronize()
         self._collect(0.0)
-        while self._saves:  # until other ranks have made theirs
+        while self._saves and not self._mover.lost:  # until other ranks have made theirs
             self._collect(_TICK_S)
 
     def _backlog(self, group: int) -> int:
@@ -376,17 +377,15 @@ class Tiers:
         if self._disk is not None:
             self._told.disk(self._disk.found, self._disk.evicted)
 
-    def close(self, *, lost: bool = False) -> None:
-        """Wait for the copies and the writes under way, and give everything back. lost: a rank is gone, so its copies
-        never end; what they were for is dropped."""
+    def close(self) -> None:
+        """Wait for the copies and the writes under way, and give everything back."""
         if self._mover is None:
             return
-        if not lost:
-            self.settle()
-            for loading in self._loads:
-                for copies in loading.copies:
-                    while not self._mover.ended(copies.ticket):
-                        time.sleep(_TICK_S)
+        self.settle()
+        for loading in self._loads:
+            for copies in loading.copies:
+                while not (self._mover.lost or self._mover.ended(copies.ticket)):
+                    time.sleep(_TICK_S)
         if self.sharing is not None:
             self.sharing.close()
         self._collect(0.0)
