@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from openinfer import cli
+from openinfer.cli import recipes
 from openinfer.frontend import is_users_error
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
@@ -125,7 +126,12 @@ def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
         (["serve", "--port", "0", "--revision", "v1", str(TINY)], 1, "is a folder, not a name of the hub"),
         (["serve", "--port=0", "--max-model-len", "0", str(TINY)], 1, "--max-model-len"),
         (["explain", "--max-model-len", "x", str(TINY)], 2, "--max-model-len: x is not a number"),
-        (["serve", "/nowhere"], 1, "/nowhere/config.json cannot be read (No such file or directory)"),
+        (
+            ["serve", "/nowhere"],
+            1,
+            "/nowhere is not there: MODEL is the folder of a checkpoint, or a name of the hub",
+        ),
+        (["serve", "demo"], 1, "/demo has no config.json: did you mean "),
         (["compile", str(TINY)], 2, "the following arguments are required: --arch"),
         (["compile", str(TINY), "--arch", "75"], 1, "--arch 75: known are 80, 86, 89, 90, 100, 120"),
     ],
@@ -147,6 +153,41 @@ def test_a_model_that_nobody_serves_is_refused_with_the_list_of_recipes(tmp_path
         (line,) = done.stderr.splitlines()
         assert "no recipe serves model_type 'mamba9'" in line
         assert "qwen3" in line.partition("installed: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "message"),
+    [
+        ([], "", "has no config.json: it is empty; a checkpoint has config.json"),
+        (["a.txt", "b"], "", "has no config.json: it has a.txt, b; a checkpoint has"),
+        (["q.gguf"], "", "has no config.json: GGUF is not read: give the folder of the same model"),
+        (["q.gguf"], "q.gguf", "is a file: GGUF is not read; give the folder with config.json"),
+        (["m.safetensors"], "m.safetensors", "is a file: give the folder with config.json and"),
+        (["adapter_config.json"], "", "it is an adapter (LoRA): give its model, and --enable-lora"),
+        (["one/config.json", "two/config.json"], "", "one or "),
+        ([], "no where", "is not there: MODEL is the folder"),
+    ],
+)
+def test_a_path_without_a_checkpoint_is_told_with_what_to_give(
+    tmp_path: Path, files: list[str], given: str, message: str
+) -> None:
+    folder = tmp_path / "mödel ✓"
+    folder.mkdir()
+    for name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    with pytest.raises(recipes.NoRecipe, match=re.escape(message)) as refused:
+        recipes.find(folder / given)
+    assert str(folder) in str(refused.value)
+
+
+def test_a_model_of_the_examples_is_told_where_its_recipe_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    monkeypatch.setattr(recipes, "installed", list)
+    with pytest.raises(recipes.NoRecipe, match=r"pip install \./examples/llama"):
+        recipes.find(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])

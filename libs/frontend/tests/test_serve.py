@@ -168,7 +168,11 @@ def test_a_port_in_use_is_said(model_dir: Path, launch: Launch) -> None:
     port = server.url.rsplit(":", 1)[1]
     code, text = run(model_dir, "--port", port)
     assert code == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in text
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; another program has the port" in text
+    code, text = run(model_dir, "--host", "192.0.2.1")
+    assert (code, "--host takes an address of this machine" in text) == (1, True)
+    code, text = run(model_dir, "--host", "no host")
+    assert (code, "--host no host: " in text, len(text.splitlines())) == (1, True, 1)
 
 
 def test_help_is_fast() -> None:

@@ -111,7 +111,10 @@ class Api:
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise ApiError(f"no server answers at {self._parts.geturl()}: {error}") from error
+            where = self._parts.geturl()
+            raise ApiError(
+                f"no server answers at {where}: {error}; openinfer serve MODEL starts one"
+            ) from error
         if response.status != 200:
             text = response.read().decode(errors="replace")
             connection.close()

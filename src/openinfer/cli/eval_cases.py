@@ -45,7 +45,7 @@ def load(path: Path) -> list[Case]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise CaseError(f"{path} cannot be read: {error.strerror}") from None
+        raise CaseError(f"{path} cannot be read: {error.strerror}; --cases FILE names another") from None
     for number, line in enumerate(lines, 1):
         try:
             raw = json.loads(line)

@@ -14,6 +14,8 @@ from openinfer.frontend.model_files import read_json
 from openinfer.frontend.recipe import Recipe
 
 GROUP = "openinfer.recipes"
+_LLAMA = "examples/llama in a checkout serves it: pip install ./examples/llama"
+_OTHER_RECIPES = {"llama": _LLAMA, "mistral": _LLAMA}
 
 
 class NoRecipe(ValueError):
@@ -31,9 +33,7 @@ def find(model_dir: Path) -> Recipe:
     """The recipe that knows the checkpoint's config.json. Raises NoRecipe."""
     path = model_dir / "config.json"
     if not path.exists():
-        raise NoRecipe(
-            f"{path} cannot be read (No such file or directory): MODEL_DIR must be a checkpoint directory"
-        )
+        raise NoRecipe(_why_no_checkpoint(model_dir))
     try:
         config = read_json(path)
     except ModelFilesError as error:
@@ -44,7 +44,32 @@ def find(model_dir: Path) -> Recipe:
             return recipe
     known = ", ".join(recipe.name for recipe in recipes) or "none"
     kind = repr(config.get("model_type"))[:80]
-    raise NoRecipe(f"no recipe serves model_type {kind} of {path}; installed: {known}")
+    advice = _OTHER_RECIPES.get(
+        config.get("model_type", ""), "examples/llama of the repository shows how to write one"
+    )
+    raise NoRecipe(f"no recipe serves model_type {kind} of {path}; installed: {known}; {advice}")
+
+
+def _why_no_checkpoint(folder: Path) -> str:
+    """The reason why a path is no checkpoint, and what to give instead."""
+    wanted = "MODEL is the folder of a checkpoint, or a name of the hub such as Qwen/Qwen3-0.6B"
+    if not folder.exists():
+        return f"{folder} is not there: {wanted}"
+    if not folder.is_dir():
+        gguf = "GGUF is not read; " if folder.suffix == ".gguf" else ""
+        return f"{folder} is a file: {gguf}give the folder with config.json and *.safetensors"
+    found = sorted(one.name for one in folder.iterdir())
+    checkpoints = [str(one.parent) for one in sorted(folder.glob("*/config.json"))[:3]]
+    if checkpoints:
+        advice = f"did you mean {' or '.join(checkpoints)}?"
+    elif "adapter_config.json" in found:
+        advice = "it is an adapter (LoRA): give its model, and --enable-lora --lora-modules NAME=PATH"
+    elif any(name.endswith(".gguf") for name in found):
+        advice = "GGUF is not read: give the folder of the same model with config.json and *.safetensors"
+    else:
+        holds = f"it has {', '.join(found[:4])}{', ...' * (len(found) > 4)}" if found else "it is empty"
+        advice = f"{holds}; a checkpoint has config.json, *.safetensors and tokenizer.json"
+    return f"{folder} has no config.json: {advice}"
 
 
 def published(name: str) -> tuple[Recipe, Mapping[str, Any]]:

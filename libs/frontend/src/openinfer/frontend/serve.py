@@ -6,6 +6,7 @@ Modules that only a server needs are imported when a server starts, so that `--h
 import argparse
 import contextlib
 import datetime
+import errno
 import logging
 import signal
 import socket
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
     from openinfer.frontend.web import WebOptions
 
 __all__ = ["Recipe", "build_parser", "serve"]
+
+_ADVICE = {
+    errno.EACCES: "ports below 1024 need rights: give --port N from 1024 on",
+    errno.EADDRINUSE: "another program has the port: give --port N, or --port 0 for a free one",
+    errno.EADDRNOTAVAIL: "--host takes an address of this machine; 0.0.0.0 listens on all",
+}
 
 
 def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
@@ -226,9 +233,12 @@ def _bind(host: str, port: int, count: int) -> list[socket.socket]:
 
     Several sockets share the port. Sharing is open to all, so a first socket checks that no other program has the port.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise FlagError(f"--host {host}: {error.strerror}; give an address of this machine") from error
     listeners: list[socket.socket] = []
     try:
         first = socket.socket(family, kind, protocol)
@@ -247,5 +257,6 @@ def _bind(host: str, port: int, count: int) -> list[socket.socket]:
     except OSError as error:
         for listener in listeners:
             listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        advice = _ADVICE.get(error.errno or 0, "give another --host or --port")
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
     return listeners
