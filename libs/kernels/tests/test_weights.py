@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError
-from openinfer.kernels.formats import dequantized
+from openinfer.kernels.formats import dequantized, row_codes, row_scales
 from openinfer.kernels.weights import (
     FP4_E8M0,
     FP8_E8M0,
@@ -154,6 +154,24 @@ def test_a_part_of_a_projection(checkpoint, places, rng, packing, expand, row, r
     scales = None if linear.scales is None else linear.scales.numpy()
     want = whole[row : row + rows, column : column + columns]
     np.testing.assert_array_equal(dequantized(linear.weight.numpy(), scales), want)
+
+
+def test_rows_are_rounded_to_the_nearest_code(rng):
+    """As a conversion of numpy rounds them: ties to even, small values to subnormal codes, the largest to 448."""
+    halves = np.arange(256, dtype=np.uint8)[:127].view(float8_e4m3fn).astype(float32)
+    ties = np.concatenate([(halves[1:] + halves[:-1]) / 2, halves[1:], [448, 0]])
+    near = np.concatenate([ties, np.nextafter(ties, np.inf), np.nextafter(ties, -np.inf)])[None]
+    row = np.clip(np.concatenate([near, -near], axis=1), -448, 448).astype(float32)  # its scale is 1
+    wide = np.concatenate(
+        [row, (rng.standard_normal((700, row.shape[1])) * 10.0 ** rng.integers(-6, 3, (700, 1)))]
+    )
+    for weight in (wide.astype(float32), wide.astype(bfloat16)):
+        scales = row_scales(weight)
+        for columns in (slice(0, row.shape[1]), slice(16, 48)):
+            got = row_codes(weight, columns=columns)
+            want = (weight[:, columns].astype(float32) / scales).astype(float8_e4m3fn)
+            np.testing.assert_array_equal(got.view(uint8), want.view(uint8))
+    assert scales[0] == 1
 
 
 def test_a_part_that_blocks_do_not_fit_is_refused(places):

@@ -5,6 +5,7 @@ Rounded values are returned as float32; a scale is always a power of two, so q8 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import ml_dtypes
@@ -27,6 +28,8 @@ FP4_BLOCK = 32
 """Columns of an FP4 weight that share one scale."""
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
+_CACHED = 1 << 18
+"""Values that are converted at once: a core's cache holds the arrays between the steps of a conversion."""
 CODED_LEAST = 1e-10
 """The least magnitude that `coded` scales to E4M3_MAX."""
 
@@ -120,8 +123,29 @@ def row_scales(weight: Array) -> Array:
 
 def row_codes(weight: Array, *, columns: slice) -> Array:
     """Some columns of a weight as float8, by the scales of whole rows."""
-    values = weight[:, columns].astype(np.float32) / row_scales(weight)
-    return np.clip(values, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+    scales, part = row_scales(weight), weight[:, columns]
+    codes, step = np.empty(part.shape, np.uint8), max(1, _CACHED // part.shape[1])
+    for row in range(0, len(part), step):
+        rows = slice(row, row + step)
+        _e4m3_codes(part[rows].astype(np.float32) / scales[rows], codes[rows])
+    return codes.view(ml_dtypes.float8_e4m3fn)
+
+
+def _e4m3_codes(values: Array, out: Array) -> None:
+    """Round finite float32 to e4m3 codes, by a table of all bfloat16: several times as fast as a conversion of numpy.
+    The last bit of a bfloat16 says whether bits were cut off, so ties are known."""
+    bits = values.view(np.uint32)
+    upper = (bits >> 16).astype(np.uint16)
+    upper |= (bits & 0xFFFF) != 0
+    np.take(_e4m3_table(), upper, out=out, mode="clip")
+
+
+@functools.cache
+def _e4m3_table() -> Array:
+    """The codes of all bfloat16, by their bits. The codes of NaN mean nothing."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    finite = np.clip(np.nan_to_num(values), -E4M3_MAX, E4M3_MAX)
+    return finite.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
 def q8_codes(x: Array) -> tuple[Array, Array]:

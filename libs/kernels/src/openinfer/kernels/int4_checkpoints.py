@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 SYMMETRIC = 8
 """The zero point of groups that have none of their own."""
 _CODES = 8  # in an int32
-_OF_COLUMN = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ packs the columns of an int32
+_COLUMN_AT = [0, 2, 4, 6, 1, 3, 5, 7]  # the column at each place of an int32 of AWQ
 
 
 class Int4(NamedTuple):
@@ -117,19 +117,23 @@ def _unpacked(packed: Array) -> Array:
 def _reordered(packed: Array) -> Array:
     """Codes [..., 8 n] of AWQ's int32 [..., n]."""
     codes = np.empty((*packed.shape, _CODES), np.uint8)
-    for column, place in enumerate(_OF_COLUMN):
+    for place, column in enumerate(_COLUMN_AT):
         codes[..., column] = packed >> 4 * place & 15
     return codes.reshape(*packed.shape[:-1], -1)
 
 
 def _of_rows(weight_packed: Array) -> Array:
     """int4.pack of the codes [N, K], without taking all of them apart: 16 bytes hold the same 32 columns in both."""
-    runs = np.ascontiguousarray(weight_packed).view(np.uint8).reshape(len(weight_packed), -1, 2, 8)
-    first, second = runs[:, :, 0], runs[:, :, 1]
-    out = np.empty((*first.shape, 2), np.uint8)
-    out[..., 0] = first & 15 | second << 4
-    out[..., 1] = first >> 4 | second & 0xF0
-    return out.reshape(len(weight_packed), -1)
+    runs = np.ascontiguousarray(weight_packed).view(np.uint64).reshape(len(weight_packed), -1, 2)
+    even, odd = _joined(runs[..., 0], runs[..., 1], np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4))
+    pairs = even.view(np.uint8).astype(np.uint16)
+    pairs |= odd.view(np.uint8).astype(np.uint16) << 8
+    return pairs.view(np.uint8).reshape(len(weight_packed), -1)
+
+
+def _joined(first: Array, second: Array, low: Any, four: Any) -> tuple[Array, Array]:
+    """The low halves of both operands' bytes as bytes, and the high halves. low: a mask of the low halves."""
+    return first & low | (second & low) << four, first >> four & low | second & ~low
 
 
 def _of_columns(qweight: Array) -> Array:
@@ -138,9 +142,13 @@ def _of_columns(qweight: Array) -> Array:
 
 def _of_awq(qweight: Array) -> Array:
     """int4.pack along the rows of codes [K, N], transposed."""
-    runs = _reordered(qweight).reshape(len(qweight) // 32, 2, 16, -1)
-    packed = runs[:, 0] | runs[:, 1] << 4
-    return np.asarray(packed.reshape(len(qweight) // 2, -1).T)
+    runs = np.ascontiguousarray(qweight).view(np.uint8).reshape(len(qweight) // 32, 2, 16, -1)
+    low, high = _joined(runs[:, 0], runs[:, 1], np.uint8(15), np.uint8(4))
+    packed = np.empty((qweight.shape[1], _CODES, len(qweight) // 2), np.uint8)
+    for place, column in enumerate(_COLUMN_AT):
+        half = high if place % 2 else low
+        packed[:, column] = half.reshape(len(qweight) // 2, -1, 4)[:, :, place // 2].T
+    return packed.reshape(-1, len(qweight) // 2)
 
 
 def _words(weight_scale: Array, weight_zero_point: Array | None = None) -> Array:

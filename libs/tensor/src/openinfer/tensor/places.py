@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,6 +90,19 @@ class Places:
         for conversion in self.conversions:
             yield from conversion.names
 
+    def _converted(self, checkpoint: Checkpoint) -> Iterator[tuple[Conversion, np.ndarray[Any, Any]]]:
+        """All conversions with their values. Threads are ahead of the caller by a bounded number of conversions."""
+        waiting: deque[tuple[Conversion, Future[np.ndarray[Any, Any]]]] = deque()
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            for conversion in self.conversions:
+                waiting.append((conversion, pool.submit(conversion.converted, checkpoint)))
+                if len(waiting) == 2 * NUM_THREADS:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+
     def load(self, checkpoint: Checkpoint, stream: Stream, progress: Progress | None = None) -> LoadReport:
         """Fill all of them; `stream` is idle again afterwards. `progress` counts the bytes of `loads` and then those of
         `conversions`; the report's bytes are those of `loads`.
@@ -99,16 +113,12 @@ class Places:
         seen = None if progress is None else lambda done, total: progress(done, total + left)
         report = load_tensors(checkpoint, self.loads, stream, seen)
         whole = report.bytes + left
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            for first in range(0, len(self.conversions), 2 * NUM_THREADS):
-                some = self.conversions[first : first + 2 * NUM_THREADS]
-                arrays = list(pool.map(lambda one: one.converted(checkpoint), some))
-                for conversion, array in zip(some, arrays, strict=True):
-                    conversion.dst.copy_from(array, stream)
-                stream.synchronize()  # uploads read the arrays until then
-                left -= sum(conversion.nbytes(checkpoint) for conversion in some)
-                if progress is not None:
-                    progress(whole - left, whole)
+        for conversion, array in self._converted(checkpoint):
+            conversion.dst.copy_from(array, stream)
+            stream.synchronize()  # the upload reads the array until then
+            left -= conversion.nbytes(checkpoint)
+            if progress is not None:
+                progress(whole - left, whole)
         for pad in self.pads:
             pad.zero_(stream)
         stream.synchronize()
