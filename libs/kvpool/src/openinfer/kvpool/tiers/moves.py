@@ -16,6 +16,9 @@ next step."""
 LEAVING_BYTES = 128 << 20
 """Bytes on their way out for a load at most. A block that the next step overwrites leaves behind them."""
 
+BACKLOG_BYTES = 1 << 30
+"""Bytes that wait for the disk at most, so that an engine ends soon."""
+
 Save = tuple[Copy, Slot]
 """A block on its way to a record."""
 

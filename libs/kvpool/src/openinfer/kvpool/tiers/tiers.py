@@ -25,15 +25,13 @@ from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
 from .mover import Copy, Kind, Mover, Others, SharedRecords
-from .moves import FIRST_PIECES, LEAVING_BYTES, PIECES, Copies, Loading, Save
+from .moves import BACKLOG_BYTES, FIRST_PIECES, LEAVING_BYTES, PIECES, Copies, Loading, Save
 from .peers import Sharing
 from .stats import LoadTime, TierStats
 from .told import Told
 
 log = logging.getLogger("openinfer.kvpool")
 
-BACKLOG_BYTES = 1 << 30
-"""Bytes that wait for the disk at most, so that an engine ends soon."""
 LOADS_KEPT = 256
 _TICK_S = 0.0002
 _AT_ONCE = 64
@@ -96,6 +94,11 @@ class Tiers:
     def pieces(self) -> list[int]:
         """Bytes of each piece of host memory that the tier will have."""
         return self._host.pieces
+
+    @property
+    def ready(self) -> bool:
+        """Whether blocks of every group may go to host memory, which is locked in the background."""
+        return self._host.has_room
 
     @property
     def host_bytes(self) -> int:

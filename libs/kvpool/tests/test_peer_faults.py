@@ -1,0 +1,266 @@
+"""What a peer costs that dies, is silent, or says something strange: its blocks, which are computed, and no more."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from openinfer.kvpool import Group
+from openinfer.kvpool.tiers import SharedRecords
+from openinfer.kvpool.tiers.peers import shared
+from openinfer.kvpool.tiers.peers.link import Link, greet
+from openinfer.kvpool.tiers.testing import ABOUT, TOKENS, SharingEngine, transfer, two_engines
+
+
+def test_blocks_that_left_meanwhile_are_computed(engines):
+    first = engines()
+    first.serve(TOKENS)
+    first.export("lease", TOKENS)
+    second = engines()
+    assert second.ask(TOKENS, first.sharing.address) == ""
+    first.pool.reset_prefix_cache()
+    assert second.serve(TOKENS) == 0
+    assert second.tiers.stats.failed == 4
+
+
+def test_a_peer_that_is_not_there_is_told_once(engines, caplog):
+    engine = engines()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = taken.getsockname()
+    for _ in range(2):
+        assert "Connection refused" in engine.ask(TOKENS, address)
+        assert engine.serve(TOKENS, load=False) == 0
+        engine.pool.reset_prefix_cache()
+    assert caplog.text.count("tokens are computed") == 1
+
+
+def test_a_peer_that_was_there_is_told_once(caplog):
+    """By the lane that asks and those that read."""
+    first, second = two_engines()
+    assert second.ask(TOKENS, first.sharing.address) == ""
+    address = first.sharing.address
+    first.close()
+    assert second.serve(TOKENS) == 0
+    assert "Connection refused" in second.ask([9] * 17, address)
+    assert caplog.text.count("tokens are computed") == 1
+    second.close()
+
+
+def test_a_peer_that_says_nothing_is_not_waited_for(engines, monkeypatch):
+    monkeypatch.setattr("openinfer.kvpool.tiers.peers.sharing.TIMEOUT_S", 0.2)
+    engine = engines()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        problem = engine.ask(TOKENS, silent.getsockname())
+        assert "timed out" in problem or "no answer" in problem
+
+
+def test_a_silent_peer_is_called_silent(monkeypatch):
+    monkeypatch.setattr("openinfer.kvpool.tiers.peers.sharing.TIMEOUT_S", 0.2)
+    engine = SharingEngine(transfer())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine.ask(TOKENS, silent.getsockname())
+        (peer,) = engine.sharing.peers._peers.values()
+        until = time.monotonic() + 5
+        while not peer.outage.why and time.monotonic() < until:
+            time.sleep(0.01)
+        assert peer.outage.why.endswith("it was silent for 0.2 s")
+    engine.close()
+
+
+class Broken:
+    """A peer that promises every block, and dies after `count` bytes of the first, which has 64."""
+
+    def __init__(self, count):
+        self.count, self.listener = count, socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def meet(self):
+        link = Link(self.listener.accept()[0], 5.0)
+        greet(link, b"", {"about": ABOUT, "transports": ["tcp"]}, server=True)
+        return link
+
+    def run(self):
+        questions = self.meet()
+        questions.say(has=["1" * (len(names) // 64) for names in questions.hear()["names"]])
+        link = self.meet()
+        assert link.hear() == {"op": "transport", "transport": "tcp"}
+        link.say(transport={})
+        link.say(found=[True] * len(link.hear()["wants"]))
+        link.give([memoryview(bytes(self.count))])
+        link.close()
+        questions.close()
+        self.listener.close()
+
+
+@pytest.mark.parametrize("count", [0, 10, 60])
+def test_a_peer_that_dies_in_a_transfer_costs_its_blocks_alone(count):
+    broken, engine = Broken(count), SharingEngine(transfer())
+    assert engine.ask(TOKENS, broken.address) == ""
+    assert engine.serve(TOKENS) == 0
+    broken.thread.join()
+    assert engine.tiers.stats.failed == 4
+    assert engine.tiers.stats.from_peer == 0
+    assert engine.pool.num_free == engine.pool.num_total
+    assert engine.serve(TOKENS) == 16  # its own
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x02{}", b"",
+     b"\x00\x01\x00\x00" + b"[" * 65536],
+)  # fmt: skip
+def test_a_server_survives_what_it_cannot_read(talk):
+    engine = SharingEngine(transfer())
+    with socket.create_connection(engine.sharing.address, 5.0) as stranger:
+        stranger.sendall(talk)
+        with suppress(OSError):  # the server may have left already
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
+    engine.serve(TOKENS)
+    engine.export("lease", TOKENS)
+    other = SharingEngine(transfer())
+    assert other.ask(TOKENS, engine.sharing.address) == ""
+    assert other.serve(TOKENS) == 16
+    other.close()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "words", [{"op": "ask"}, {"op": "read", "wants": [[0, "x"]]}, {"op": "read", "wants": [[9, "00"]]},
+              {"op": "read", "wants": [[float("inf"), ""]]},
+              {"op": "read", "wants": [[0, "00"]] * 1025}, {"op": "transport", "transport": "pigeons"},
+              {"op": "drop tables"}, {}]
+)  # fmt: skip
+def test_a_peer_that_asks_nonsense_is_left(words):
+    engine = SharingEngine(transfer())
+    link = Link(socket.create_connection(engine.sharing.address), 5.0)
+    greet(link, b"", {}, server=False)
+    link.say(op="transport", transport="tcp")
+    assert link.hear() == {"transport": {}}
+    link.say(**words)
+    with pytest.raises(OSError, match="closed"):
+        link.hear()
+    link.close()
+    engine.close()
+
+
+class Strange(Broken):
+    """A peer that says something strange instead of the places of its records."""
+
+    def run(self):
+        questions = self.meet()
+        questions.say(has=["1" * (len(names) // 64) for names in questions.hear()["names"]])
+        link = self.meet()
+        link.hear()
+        shares = shared.Shared()
+        shares.lend(SharedRecords.of_one(4096))
+        link.say(transport=shares.card())
+        wants = link.hear()["wants"]
+        link.say(found=[True] * len(wants))
+        link.say(at=[self.count] * len(wants))
+        with suppress(OSError):
+            link.hear()
+        link.close()
+        questions.close()
+        self.listener.close()
+        shares.close()
+
+    def meet(self):
+        link = Link(self.listener.accept()[0], 5.0)
+        greet(link, b"", {"about": ABOUT, "transports": ["shared"]}, server=True)
+        return link
+
+
+@pytest.mark.parametrize("place", [0.5, 1 << 70, -1, float("nan"), None])
+def test_a_peer_that_names_strange_places_costs_its_blocks_alone(place):
+    strange, engine = Strange(place), SharingEngine(transfer())
+    assert engine.ask(TOKENS, strange.address) == ""
+    assert engine.serve(TOKENS) == 0
+    strange.thread.join()
+    assert engine.tiers.stats.failed == 4
+    engine.close()
+
+
+@pytest.mark.parametrize("fault", ["let go", "elsewhere"])
+def test_records_that_were_not_kept_are_not_used(fault, monkeypatch):
+    """Either the sender dropped its records during the copy, or it names a place outside its memory."""
+    first, second = two_engines()
+
+    def send(self, link, records):
+        link.say(at=[1 << 40 if fault == "elsewhere" else record.ptr - self._start for record in records])
+        assert link.hear() == {"copied": True}
+        link.close()
+
+    monkeypatch.setattr(shared.Shared, "send", send)
+    assert second.ask(TOKENS, first.sharing.address) == ""
+    assert second.serve(TOKENS) == 0
+    assert second.tiers.stats.failed == 4
+    second.close()
+    first.close()
+
+
+def test_records_differ():
+    """The control of the checks of content: a block that holds something else is noticed."""
+    first = SharingEngine(transfer())
+    first.serve(TOKENS)
+    first.cache[0].numpy()[:] = np.uint8(3)
+    first.export("lease", TOKENS)
+    second = SharingEngine(transfer())
+    assert second.ask(TOKENS, first.sharing.address) == ""
+    with pytest.raises(AssertionError):
+        second.serve(TOKENS)
+    second.tiers.close()
+    first.close()
+
+
+PEER = """
+import sys, time
+from openinfer.kvpool import Group
+from openinfer.kvpool.tiers.testing import SharingEngine, transfer
+groups = (Group("pages", 4, 18, 16 << 20),)
+engine = SharingEngine(transfer(sys.argv[1]), groups=groups, host=17 * (16 << 20))
+tokens = [7] * 65
+with engine.pool.acquire(tokens) as lease:
+    lease.reserve(65)
+    engine.cache[0].numpy()[:] = 7
+    lease.commit(tokens, 65)
+engine.export("lease", tokens)
+print(engine.sharing.address[1], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_peer_that_is_killed_in_a_transfer_costs_its_blocks_alone(connector):
+    """256 MB are on their way when the other process is killed."""
+    command = [sys.executable, "-c", PEER, connector]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdout is not None
+        address = ("127.0.0.1", int(peer.stdout.readline()))
+        engine = SharingEngine(
+            transfer(connector), groups=(Group("pages", 4, 18, 16 << 20),), host=17 * (16 << 20)
+        )
+        tokens = [7] * 65
+        assert engine.ask(tokens, address) == ""
+        with engine.pool.acquire(tokens) as lease:
+            assert lease.num_loadable == 64
+            assert lease.load()
+            time.sleep(0.02)
+            peer.kill()
+            assert engine.pool.poll(20.0) == [lease]
+            for block in list(lease.block_table())[: lease.num_cached // 4]:
+                assert set(engine.cache[0].numpy()[block].tolist()) == {7}
+            failed = engine.tiers.stats.failed
+            assert lease.num_cached < 64
+            assert failed > 0
+        assert engine.pool.num_free == engine.pool.num_total
+        engine.close()
