@@ -121,6 +121,8 @@ def test_flags_with_underscores_are_the_same_flags(parser: FlagParser) -> None:
     assert parser.position(words) == 0
     args = parser.parse_args(words)
     assert (args.max_len, args.name) == (3, ["a_b"])
+    together = ["--compare", "--speeds /tmp/a_b.json"]  # a value that has flags of its own
+    assert parser.with_config(together) == together
 
 
 def test_a_choice_that_is_not_there_is_refused_with_the_flags_help(

@@ -156,9 +156,10 @@ def merge(parser: FlagParser, others: Mapping[str, argparse.ArgumentParser]) -> 
 
 
 def _dashed(word: str) -> str:
-    """A flag with dashes for underscores. Other words are unchanged."""
+    """A flag with dashes for underscores. Other words are unchanged, and so are flags in one word with their values."""
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+    is_flag = name.startswith("--") and not any(map(str.isspace, name))
+    return name.replace("_", "-") + equals + value if is_flag else word
 
 
 def _values(action: argparse.Action) -> int:
