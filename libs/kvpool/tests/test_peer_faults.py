@@ -59,8 +59,9 @@ def test_a_peer_that_says_nothing_is_not_waited_for(engines, monkeypatch):
         assert "timed out" in problem or "no answer" in problem
 
 
-def test_a_silent_peer_is_called_silent(monkeypatch):
+def test_a_silent_peer_is_called_silent_and_left_for_a_time(monkeypatch):
     monkeypatch.setattr("openinfer.kvpool.tiers.peers.sharing.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("openinfer.kvpool.tiers.peers.lane.RETRY_S", 0.1)
     engine = SharingEngine(transfer())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         engine.ask(TOKENS, silent.getsockname())
@@ -69,6 +70,8 @@ def test_a_silent_peer_is_called_silent(monkeypatch):
         while not peer.outage.why and time.monotonic() < until:
             time.sleep(0.01)
         assert peer.outage.why.endswith("it was silent for 0.2 s")
+        assert peer.outage.until > time.monotonic() + 1.0
+        assert engine.ask(TOKENS, silent.getsockname()) == peer.outage.why
     engine.close()
 
 

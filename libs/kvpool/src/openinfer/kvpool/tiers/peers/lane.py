@@ -22,8 +22,9 @@ log = logging.getLogger("openinfer.kvpool")
 
 Address = tuple[str, int]
 """Host and port."""
-RETRY_S = 5.0
-"""Seconds without an attempt after a peer could not be reached."""
+RETRY_S, RETRY_TIMES = 5.0, 10
+"""Seconds without an attempt after a peer could not be reached; and how many times as long as the attempt, if that is
+more. Requests wait for an attempt."""
 _KEEP_EVERY_S = 5.0
 
 
@@ -129,7 +130,8 @@ class Lane:
                 return "the engine ends"
             why = f"{self._name}: {error or type(error).__name__}"
             told, self._outage.why = self._outage.why, why
-            self._outage.until = now + RETRY_S
+            failed = time.monotonic()
+            self._outage.until = failed + max(RETRY_S, RETRY_TIMES * (failed - now))
             if why != told:
                 log.warning("KV peers: %s; tokens are computed", why)
             if isinstance(error, StillWriting):
