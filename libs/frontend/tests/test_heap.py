@@ -1,12 +1,15 @@
-"""What is free in the C heap goes back to the system."""
+"""A start-up's objects are walked no more, and what is free in the C heap goes back to the system."""
 
 from __future__ import annotations
 
+import gc
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from openinfer.frontend import heap
 
 HOLD = """
 import ctypes, re, sys
@@ -38,3 +41,19 @@ def test_trim_gives_back(how: str) -> None:
     full, freed, after = map(int, done.stdout.split())
     assert full - freed < 30
     assert (freed - after > 60) == (how == "trim")
+
+
+def test_a_start_up_is_walked_by_no_collection() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with heap.starting():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(1000)]  # type: ignore[var-annotated]
+            kept.append(kept)
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > before + len(kept)
+        with pytest.raises(OSError, match="no weights"), heap.starting():
+            raise OSError("no weights")
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()

@@ -69,7 +69,8 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
             return messages
 
     try:
-        engine = boot.spec.build()
+        with heap.starting():
+            engine = boot.spec.build()
     except Exception as error:
         if not is_users_error(error):
             _log.exception("the engine did not start")
@@ -77,7 +78,6 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
             pass
         send(0, StartFailed(one_line(error)))
         return 1
-    heap.trim()
     try:
         run_engine(engine, receive, send)
     except Exception:

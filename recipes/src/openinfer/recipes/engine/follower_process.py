@@ -17,6 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
+from openinfer.frontend import heap
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.logs import set_up_logging
 from openinfer.graph.runner import Reader, Ring, follow
@@ -49,7 +50,10 @@ def main() -> int:
     link = socket.socket(fileno=boot["link"])
     ranks = Ranks.joined(boot["memory"], boot["rank"], boot["size"], [link])
     try:
-        following = startup.join(recipe, Path(boot["model_dir"]), recipe.options(**boot["options"]), ranks)
+        with heap.starting():
+            following = startup.join(
+                recipe, Path(boot["model_dir"]), recipe.options(**boot["options"]), ranks
+            )
         runner, ring = following.runner, Ring(boot["ring"], ranks.size - 1)
         spin_s = SPIN_S[runner.stream.device.kind]
         follow(runner, Reader(ring, ranks.rank - 1, boot["bell"], spin_s=spin_s), following.commands)
