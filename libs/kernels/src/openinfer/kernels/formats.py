@@ -145,7 +145,7 @@ def _e4m3_table() -> Array:
     """The codes of all bfloat16, by their bits. The codes of NaN mean nothing."""
     values = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     finite = np.clip(np.nan_to_num(values), -E4M3_MAX, E4M3_MAX)
-    return finite.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.asarray(finite.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
 
 
 def q8_codes(x: Array) -> tuple[Array, Array]:
