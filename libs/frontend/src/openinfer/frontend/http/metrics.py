@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from openinfer.frontend.client import EngineClient
-from openinfer.frontend.contract import EngineStats, Failed, Rejected, Request, StepTimes
+from openinfer.frontend.contract import Failed, Rejected, Request, StepTimes
 from openinfer.frontend.http.board import Board
 
 if TYPE_CHECKING:
@@ -38,11 +38,36 @@ _E2E = (
 _TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 128.0)
 
-
 _REASONS = ("stop", "length", "abort", "error")
+_REFUSALS = ("invalid", "too_long", "queue_full", "unsupported", "grammar")
+_TOTALS = (
+    ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of scheduled sequences."),
+    ("vllm:prompt_tokens_cached", "prefix_hit_tokens", "Prompt tokens from the prefix cache."),
+    ("vllm:generation_tokens", "generation_tokens", "Tokens generated."),
+    ("vllm:prefix_cache_queries", "prefix_query_tokens", "Tokens looked up in the prefix cache."),
+    ("vllm:prefix_cache_hits", "prefix_hit_tokens", "Tokens found in the prefix cache."),
+    (
+        "vllm:external_prefix_cache_hits",
+        "prefix_loaded_tokens",
+        "... and that host memory or a disk brought.",
+    ),
+    ("vllm:num_preemptions", "preemptions", "Preemptions."),
+    ("vllm:spec_decode_num_drafts", "drafts", "Verifications of drafts, one a row and step."),
+    ("vllm:spec_decode_num_draft_tokens", "draft_tokens", "Draft tokens."),
+    ("vllm:spec_decode_num_accepted_tokens", "accepted_draft_tokens", "Accepted drafts."),
+)
+"""Counters by vLLM's names: the field of EngineStats, and the help text."""
+_OWN = {
+    "steps": "Engine steps.",
+    "compiles_after_ready": "Kernels compiled while serving.",
+    "allocations_after_ready": "Driver calls that took memory while serving.",
+    "host_waits_after_ready": "Times the host waited for the device, other than to read a step's results.",
+    "outlier_steps": "Steps that took more than twice their prediction.",
+    "slow_findings": "Steps, runs of steps and first tokens out of line; /debug/traces has the last.",
+}
+"""The help text of counters that are a field of EngineStats, by its name."""
 Times = tuple[float, float, float]
 """When a sequence was scheduled and had its first and last token: time.monotonic() seconds, 0.0 for what never was."""
-_REFUSALS = ("invalid", "too_long", "queue_full", "unsupported", "grammar")
 
 
 class Histogram:
@@ -240,8 +265,11 @@ class Metrics:
 
     def _counters(self, labels: list[str]) -> Iterable[Metric]:
         stats = self._client.stats()
-        for name, text, total in _totals(stats):
-            yield _counter(name, text, labels, [((), total)])
+        for name, field, text in (*_TOTALS, *((f"openinfer:{own}", own, text) for own, text in _OWN.items())):
+            yield _counter(name, text, labels, [((), getattr(stats, field))])
+        beyond = stats.prefix_query_tokens - stats.prefix_hit_tokens + stats.prefix_loaded_tokens
+        text = "Tokens that the prefix cache of the device had not."
+        yield _counter("vllm:external_prefix_cache_queries", text, labels, [((), beyond)])
         by_position = (((str(at),), count) for at, count in enumerate(stats.accepted_by_position))
         yield _counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by their position in the row.",
@@ -289,47 +317,3 @@ def _counter(
     for values, count in counts:
         counter.add_metric([*labels, *values], float(count))
     return counter
-
-
-def _totals(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
-    """Name, help and value of the counters that have no labels of their own."""
-    beyond_device = stats.prefix_query_tokens - stats.prefix_hit_tokens + stats.prefix_loaded_tokens
-    return (
-        ("vllm:prompt_tokens", "Prompt tokens of scheduled sequences.", stats.prompt_tokens),
-        ("vllm:prompt_tokens_cached", "Prompt tokens from the prefix cache.", stats.prefix_hit_tokens),
-        ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
-        ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_query_tokens),
-        ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hit_tokens),
-        (
-            "vllm:external_prefix_cache_queries",
-            "Tokens that the prefix cache of the device had not.",
-            beyond_device,
-        ),
-        (
-            "vllm:external_prefix_cache_hits",
-            "... and that host memory or a disk brought.",
-            stats.prefix_loaded_tokens,
-        ),
-        ("vllm:num_preemptions", "Preemptions.", stats.preemptions),
-        ("vllm:spec_decode_num_drafts", "Verifications of drafts, one a row and step.", stats.drafts),
-        ("vllm:spec_decode_num_draft_tokens", "Draft tokens.", stats.draft_tokens),
-        ("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", stats.accepted_draft_tokens),
-        ("openinfer:steps", "Engine steps.", stats.steps),
-        ("openinfer:compiles_after_ready", "Kernels compiled while serving.", stats.compiles_after_ready),
-        (
-            "openinfer:allocations_after_ready",
-            "Driver calls that took memory while serving.",
-            stats.allocations_after_ready,
-        ),
-        (
-            "openinfer:host_waits_after_ready",
-            "Times the host waited for the device, other than to read a step's results.",
-            stats.host_waits_after_ready,
-        ),
-        ("openinfer:outlier_steps", "Steps that took more than twice their prediction.", stats.outlier_steps),
-        (
-            "openinfer:slow_findings",
-            "Steps, runs of steps and first tokens out of line; /debug/traces has the last.",
-            stats.slow_findings,
-        ),
-    )
