@@ -1,7 +1,7 @@
 """The ASGI application."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,7 +24,7 @@ from openinfer.frontend.http.dialects import Dialects
 from openinfer.frontend.http.elsewhere import hint
 from openinfer.frontend.http.guard import ApiKeyGuard, RequestIds
 from openinfer.frontend.http.messages_shape import messages_error
-from openinfer.frontend.http.openapi import document, endpoints
+from openinfer.frontend.http.openapi import Endpoint, document, endpoints
 from openinfer.frontend.http.page import Page
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.plan_page import PlanPage
@@ -96,11 +96,38 @@ def create_app(
 
     table = endpoints(service, Dialects(service), Page(service), PlanPage(plan))
 
+    log = [Middleware(AccessLog)] if access_log else []
+    guards = [Middleware(ApiKeyGuard, api_key=api_key)] if api_key else []
+    app = Starlette(
+        routes=[
+            *(Route(one.path, one.handler, methods=[one.method]) for one in table),
+            Route("/openapi.json", _openapi(table, service, guarded=api_key is not None)),
+        ],
+        middleware=[*log, *(cors or Cors()).middleware(), Middleware(RequestIds), *guards],
+        exception_handlers={APIError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
+        lifespan=_lifespan(service, client),
+    )
+    app.state.service = service
+    return app
+
+
+def _openapi(
+    table: Sequence[Endpoint], service: Service, *, guarded: bool
+) -> Callable[[Request], Awaitable[Response]]:
+    """The handler of the description of these endpoints, which names the models and adapters of now."""
+
     async def openapi(request: Request) -> Response:
-        described = document(
-            table, package_version(), [*service.names(), *service.adapters()], api_key is not None
-        )
+        names = [*service.names(), *service.adapters()]
+        described = document(table, package_version(), names, guarded)
         return Response(msgspec.json.encode(described), media_type="application/json")
+
+    return openapi
+
+
+def _lifespan(
+    service: Service, client: EngineClient
+) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    """The client runs while the application does."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -112,19 +139,7 @@ def create_app(
             await service.close()
             await client.close()
 
-    log = [Middleware(AccessLog)] if access_log else []
-    guards = [Middleware(ApiKeyGuard, api_key=api_key)] if api_key else []
-    app = Starlette(
-        routes=[
-            *(Route(one.path, one.handler, methods=[one.method]) for one in table),
-            Route("/openapi.json", openapi),
-        ],
-        middleware=[*log, *(cors or Cors()).middleware(), Middleware(RequestIds), *guards],
-        exception_handlers={APIError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
-        lifespan=lifespan,
-    )
-    app.state.service = service
-    return app
+    return lifespan
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
