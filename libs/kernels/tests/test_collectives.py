@@ -1,5 +1,6 @@
 """Collectives: ranks as processes over shared memory on the cpu pack and in the interpreter; plans, costs, refusals."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -36,7 +37,7 @@ from openinfer.kernels.exchange import sum_of_ranks
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, float32
 
 WORKER = """
-import json, os, sys
+import itertools, json, os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 from openinfer.kernels import (CpuPack, InterpDriver, LaunchPack, SharedMemory, Target, all_gather, all_reduce,
@@ -44,7 +45,7 @@ from openinfer.kernels import (CpuPack, InterpDriver, LaunchPack, SharedMemory, 
 from openinfer.kernels.reference import rms_norm
 from openinfer.tensor import Tensor, bfloat16, float32
 file, rank, size = map(int, sys.argv[1:4])
-way, rows = sys.argv[4], int(sys.argv[5])
+way = sys.argv[4]
 ranks = SharedMemory(file, rank, size, slot_bytes=1000, timeout_s=60)
 of = Tensor.from_numpy
 if way == "cpu":
@@ -52,7 +53,7 @@ if way == "cpu":
 else:
     pack = LaunchPack(Target(90, 4, interpreted=True), InterpDriver(ranks), of(np.zeros(1 << 20, np.uint8)), None)
 found = {}
-for dtype in (float32, bfloat16):
+for rows, dtype in itertools.product(map(int, sys.argv[5].split(",")), (float32, bfloat16)):
     for turn in range(3):
         x = np.random.default_rng([rank, turn]).standard_normal((size * rows, 16)).astype(dtype)
         out, gathered, part = np.empty_like(x), np.empty((size * size * rows, 16), dtype), np.empty((rows, 16), dtype)
@@ -69,7 +70,7 @@ for dtype in (float32, bfloat16):
         all_reduce(pack, out=of(x), x=of(x), ranks=size)  # in place
         assert (x == out).all()
         arrays = (out, gathered, part, columns, residual)
-        found[f"{dtype.name} {turn}"] = [a.astype(np.float32).tobytes().hex() for a in arrays]
+        found[f"{rows} {dtype.name} {turn}"] = [a.astype(np.float32).tobytes().hex() for a in arrays]
 print(json.dumps(found))
 """
 
@@ -87,7 +88,7 @@ def run_ranks(file, size, way, rows):
     command = [sys.executable, "-c", WORKER, str(file)]
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(size), way, str(rows)],
+            [*command, str(rank), str(size), way, rows],
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=[file],
@@ -99,13 +100,11 @@ def run_ranks(file, size, way, rows):
     return [json.loads(output) for output in outputs]
 
 
-@pytest.mark.parametrize(
-    ("size", "way", "rows"), [(2, "cpu", 3), (4, "cpu", 60), (2, "interp", 60), (4, "interp", 1)]
-)
-def test_ranks_exchange_over_shared_memory(memory, size, way, rows):
-    """60 rows of 4 ranks take several slots."""
-    found = run_ranks(memory, size, way, rows)
-    for dtype in (float32, bfloat16):
+@pytest.mark.parametrize(("size", "way", "sizes"), [(4, "cpu", (3, 60)), (2, "interp", (1, 60))])
+def test_ranks_exchange_over_shared_memory(memory, size, way, sizes):
+    """60 rows take several slots. All numbers of rows share the processes, whose start takes longest."""
+    found = run_ranks(memory, size, way, ",".join(map(str, sizes)))
+    for rows, dtype in itertools.product(sizes, (float32, bfloat16)):
         for turn in range(3):
             drawn = (np.random.default_rng([rank, turn]) for rank in range(size))
             xs = [rng.standard_normal((size * rows, 16)).astype(dtype) for rng in drawn]
@@ -120,7 +119,7 @@ def test_ranks_exchange_over_shared_memory(memory, size, way, rows):
             for rank in range(size):
                 want = (total, whole, total[rank * rows : (rank + 1) * rows], beside, onto)
                 hexed = [a.astype(np.float32).tobytes().hex() for a in want]
-                assert found[rank][f"{dtype.name} {turn}"] == hexed
+                assert found[rank][f"{rows} {dtype.name} {turn}"] == hexed
 
 
 def test_a_rank_that_does_not_come_is_named(memory):
