@@ -27,6 +27,31 @@ def test_the_keys_of_suffixes_are_vllms():
         ).check("")
 
 
+class NeedsMore:
+    """No Drafter: it cannot be made without an argument."""
+
+    def __init__(self, size):
+        self.size = size
+
+
+class Silent:
+    """No Drafter: it proposes nothing."""
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("NeedsMore", "cannot be made without arguments: .*'size'"),
+        ("Silent", r"has no method propose\(tokens, count\)"),
+        ("Nobody", "has no function 'Nobody'"),
+    ],
+)
+def test_a_class_of_which_no_drafter_can_be_made_is_refused_before_the_weights_load(name, complaint):
+    text = f'{{"method": "custom_class", "model": "{__name__}:{name}", "num_speculative_tokens": 2}}'
+    with pytest.raises(InvalidSetup, match=complaint):
+        decide(QWEN3.options(speculative_config=text), Device("cpu"), 1024, 16)
+
+
 def test_the_engine_has_room_for_logits_after_each_draft():
     options = QWEN3.options(speculative_config=NGRAM, max_num_seqs=8)
     options.check("qwen3")

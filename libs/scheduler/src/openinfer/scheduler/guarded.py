@@ -7,6 +7,8 @@ import operator
 from collections.abc import Callable, Sequence
 
 from .drafters import Drafter
+from .errors import InvalidSetup
+from .imported import imported
 
 log = logging.getLogger("openinfer.scheduler")
 
@@ -21,6 +23,19 @@ class GuardedDrafters:
 
     def __init__(self, make: Callable[[], Drafter], num_tokens: int) -> None:
         self._make, self._num_tokens, self._off = make, num_tokens, False
+
+    @classmethod
+    def named(cls, name: str, num_tokens: int) -> GuardedDrafters:
+        """Drafters of the class MODULE:NAME, which is called without arguments. Raises InvalidSetup where it is not
+        there, or makes no drafter."""
+        make = imported(name, "drafter")
+        try:
+            drafter = make()
+        except Exception as error:
+            raise InvalidSetup(f"the drafter {name!r} cannot be made without arguments: {error!r}") from error
+        if not callable(getattr(drafter, "propose", None)):
+            raise InvalidSetup(f"the drafter {name!r} has no method propose(tokens, count)")
+        return cls(make, num_tokens)
 
     def __call__(self) -> Drafter:
         """A drafter for a sequence."""

@@ -12,6 +12,8 @@ from .errors import InvalidSetup
 def imported(name: str, what: str) -> Callable[..., Any]:
     """The class or function MODULE:NAME. what: the word for it in messages. Raises InvalidSetup."""
     module, _, function = name.partition(":")
+    if not module or not function:
+        raise InvalidSetup(f"the {what} {name!r} is not MODULE:NAME; give both, as in my_module:MyClass")
     try:
         found = getattr(importlib.import_module(module), function, None)
     except (ImportError, ValueError) as error:

@@ -12,6 +12,7 @@ import numpy as np
 from openinfer.kernels.adapters import AdapterSizes
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
+from openinfer.scheduler import GuardedDrafters
 from openinfer.tensor import Device, bfloat16, dtypes, float8_e4m3fn, float32, format_bytes
 
 log = logging.getLogger("openinfer.engine")
@@ -123,6 +124,8 @@ def decide(options: Options, device: Device, max_positions: int, page_size: int)
     adapters = AdapterSizes(options.max_loras, options.max_lora_rank) if options.enable_lora else None
     speculation = options.speculation()
     drafts = speculation.num_speculative_tokens if speculation else 0
+    if speculation is not None and speculation.method == "custom_class":
+        GuardedDrafters.named(speculation.model, 1)  # to refuse a wrong class before weights load
     return Limits(
         wanted, options.max_num_seqs, tokens, page_size, dtype, adapters, drafts, options.proposes,
         fp8_cache=options.kv_cache_dtype.startswith("fp8"),

@@ -11,7 +11,7 @@ import msgspec
 from openinfer.graph import Buckets, StepCosts, StepPace
 from openinfer.graph.runner import Drafting
 from openinfer.recipes.engine.errors import SetupError
-from openinfer.scheduler import Drafter, GuardedDrafters, NGram, Suffixes, imported
+from openinfer.scheduler import Drafter, GuardedDrafters, NGram, Suffixes
 
 MAX_DRAFTS = 8
 OF_LAYERS = ("mtp", "eagle3")
@@ -83,7 +83,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def _make_drafter(self, vocab_size: int) -> Callable[[], Drafter]:
         if self.method == "custom_class":
-            return GuardedDrafters(imported(self.model, "drafter"), vocab_size)
+            return GuardedDrafters.named(self.model, vocab_size)
         if self.method == "ngram":
             return partial(NGram, self.prompt_lookup_min, self.prompt_lookup_max)
         return partial(
