@@ -360,6 +360,21 @@ def test_outputs_that_break_the_contract_end_the_engine(caplog: pytest.LogCaptur
     run(ThreadDriver(lawless), use)
 
 
+class _Silent(FakeEngine):
+    """Its step() returns nothing."""
+
+    def step(self, wait: float) -> StepOutputs:
+        return None  # type: ignore[return-value]
+
+
+def test_an_engine_whose_step_returns_something_else_is_told_so() -> None:
+    async def use(driver: Driver) -> None:
+        send(driver, [10])
+        assert "_Silent.step() returned NoneType; it must return StepOutputs" in await driver.died()
+
+    run(ThreadDriver(_Silent), use)
+
+
 def test_frames_that_cannot_be_read_end_the_engine() -> None:
     async def use(driver: Driver) -> None:
         assert isinstance(driver, ProcessDriver)

@@ -3,7 +3,12 @@
 import re
 from typing import Any
 
+import msgspec
 import pytest
+
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.body import CompletionBody
+from openinfer.frontend.http.params import SamplingDefaults, make_plan
 
 P = {"prompt": [5], "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -163,6 +168,16 @@ def test_a_refusal_says_what_is_allowed_or_to_be_used_instead(
     answer = live.http.post(path, json=base | fields)
     assert answer.status_code == 400, answer.text
     assert re.search(message, answer.json()["error"]["message"])
+
+
+def test_log_probabilities_are_refused_where_the_engine_has_none(live: Any) -> None:
+    service = live.service
+    info = msgspec.structs.replace(service.client.info, features=[])
+    tokens = service.tokenizer
+    with pytest.raises(APIError, match="logprobs is not supported by this engine; leave it out") as refused:
+        make_plan(CompletionBody(prompt=[5], logprobs=1), 1, SamplingDefaults(), info, tokens)
+    assert (refused.value.param, refused.value.code) == ("logprobs", "unsupported")
+    assert make_plan(CompletionBody(prompt=[5]), None, SamplingDefaults(), info, tokens).n == 1
 
 
 def test_a_field_that_is_missing_is_named(live: Any) -> None:

@@ -154,8 +154,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """With reason "stop": the EOS or stop id that ended it, also the last of the request's tokens in these same
     StepOutputs."""
     drafts: Drafts | None = None
-    kv_transfer: KVTransfer | None = None  # where the prompt's KV is, after do_remote_decode
     """None where no step verified a draft."""
+    kv_transfer: KVTransfer | None = None  # where the prompt's KV is, after do_remote_decode
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="r"):

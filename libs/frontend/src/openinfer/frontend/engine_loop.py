@@ -112,6 +112,9 @@ class _Desk:
             if len(self._heard) > 1:
                 self.tell_all(Stepped(StepOutputs(), self._engine.stats(), len(self.live)))
         outputs = self._engine.step(STEP_WAIT_S)
+        if not isinstance(outputs, StepOutputs):
+            name = f"{type(self._engine).__name__}.step()"
+            raise TypeError(f"{name} returned {type(outputs).__name__}; it must return StepOutputs")
         self.live.difference_update(update.id for update in outputs.updates if isinstance(update, TERMINALS))
         self._busy = bool(self.live)
         parts = dict.fromkeys(self._heard, outputs) if len(self._heard) == 1 else _split(outputs)

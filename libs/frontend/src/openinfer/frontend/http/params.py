@@ -262,6 +262,9 @@ def _sampling(
             raise APIError(
                 f"{name} is not supported by this engine; leave it out", param=name, code="unsupported"
             )
+    if logprobs is not None and "logprobs" not in info.features:
+        text = "logprobs is not supported by this engine; leave it out"
+        raise APIError(text, param="logprobs", code="unsupported")
     given: dict[str, Any] = {}
     for name in _SAMPLING:
         value = getattr(body, name)
