@@ -1,6 +1,7 @@
 """Adapters: PEFT folders that are read or refused, and their places on a device."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from openinfer.kernels import CpuPack, InvalidAdapter, add_lora
 from openinfer.kernels.adapters import Adapters, AdapterSizes, Projection
-from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, dtypes, float16, float32
+from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, bfloat16, dtypes, float16, float32
 
 CPU = Device("cpu")
 HIDDEN, Q, KV, INTER = 32, 48, 16, 64
@@ -257,6 +258,20 @@ def test_folders_that_hold_no_adapter(tmp_path: Path) -> None:
         (folder / "adapter_config.json").write_text(text)
         with pytest.raises(InvalidAdapter, match=why):
             adapters.read("a", folder)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """A training run may write its next adapter to the same folder. A mapped file would end the process by a signal."""
+    adapters, _, _ = make()
+    folder, info = write(tmp_path / "a", matrices(4)), Checkpoint.info
+
+    def cut(checkpoint: Checkpoint, name: str) -> Any:
+        os.truncate(folder / "adapter_model.safetensors", 1000)
+        return info(checkpoint, name)
+
+    monkeypatch.setattr(Checkpoint, "info", cut)
+    with pytest.raises(InvalidAdapter, match="the file ended early; it was cut while open"):
+        adapters.read("a", folder)
 
 
 def test_the_matrices_of_a_place_lie_together() -> None:

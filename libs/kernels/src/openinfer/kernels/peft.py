@@ -48,8 +48,7 @@ _NAME = re.compile(r"\^?(\w|\\?\.)+")
 
 
 class LowRank(NamedTuple):
-    """The change of a module's weight by an adapter: scale * B @ A. A [r, K] and B [N, r] have any dtype of weights.
-    They are mapped from the file, and valid after it was closed."""
+    """The change of a module's weight by an adapter: scale * B @ A. A [r, K] and B [N, r] have any dtype of weights."""
 
     a: Array
     b: Array
@@ -260,7 +259,11 @@ def _values(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> Array:
     if info.dtype not in dtypes.WEIGHTS:
         names = ", ".join(dtype.name for dtype in dtypes.WEIGHTS)
         raise CheckpointError(info.file, name, f"is {info.dtype.name}; {names} are possible")
-    values = checkpoint.array(name)
+    raw = np.empty(info.nbytes, np.uint8)
+    checkpoint.read_into(
+        name, raw
+    )  # not mapped: a file that is written anew meanwhile would end this process
+    values = raw.view(info.dtype).reshape(info.shape)
     if not np.isfinite(values).all():
         raise CheckpointError(info.file, name, "has values that are not finite")
     return values
