@@ -575,16 +575,20 @@ def test_a_tier_leaves_the_host_room_for_all_else(tmp_path, caplog, monkeypatch)
         f"MemTotal: 1 kB\nMemAvailable: {(KEPT_BYTES + 2 * piece) // 1024} kB\n"
     )
     monkeypatch.setattr(room, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(room, "_GROUP", tmp_path)
+    monkeypatch.setattr(room, "_OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(room, "_GROUPS", tmp_path)
+    (tmp_path / "cgroup").write_text("1:cpu:/\n0::/pod/engine\n")
+    pod = tmp_path / "pod"
+    (pod / "engine").mkdir(parents=True)
     monkeypatch.setattr(host, "SLAB_BYTES", PAGES.num_blocks * 4096)
     for name, text in (
         ("memory.max", "max\n"),
         ("memory.current", "5000\n"),
         ("memory.stat", "inactive_file 5000\n"),
     ):
-        (tmp_path / name).write_text(text)
+        (pod / name).write_text(text)
     for limit, pieces in (("max\n", 2), (f"{KEPT_BYTES + piece}\n", 1)):
-        (tmp_path / "memory.max").write_text(limit)
+        (pod / "memory.max").write_text(limit)
         memory = HostMemory([PAGES], 64 * 4096, Lru)
         memory.grow(Device("cpu"))
         memory._thread.join()

@@ -7,14 +7,13 @@ from pathlib import Path
 
 KEPT_BYTES = 1 << 30
 """Bytes that stay free for all else."""
-_MEMINFO = Path("/proc/meminfo")
-_GROUP = Path("/sys/fs/cgroup")
+_MEMINFO, _OWN, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def room_bytes() -> int:
-    """Bytes that a tier may still take: of the host, and of the control group (version 2) of this process. More than
+    """Bytes that a tier may still take: of the host, and of the control groups (version 2) of this process. More than
     any host has where the system tells neither."""
-    return max(0, min(_of_host(), _of_group()) - KEPT_BYTES)
+    return max(0, min(_of_host(), _of_groups()) - KEPT_BYTES)
 
 
 def _of_host() -> int:
@@ -25,11 +24,21 @@ def _of_host() -> int:
         return sys.maxsize
 
 
-def _of_group() -> int:
+def _of_groups() -> int:
+    """The least of this process' group and those above it."""
+    try:
+        own = next(line[4:] for line in _OWN.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return sys.maxsize
+    names = Path(own).parts
+    return min(_of_group(_GROUPS.joinpath(*names[:count])) for count in range(len(names) + 1))
+
+
+def _of_group(group: Path) -> int:
     """Pages of files that are not in use count as free, because the kernel takes them back."""
     try:
-        limit, used = ((_GROUP / name).read_text() for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
-        return int(limit) - int(used) + int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):  # "max": no limit
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - used + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # "max": no limit; or the group of all processes
         return sys.maxsize
