@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import io
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import pytest
 from openinfer.kernels import CpuPack, RankLost
 from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
 from openinfer.recipes.deepseek_v4.config import Config as DeepseekConfig
-from openinfer.recipes.engine import Options, SetupError, UnsupportedModel, startup
+from openinfer.recipes.engine import Options, SetupError, UnsupportedModel, follower_process, startup
 from openinfer.recipes.engine.devices import devices_of
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
@@ -69,6 +70,7 @@ def test_a_rank_that_is_killed_ends_the_engine(busy):
     engine = build(RECIPE, TINY, tensor_parallel_size=2, **SMALL).engine
     (pid,) = followers()
     assert Path(f"/proc/{pid}/comm").read_text() == "rank 1 of 2\n"
+    assert os.getpgid(pid) != os.getpgid(0), "Ctrl-C in a terminal reaches it"
     session = Session(engine)
     if busy:
         session.submit([5, 6, 7], 500, ignore_eos=True)
@@ -82,6 +84,27 @@ def test_a_rank_that_is_killed_ends_the_engine(busy):
     del session, engine
     gc.collect()
     assert gone([pid])
+
+
+def test_no_process_stays_where_one_cannot_be_started(monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def only_one(*args, **kwargs):
+        if started:
+            raise BlockingIOError("Resource temporarily unavailable")
+        started.append(popen(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", only_one)
+    with pytest.raises(BlockingIOError):
+        build(RECIPE, TINY, tensor_parallel_size=4, **SMALL)
+    assert started[0].poll() == -signal.SIGKILL
+
+
+def test_a_rank_whose_leader_is_gone_before_its_first_word_says_nothing(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert follower_process.main() == 2
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
@@ -305,16 +328,27 @@ def test_ranks_share_every_part():
         ({"device": "cpu"}, ["cpu", "cpu"]),
         ({"device": "cuda"}, ["cuda:0", "cuda:1"]),
         ({"device": "cuda", "device_ids": "3,1"}, ["cuda:3", "cuda:1"]),
+        ({"device": "cuda", "device_ids": "3", "tensor_parallel_size": 1}, ["cuda:3"]),
+        ({"device": "cuda:3", "tensor_parallel_size": 1}, ["cuda:3"]),
     ],
 )
 def test_devices(flags, devices):
-    assert devices_of(Options(tensor_parallel_size=2, **flags)) == devices
+    assert devices_of(Options(**{"tensor_parallel_size": 2, **flags})) == devices
 
 
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"device": "cuda:1"}, "--device cuda:1 with several ranks: name their GPUs by --device-ids"),
+        ({"device": "cuda:1"}, "--device cuda:1 names one GPU: name them by --device-ids alone"),
+        (
+            {"device": "cpu", "device_ids": "0,1"},
+            "--device-ids 0,1 names GPUs; leave it out with --device cpu",
+        ),
+        ({"device": "cpu", "device_ids": "1", "tensor_parallel_size": 1}, "--device-ids 1 names GPUs"),
+        (
+            {"device": "cuda", "device_ids": "0,1", "tensor_parallel_size": 1},
+            "--device-ids 0,1: name one GPU",
+        ),
         ({"device": "cuda", "device_ids": "0"}, "--device-ids 0: name 2 different GPUs"),
         ({"device": "cuda", "device_ids": "1,1"}, "--device-ids 1,1: name 2 different GPUs"),
         ({"device": "cuda", "device_ids": "0,x"}, "--device-ids 0,x: name 2 different GPUs"),
@@ -322,7 +356,7 @@ def test_devices(flags, devices):
 )
 def test_devices_that_cannot_be(flags, why):
     with pytest.raises(SetupError, match=re.escape(why)):
-        devices_of(Options(tensor_parallel_size=2, **flags))
+        devices_of(Options(**{"tensor_parallel_size": 2, **flags}))
 
 
 def test_no_ranks_are_refused():

@@ -29,6 +29,7 @@ def test_start_serve_and_stop(model_dir: Path, launch: Launch, driver: str) -> N
     assert re.fullmatch(r"openinfer: ready on http://127\.0\.0\.1:\d+ in \d+\.\d s", server.lines[-1])
     renders = server.children("render_process")
     assert server.children()[:1] == renders  # it starts first, beside the engine
+    assert os.getpgid(server.process.pid) not in map(os.getpgid, server.children()), "Ctrl-C reaches a child"
     body = {"model": "b", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
     assert answer["usage"]["completion_tokens"] == 3

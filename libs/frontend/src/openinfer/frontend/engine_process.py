@@ -33,7 +33,7 @@ def main() -> int:
         return 2
     boot = msgspec.json.decode(line, type=Boot)
     threading.Thread(target=_end_with_parent, args=(boot.directory,), daemon=True).start()
-    # Ctrl-C and a supervisor's SIGTERM reach the whole group; the parent drains first and then says Close.
+    # A supervisor may send its signals to all processes; the parent drains first and then says Close.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_up_logging(boot.log_level, boot.log_format)

@@ -64,7 +64,9 @@ class ProcessDriver(Driver):
         boot = Boot(self._directory, self._spec, *log_settings())
         self._link = Link(self.address, 0, self._receive, self.lose)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "openinfer.frontend.engine_process", stdin=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "openinfer.frontend.engine_process"),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent, which drains first
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(boot) + b"\n")

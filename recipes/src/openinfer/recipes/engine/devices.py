@@ -30,13 +30,18 @@ def open_device(name: str) -> Device:
 def devices_of(options: Options) -> list[str]:
     """The device of each rank. Raises SetupError."""
     size, given = options.tensor_parallel_size, options.device_ids
+    if given is None and size == 1:
+        return [options.device]
     if options.device == "cpu":
+        if given is not None:
+            raise SetupError(f"--device-ids {given} names GPUs; leave it out with --device cpu")
         return ["cpu"] * size
     if options.device not in ("auto", "cuda"):
-        raise SetupError(f"--device {options.device} with several ranks: name their GPUs by --device-ids")
+        raise SetupError(f"--device {options.device} names one GPU: name them by --device-ids alone")
     if options.device == "auto" and given is None and open_device("auto").kind == "cpu":
         return ["cpu"] * size
     ids = list(map(str, range(size))) if given is None else given.split(",")
     if len(set(ids)) != size or not all(part.isdecimal() for part in ids):
-        raise SetupError(f"--device-ids {given}: name {size} different GPUs by number, as in 0,1")
+        wanted = "one GPU by number" if size == 1 else f"{size} different GPUs by number, as in 0,1"
+        raise SetupError(f"--device-ids {given}: name {wanted}")
     return [f"cuda:{part}" for part in ids]

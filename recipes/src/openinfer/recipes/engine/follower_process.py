@@ -33,14 +33,17 @@ log = logging.getLogger("openinfer.engine")
 
 def main() -> int:
     """Serve until rank 0 says that it ends. An error is written to stdout in one line."""
-    boot = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:  # rank 0 was gone before it could say what to do
+        return 2
+    boot = json.loads(line)
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_NAME, b"rank %d of %d" % (boot["rank"], boot["size"]))  # for ps, which shows 15 characters
     if os.getppid() != boot["parent"]:
         return 2
     threading.Thread(target=_end_with_leader, daemon=True).start()
-    # Ctrl-C and a supervisor's SIGTERM reach the whole group; rank 0 ends its requests first.
+    # A supervisor may send its signals to all processes; rank 0 ends its requests first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _, log_format = boot["log"]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,34 +56,44 @@ class Followers:
         self._leader: Leader | None = None
         names = [field.name for field in dataclasses.fields(options) if field.name not in OWN]
         flags = {name: getattr(options, name) for name in names}
-        cores = max(1, len(os.sched_getaffinity(0)) // size)
-        environment = {"OPENBLAS_NUM_THREADS": str(cores), **os.environ}
+        boot = {
+            "recipe": [type(recipe).__module__, type(recipe).__qualname__], "model_dir": str(model_dir),
+            "size": size, "parent": os.getpid(), "log": log_settings(), "memory": memory, "ring": ring,
+        }  # fmt: skip
         self._processes: list[subprocess.Popen[str]] = []
         self._watchers: list[threading.Thread] = []
-        for rank, (device, bell, (_, link)) in enumerate(
-            zip(devices[1:], self._bells, links, strict=True), start=1
-        ):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "openinfer.recipes.engine.follower_process"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-                pass_fds=(memory, ring, bell, link.fileno()),
-            )  # fmt: skip
-            boot = {
-                "recipe": [type(recipe).__module__, type(recipe).__qualname__],
-                "model_dir": str(model_dir), "options": flags | {"device": device},
-                "rank": rank, "size": size, "parent": os.getpid(),
-                "memory": memory, "ring": ring, "bell": bell, "link": link.fileno(), "log": log_settings(),
-            }  # fmt: skip
-            assert process.stdin is not None
+        try:
+            for rank, (device, bell, (_, link)) in enumerate(
+                zip(devices[1:], self._bells, links, strict=True), 1
+            ):
+                own = {"rank": rank, "bell": bell, "link": link.fileno()}
+                self._start(boot | own | {"options": flags | {"device": device}})
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for _, link in links:
+                link.close()
+            os.close(memory)
+            os.close(ring)
+
+    def _start(self, boot: dict[str, Any]) -> None:
+        cores = max(1, len(os.sched_getaffinity(0)) // self.ranks.size)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "openinfer.recipes.engine.follower_process"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={"OPENBLAS_NUM_THREADS": str(cores), **os.environ},
+            pass_fds=[boot[file] for file in ("memory", "ring", "bell", "link")],
+            start_new_session=True,  # Ctrl-C is for the server, which drains first
+        )  # fmt: skip
+        self._processes.append(process)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # the watcher says how it ended
             process.stdin.write(json.dumps(boot) + "\n")
             process.stdin.flush()
-            link.close()
-            self._processes.append(process)
-            watcher = threading.Thread(target=self._watch, args=(rank, process), daemon=True)
-            watcher.start()
-            self._watchers.append(watcher)
-        os.close(memory)
-        os.close(ring)
+        watcher = threading.Thread(target=self._watch, args=(boot["rank"], process), daemon=True)
+        watcher.start()
+        self._watchers.append(watcher)
 
     def leader(self, keys: Iterable[Hashable]) -> Leader:
         """The link over which the runner of rank 0 tells the followers its launches."""
@@ -156,7 +166,8 @@ class Followers:
                 process.kill()
                 process.wait()
             assert process.stdin is not None
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # it ended before it read its first line
+                process.stdin.close()
 
     def close(self) -> None:
         """End all other ranks and give the exchange up. The graphs of rank 0 must be gone, because NCCL waits for those

@@ -106,13 +106,13 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
     open_publisher = _publisher(options)
     # CUPTI must be attached before the CUDA context exists.
     trace = StepTrace(Path(options.trace) if options.trace else None)
-    if options.tensor_parallel_size == 1:
-        return _build(recipe, path, options, open_publisher, trace, None)
-    Source.read(path)  # a folder that is no checkpoint is refused before processes start
     devices = devices_of(options)
+    own = dataclasses.replace(options, device=devices[0])
+    if len(devices) == 1:
+        return _build(recipe, path, own, open_publisher, trace, None)
+    Source.read(path)  # a folder that is no checkpoint is refused before processes start
     followers = Followers(recipe, path, options, devices)
     try:
-        own = dataclasses.replace(options, device=devices[0])
         return _build(recipe, path, own, open_publisher, trace, followers)
     except BaseException as error:
         followers.close()
