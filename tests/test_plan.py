@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -115,8 +116,6 @@ def test_gpus_that_share_a_model_are_named_either_way(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["qwen9-4B"], "none of"),
-        ([str(TINY), "--rate", "8:4:2"], "--rate 8:4:2"),
-        ([str(TINY), "--rate", "0"], "above 0"),
         ([str(TINY), "--gpu", "H999"], "the speed is known of NVIDIA H200"),
         ([str(TINY), "--gpus", "0"], "at least one GPU"),
         ([str(TINY), "--gpu", "CPU"], "no CPU's speed is known"),
@@ -201,8 +200,8 @@ def test_the_largest_load_within_the_objectives_wins() -> None:
     assert choice([usual, paced], Objectives(None, None)) is usual
     assert usual.score(Objectives(1, None)) == 0
     assert usual.knee.load.request_rate == 16
-    text = plan_text.advice(usual, paced, Objectives(200, 10))
-    assert "--scheduling-policy x" in text
+    text = plan_text.advice(usual, paced, Objectives(200, 10), ["--a", "b c"])
+    assert text.startswith(f"take: openinfer serve {TINY} --a 'b c', and")
 
 
 def test_the_largest_load_within_the_objectives_is_looked_for(tmp_path: Path) -> None:
@@ -347,6 +346,34 @@ def test_recorded_steps_refit_the_speeds_and_a_plan_takes_them(
     assert "is no file of --trace" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--rate", "64:4"], "argument --rate: '64:4' is not LOW:HIGH or a list"),
+        (["--rate=-4"], "argument --rate: '-4' is not LOW:HIGH"),
+        (["--rate", "8:4:2"], "argument --rate: '8:4:2' is not LOW:HIGH"),
+        (["--rate", "0"], "argument --rate: '0' is not LOW:HIGH"),
+        (["--compare", "--gpus '3"], "cannot be split into flags: No closing quotation"),
+        (["--compare", ""], "argument --compare: it is empty"),
+        (["--ttft-ms", "0"], "argument --ttft-ms: 0 is no time above 0"),
+        (["--tpot-ms", "nan"], "argument --tpot-ms: nan is no time above 0"),
+        (["--turns", "0"], "--turns 0 --system 2048 --think-s 5: at least one turn"),
+        (["--turns", "2", "--think-s", "-1"], "no number below 0"),
+        (["--scheduling-policy", "lifo"], "no policy is called 'lifo'"),
+        (["--compare", "--gpus 3"], "num_attention_heads is 32; 3 ranks cannot share it"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_before_the_work(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert plan.main(["qwen3-4B", *words]) == 1
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if not line.startswith("openinfer: the steps of ")]
+    assert told in line
+    assert out == ""
+
+
 def test_an_engines_trace_refits_the_speeds(tmp_path: Path) -> None:
     """A trace of the form that engines write, with times of other speeds."""
     made = server("qwen3-4B").outline
@@ -397,7 +424,7 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
     assert "on 1 x CPU" in capsys.readouterr().out
 
 
-def test_a_cpus_trace_gives_a_line_to_each_op(tmp_path: Path) -> None:
+def test_a_cpus_trace_gives_a_line_to_each_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One op is ten times slower than bytes and FLOPs say, and the host takes 2 ms between two decode steps."""
     _, asked = bench_recipe.parse([str(TINY)], "plan", None, lambda parser: None, named=True)
     made = Server.of(asked, tune_speed.CPU, tune_speed.figures(tune_speed.CPU), 1).outline
@@ -421,6 +448,19 @@ def test_a_cpus_trace_gives_a_line_to_each_op(tmp_path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": events}))
     found, text = tune_speed.fitted(made, [path])
     assert "ops have lines of their own" in text
+    assert tune.main([str(TINY), "--from-trace", str(path)]) == 1
+    assert "has steps of a CPU, and the speeds are to be those of NVIDIA H200" in capsys.readouterr().err
+    greedy = tmp_path / "greedy.json"  # steps of greedy rows choose their tokens by other ops
+    others = [
+        {**event, "name": {"sample": "greedy"}.get(event.get("name"), event.get("name"))} for event in events
+    ]
+    greedy.write_text(json.dumps({"traceEvents": [one for one in others if one["name"] != "top_logprobs"]}))
+    lines = tune_speed.fitted(made, [greedy])[0].ops
+    assert found.ops.keys() - lines.keys() == {"sample", "top_logprobs"} & found.ops.keys()
+    words = [str(TINY.parent / "qwen3_5-tiny"), "--gpu", "CPU", "--from-trace"]
+    for file in (path, greedy):
+        assert tune.main([*words, str(file)]) == 1
+        assert "no step has the ops of this model; it is the trace of another one" in capsys.readouterr().err
     assert 0.003 < found.host_s < 0.008  # with its part of the hiccups
     one = next(call for call in made.steps[made.buckets.choose(64, 1)] if call.op.name == "linear_add")
     cost, speed = one.cost(Workload(64, 1, 100, 6400)), found.speed("linear_add", 64, 1)

@@ -20,7 +20,6 @@ from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.cli.bench_serve import Load
 from openinfer.cli.plan_compare import Objectives, Variant, candidates, choice
 from openinfer.cli.plan_load import Agents, Point, Server
-from openinfer.frontend.errors import FlagError
 from openinfer.recipes.engine.offload import check_offload
 
 SECONDS = 15.0
@@ -43,14 +42,19 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, metavar="N", help="GPUs that share the model; default: --tensor-parallel-size")
     add("--input", type=int, default=1024, metavar="N", help="tokens of a prompt; default: %(default)s")
     add("--output", type=int, default=128, metavar="N", help="tokens of an answer; default: %(default)s")
-    add("--rate", default="4:64", metavar="LOW:HIGH",
+    add("--rate", type=rates, default="4:64", metavar="LOW:HIGH",
         help="requests a second, each load twice the one before; or as 4,16,32; default: %(default)s")  # fmt: skip
-    add("--ttft-ms", type=float, metavar="MS", help="objective: 99 of 100 first tokens come within this time")
-    add("--tpot-ms", type=float, metavar="MS", help="objective: the same for the time of a later token")
+    add(
+        "--ttft-ms",
+        type=above_zero,
+        metavar="MS",
+        help="objective: 99 of 100 first tokens come within this time",
+    )
+    add("--tpot-ms", type=above_zero, metavar="MS", help="objective: the same for the time of a later token")
     add("--acceptance", type=float, metavar="A",
         help="with --speculative-config: the chance that a draft is accepted where those before it were, as "
         "vllm:spec_decode_num_accepted_tokens_per_pos says of a text")  # fmt: skip
-    add("--compare", action="append", default=[], metavar="FLAGS",
+    add("--compare", type=words, action="append", default=[], metavar="FLAGS",
         help="the same loads with other flags too, or another model: --compare 'qwen3_5-4B --max-num-seqs 64'; may be "
         "repeated; default: other step sizes and a paced policy")  # fmt: skip
     add("--speeds", type=Path, metavar="FILE",
@@ -72,18 +76,20 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
         plan_text.figure_class()  # what is missing is said before the work
     begun = time.perf_counter()
     objectives = Objectives(args.ttft_ms, args.tpot_ms)
-    server = _server(args, asked)
+    server, others = _server(args, asked), [_other(argv, flags) for flags in args.compare]
     print(f"{plan_text.title(server)}\n{plan_text.memory(server)}\n{plan_text.HEAD}", flush=True)
     points: list[Point] = []
     for point in _points(server, args, objectives):
         points.append(point)
         print(plan_text.row(point, points[0].requests_per_s), flush=True)
     first = Variant("as asked", server, points)
-    variants = [first, *(_reparsed(argv, flags) for flags in args.compare or candidates(first, args))]
+    if not args.compare:
+        others = [_other(argv, shlex.split(flags)) for flags in candidates(first, args)]
+    variants = [first, *(_served(*other, objectives) for other in others)]
     knee, best = first.knee, choice(variants, objectives)
     print(plan_text.verdict(first, objectives))
     print(plan_text.comparison(variants, objectives))
-    print(plan_text.advice(first, best, objectives))
+    print(plan_text.advice(first, best, objectives, _of_server(best.flags) if best is not first else []))
     if any(one.server.gpus > 1 for one in variants):
         print(
             "(several GPUs: a server was measured with V4-Flash on two, else steps; docs/planning.md has the errors)"
@@ -129,11 +135,17 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
         figures = tune_speed.load(args.speeds, target, figures)
     speeds, agents = plan_tiers.speeds(args), None
     check_offload(asked.options)
+    if args.turns < 1 or args.system < 0 or args.think_s < 0:
+        raise BadFlags(
+            f"--turns {args.turns} --system {args.system} --think-s {args.think_s:g}: at least one turn, and no number "
+            "below 0"
+        )
     if args.turns > 1:
         agents = Agents(args.turns, args.system, args.think_s, speeds)
     elif asked.options.kv_offload_gb or asked.options.kv_offload_disk_gb:
         raise BadFlags("tiers keep prefixes, and these prompts share none; give --turns too")
     server = Server.of(asked, target, figures, gpus, acceptance, agents)
+    server.policy()  # an unknown one is said before the work
     longest = args.turns * (args.input + args.output) + (args.system if agents else 0)
     if args.input < 1 or args.output < 2 or longest > server.max_model_len:
         raise BadFlags(
@@ -143,16 +155,29 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
     return server
 
 
-def _reparsed(argv: list[str], flags: str) -> Variant:
-    """The server with these flags besides those of the command line, or with the model that they begin with."""
-    words, parser = shlex.split(flags), bench_recipe.merged_parser("plan", __doc__, _flags)
+def _other(argv: list[str], words: list[str]) -> tuple[str, argparse.Namespace, Server]:
+    """Flags, arguments and server of a `--compare`: of these flags besides those of the command line, or of the model
+    that they begin with."""
+    flags, parser = shlex.join(words), bench_recipe.merged_parser("plan", __doc__, _flags)
     model, rest = recipes.model_and_rest(parser, argv)
-    if words and not words[0].startswith("-"):
+    if not words[0].startswith("-"):
         model, *words = words
     args, asked = bench_recipe.parse([model, *rest, *words], "plan", __doc__, _flags, named=True)
+    return flags, args, _server(args, asked)
+
+
+def _served(flags: str, args: argparse.Namespace, server: Server, objectives: Objectives) -> Variant:
+    """The points of another server."""
     progress(flags)
-    server = _server(args, asked)
-    return Variant(flags, server, list(_points(server, args, Objectives(args.ttft_ms, args.tpot_ms))))
+    return Variant(flags, server, list(_points(server, args, objectives)))
+
+
+def _of_server(flags: str) -> list[str]:
+    """The flags of a `--compare` that `openinfer serve` takes."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _flags(parser)
+    found = parser.parse_known_args(shlex.split(flags))[1]
+    return found if not found or found[0].startswith("-") else found[1:]
 
 
 def _points(server: Server, args: argparse.Namespace, objectives: Objectives) -> Iterator[Point]:
@@ -167,7 +192,7 @@ def _points(server: Server, args: argparse.Namespace, objectives: Objectives) ->
         return server.serve(Load(rate, count, 0, *size, args.seed + 1))
 
     kept, broken = 0.0, math.inf
-    for rate in rates(args.rate):
+    for rate in args.rate:
         yield (point := at(rate))
         if broken == math.inf and objectives.met(point):
             kept = rate
@@ -181,20 +206,41 @@ def _points(server: Server, args: argparse.Namespace, objectives: Objectives) ->
         kept, broken = (middle, broken) if objectives.met(point) else (kept, middle)
 
 
+def above_zero(text: str) -> float:
+    """A number of `--ttft-ms` or `--tpot-ms`. Raises ArgumentTypeError."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time above 0")
+    return number
+
+
+def words(text: str) -> list[str]:
+    """The words of `--compare`. Raises ArgumentTypeError."""
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be split into flags: {error}") from None
+    if not found:
+        raise argparse.ArgumentTypeError("it is empty; give flags, or the name of another model")
+    return found
+
+
 def rates(text: str) -> list[float]:
-    """Requests a second of `--rate`. Raises FlagError."""
+    """Requests a second of `--rate`. Raises ArgumentTypeError."""
     low, colon, high = text.partition(":")
     try:
         if not colon:
             found = [float(part) for part in text.split(",")]
         else:
             found, last = [float(low)], float(high)
+            if last < found[0]:
+                raise ValueError
             while 0 < found[-1] < last:
                 found.append(min(2 * found[-1], last))
     except ValueError:
         found = []
     if not found or not all(0 < rate < math.inf for rate in found):
-        raise FlagError(
-            f"--rate {text}: it is LOW:HIGH or a list such as 4,16,32, in requests a second above 0"
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not LOW:HIGH or a list such as 4,16,32, in requests a second above 0"
         )
     return sorted(set(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,15 +90,17 @@ def comparison(variants: list[Variant], objectives: Objectives) -> str:
     return "\n".join(rows)
 
 
-def advice(asked: Variant, best: Variant, objectives: Objectives) -> str:
-    """The command to take."""
+def advice(asked: Variant, best: Variant, objectives: Objectives, flags: list[str]) -> str:
+    """The command to take. flags: those of `best` that are not as asked."""
     if not objectives:
         return "give --ttft-ms or --tpot-ms, and the flags that serve the largest load within them are chosen"
-    words = best.flags.split() if best is not asked else []
-    if not words or words[0].startswith("-"):
-        words = [str(asked.server.asked.model_dir), *words]
+    model, named = str(best.server.asked.model_dir), best.server.asked.published is not None
+    words = ["FOLDER" if named else model, *flags]
+    if best.server.gpus > 1 and "--tensor-parallel-size" not in words:
+        words += ["--tensor-parallel-size", str(best.server.gpus)]
     same = " (no other flags in the table are better by 2 %)" if best is asked else ""
-    return f"take: openinfer serve {' '.join(words)}{same}, and the other flags as asked"
+    where = f"; FOLDER has the checkpoint of {model}" if named else ""
+    return f"take: openinfer serve {shlex.join(words)}{same}, and the other flags as asked{where}"
 
 
 def figure_class() -> Any:

@@ -13,11 +13,14 @@ from openinfer.cli.segments import Outline
 from openinfer.graph import Shape
 from openinfer.kernels import Call, Cost, Lines, Speed, Workload
 from openinfer.kernels.speed_fit import MeasuredCalls, fit_lines
+from openinfer.sampler.gpu import greedy, sample, top_logprobs
 
 Event = dict[str, Any]
 T = TypeVar("T")
 HOST, STEPS = 0, 1
 """Processes of a trace: what the host does, and steps. Steps that are kept as outliers are in others."""
+CHOOSING = {sample.name, top_logprobs.name}
+"""Ops of a plan in whose place a step of greedy rows has `greedy`."""
 
 
 OpTimes = Mapping[str, Sequence[MeasuredCalls]]
@@ -43,6 +46,13 @@ def middle(found: Sequence[T], time: Callable[[T], float]) -> list[T]:
     """The middle half by time, because a busy machine holds up some."""
     quarter = len(found) // 4
     return sorted(found, key=time)[quarter : len(found) - quarter]
+
+
+def times_ops(events: Sequence[Event]) -> bool:
+    """Whether the trace is of an engine on a CPU, which times the ops of its steps."""
+    return any(
+        event.get("pid") == HOST and event.get("name") in (greedy.name, sample.name) for event in events
+    )
 
 
 def of_trace(
@@ -75,7 +85,8 @@ def _op_calls(
         times[bar["name"]].append(bar["dur"] / 1e6)
     by_op = defaultdict(list)
     for call in calls:
-        by_op[call.op.name].append(call)
+        if call.op.name not in CHOOSING or not times[greedy.name]:
+            by_op[call.op.name].append(call)
     if any(len(times[op]) != sum(call.times for call in group) for op, group in by_op.items()):
         return
     for op, group in by_op.items():

@@ -58,13 +58,18 @@ def measured(outline: Outline, path: Path) -> list[MeasuredStep]:
     """The steps of a file: of an engine's `--trace FILE`, or of `bench step --json FILE`. Raises FlagError, OSError."""
     try:
         data = json.loads(path.read_text())
-        found = list(
-            _steps(outline, traced(outline, data)) if "traceEvents" in data else _points(outline, data)
-        )
+        if "traceEvents" in data:
+            found = list(_steps(outline, traced(outline, data)))
+            on_cpu = tune_ops.times_ops(data["traceEvents"])
+        else:
+            found = list(_points(outline, data))
+            on_cpu = data["gpu"] is None
     except (ValueError, KeyError, TypeError) as error:
         raise FlagError(
             f"{path} is no file of --trace and none of `openinfer bench step --json`: {error!r}"
         ) from None
+    if on_cpu and outline.target is not CPU:
+        raise FlagError(f"{path} has steps of a CPU, and the speeds are to be those of {outline.target.gpu}")
     if not found:
         raise FlagError(
             f"{path} has no timed step that {outline.target.gpu} is known to run with these flags"
@@ -161,17 +166,20 @@ def fitted(outline: Outline, paths: Sequence[Path]) -> tuple[Figures, str]:
 def _by_op(outline: Outline, paths: Sequence[Path], known: Figures) -> Figures:
     """The figures with lines of the ops that an engine on a CPU timed in its steps. `host_s` is the mean of what steps
     took besides. Steps that were held up count there, because a busy machine will hold up a server too."""
-    data = _traces(paths)
-    times = [tune_ops.of_trace(outline, traced(outline, one), one["traceEvents"]) for one in data]
+    data, times = _traces(paths), []
+    for path, one in data.items():
+        times.append(tune_ops.of_trace(outline, traced(outline, one), one["traceEvents"]))
+        if tune_ops.times_ops(one["traceEvents"]) and not times[-1]:
+            raise FlagError(f"{path}: no step has the ops of this model; it is the trace of another one")
     found = known._replace(ops=tune_ops.lines(times, known.fitted))
-    steps = [step for one in data for step in _steps(outline, _every(outline, one))]
+    steps = [step for one in data.values() for step in _steps(outline, _every(outline, one))]
     besides = [-error * step.seconds for step, error in zip(steps, errors(steps, found), strict=True)]
     return found._replace(host_s=max(0.0, statistics.fmean(besides)))
 
 
-def _traces(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text()) for path in paths]
-    return [data for data in found if "traceEvents" in data]
+def _traces(paths: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+    found = {path: json.loads(path.read_text()) for path in paths}
+    return {path: data for path, data in found.items() if "traceEvents" in data}
 
 
 def _spread(found: list[float]) -> str:
