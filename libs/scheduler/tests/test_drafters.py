@@ -2,6 +2,7 @@
 
 import random
 import re
+import tracemalloc
 
 import pytest
 
@@ -63,6 +64,18 @@ def test_the_rules_notice_a_drafter_that_breaks_one():
 )
 def test_an_ngram_proposes_what_followed_its_longest_latest_match(tokens, count, proposed):
     assert list(NGram(2, 5).propose(tokens, count)) == proposed
+
+
+def test_a_long_prompt_takes_few_bytes():
+    """Every sequence has an index of its own, and most n-grams occur once."""
+    tokens = random.Random(1).sample(range(150_000), 8192)
+    tracemalloc.start()
+    try:
+        drafter = NGram()
+        drafter.propose(tokens, 3)
+        assert tracemalloc.get_traced_memory()[0] < 256 * len(tokens)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("shortest", "longest"), [(0, 3), (4, 3)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -40,19 +39,21 @@ class NGram:
         if not 1 <= shortest <= longest:
             raise InvalidSetup(f"n-grams of {shortest} to {longest} tokens; give 1 <= shortest <= longest")
         self._shortest, self._longest = shortest, longest
-        # The latest places after each n-gram of `shortest` tokens.
-        self._places: defaultdict[tuple[int, ...], deque[int]] = defaultdict(lambda: deque(maxlen=LOOKED_AT))
-        self._indexed = shortest  # the first place that is not in _places
+        self._latest: dict[tuple[int, ...], int] = {}  # the latest place after `shortest` tokens
+        self._earlier: list[int] = []  # by place - shortest: the place before with the same tokens, or 0
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """See Drafter."""
         short = self._shortest
-        for place in range(self._indexed, len(tokens)):
-            self._places[tuple(tokens[place - short : place])].append(place)
-        self._indexed = max(self._indexed, len(tokens))
-        places = self._places.get(tuple(tokens[-short:]), ())
+        for place in range(short + len(self._earlier), len(tokens)):
+            key = tuple(tokens[place - short : place])
+            self._earlier.append(self._latest.get(key, 0))
+            self._latest[key] = place
+        place = self._latest.get(tuple(tokens[-short:]), 0)
         best = best_length = 0
-        for place in reversed(places):
+        for _ in range(LOOKED_AT):
+            if not place:
+                break
             length = short
             while length < min(self._longest, place) and tokens[place - length - 1] == tokens[-length - 1]:
                 length += 1
@@ -60,6 +61,7 @@ class NGram:
                 best, best_length = place, length
             if length == self._longest:
                 break
+            place = self._earlier[place - short]
         if not best_length:
             return ()
         found = list(tokens[best : best + count])
