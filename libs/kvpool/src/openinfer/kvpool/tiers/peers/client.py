@@ -26,7 +26,8 @@ LANES = 8
 """Connections to a peer that bring records at once. One does not reach what a network or a host's memory can do."""
 MAX_PEERS = 256
 """A peer more takes the place of the one that was asked longest ago."""
-MAX_CLAIMS = 1 << 20
+MAX_CLAIMS = 1 << 18
+"""Blocks that peers have promised and that no load has taken; the oldest are forgotten, because each takes memory."""
 
 
 class Answer(NamedTuple):
