@@ -150,6 +150,30 @@ def test_a_replay_gives_what_is_kept_from_a_number_on(context, opened):
     assert not wrong.poll(50)
 
 
+def test_a_replay_waits_for_a_slow_subscriber_and_not_for_one_that_reads_nothing(
+    context, opened, monkeypatch
+):
+    monkeypatch.setattr("openinfer.kvpool.publisher.REPLAY_WAIT_MS", 100)
+    publisher, _, replay = opened()
+    tokens = list(range(400))
+    for _ in range(4000):  # more than both sockets hold
+        publisher.publish(EventBatch(0.0, [BlockStored([b"x" * 32], None, tokens, 400)]))
+    for _ in range(2):
+        silent = context.socket(zmq.DEALER)
+        silent.connect(replay)
+        silent.send_multipart([b"", bytes(8)])
+    slow = context.socket(zmq.DEALER)
+    slow.connect(replay)
+    slow.send_multipart([b"", bytes(8)])
+    assert slow.poll(5000)
+    time.sleep(0.05)
+    found = 0
+    while int.from_bytes(slow.recv_multipart()[1], "big", signed=True) != -1:
+        found += 1
+        assert slow.poll(5000), f"no END after {found} messages"
+    assert found == 4000
+
+
 def test_a_subscriber_that_does_not_read_delays_nobody(context, opened):
     publisher, events, replay = opened(hwm=2, buffer_steps=3)
     socket = subscribed(context, events, hwm=1)

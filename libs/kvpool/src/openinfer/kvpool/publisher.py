@@ -36,6 +36,8 @@ __all__ = ["EventPublisher", "EventsConfig"]
 
 END = (-1).to_bytes(8, "big", signed=True)
 """The number of the message that ends a replay."""
+REPLAY_WAIT_MS = 2000
+"""Milliseconds that a subscriber may read nothing of its replay. Other replays wait for it."""
 _HASH_MASK = (1 << 64) - 1
 _BOUND = (
     "tcp://*",
@@ -153,6 +155,10 @@ class EventPublisher:
             if config.replay_endpoint is not None:
                 router = self._context.socket(zmq.ROUTER)
                 router.setsockopt(zmq.LINGER, 0)
+                router.setsockopt(
+                    zmq.ROUTER_MANDATORY, 1
+                )  # else it drops what a slow subscriber has no room for
+                router.setsockopt(zmq.SNDTIMEO, REPLAY_WAIT_MS)
                 _open(router, config.replay_endpoint)
                 self._replays = threading.Thread(target=self._replay, args=(router,), daemon=True)
                 self._replays.start()
@@ -210,8 +216,8 @@ class EventPublisher:
 
     def _replay(self, router: zmq.Socket[Any]) -> None:
         """Answer requests, 8 bytes each: every kept message from that number on, then END."""
-        try:
-            while True:
+        while True:
+            try:
                 client, *delimiter, start = router.recv_multipart()
                 if len(start) != 8 or delimiter not in ([], [b""]):
                     continue  # not a request of this protocol; there is nothing to answer
@@ -220,8 +226,11 @@ class EventPublisher:
                     if number >= first:
                         router.send_multipart((client, *delimiter, number.to_bytes(8, "big"), payload))
                 router.send_multipart((client, *delimiter, END, b""))
-        except zmq.ZMQError:
-            router.close(linger=0)  # the context ended
+            except zmq.ContextTerminated:
+                router.close(linger=0)
+                return
+            except zmq.ZMQError:
+                continue  # the subscriber has gone, or reads nothing; without END it knows that it lacks some
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
