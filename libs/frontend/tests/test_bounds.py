@@ -3,6 +3,8 @@
 import asyncio
 import json
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -219,6 +221,20 @@ def test_a_template_that_takes_all_memory_is_a_400_and_the_next_chat_is_served(s
     assert (
         live.post("/v1/chat/completions", messages=[HI | {"content": "x"}], max_tokens=1).status_code == 200
     )
+
+
+def test_a_renderer_starts_under_a_lower_limit_of_memory() -> None:
+    """As of `ulimit -v`."""
+    low = 1 << 30
+    done = subprocess.run(
+        [sys.executable, "-m", "openinfer.frontend.render_process"],
+        input=json.dumps(ChatTemplate("x{{ tools }}", {}).spec._asdict()) + "\n",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (low, low)),
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(done.stdout) == {"variables": []}
+    assert done.stderr == ""
 
 
 def test_a_render_process_that_dies_is_replaced(start: Any) -> None:
