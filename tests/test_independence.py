@@ -196,11 +196,11 @@ BUDGETS = {
     "engine/testing": 700,
     "eagle3": 363,
     "qwen3": 667,
-    "qwen3_5": 3283,
+    "qwen3_5": 3299,
     "deepseek_v4": 5086,
 }
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12965
+MAX_RECIPE_LINES = 12981
 
 
 def lines_of(folder: Path) -> int:
