@@ -192,7 +192,7 @@ def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 BUDGETS = {
-    "engine": 3561,
+    "engine": 3562,
     "engine/testing": 700,
     "eagle3": 363,
     "qwen3": 667,
@@ -200,7 +200,7 @@ BUDGETS = {
     "deepseek_v4": 5086,
 }
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12981
+MAX_RECIPE_LINES = 12982
 
 
 def lines_of(folder: Path) -> int:
