@@ -70,6 +70,14 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         cli.main(["serve"])
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "plan", ("", interrupted))
+    assert cli.main(["plan"]) == 130
+
+
 def test_help_names_every_command() -> None:
     text = openinfer("--help").stdout
     assert openinfer().stdout == text

@@ -22,8 +22,13 @@ DISTRIBUTIONS = (
 )
 
 
+INTERRUPTED = 128 + 2
+"""The exit code after Ctrl-C, as of a shell: 128 and the signal's number."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code: 0 done, 1 it failed (one line on stderr), 2 wrong arguments."""
+    """Run a subcommand; returns the exit code: 0 done, 1 it failed (one line on stderr), 2 wrong arguments, 130 after
+    Ctrl-C."""
     try:
         code = _run(argv)
         sys.stdout.flush()
@@ -33,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _reader_left() -> bool:
