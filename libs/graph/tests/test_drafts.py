@@ -9,12 +9,18 @@ import pytest
 
 from openinfer.graph import Buckets, Rows
 from openinfer.graph.runner import DraftCounts, Drafting, Sampling
-from openinfer.graph.runner.verifying import draft_fields, read_verified, write_drafts, write_verified
+from openinfer.graph.runner.verifying import (
+    Proposals,
+    draft_fields,
+    read_verified,
+    write_drafts,
+    write_verified,
+)
 from openinfer.kernels import CpuPack, apply_writes
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import RowStatus
 from openinfer.scheduler import NGram, Row, Seq, Step
-from openinfer.tensor import Arena, Device, Stream
+from openinfer.tensor import Arena, Device, Stream, uint8
 
 BUCKETS = Buckets.up_to(8, 64, (1, 2, 4), 3)
 
@@ -257,3 +263,18 @@ def test_a_choice_that_finds_nothing_rests():
     drafting.worth.choose = lambda available, rows, cost: 1
     drafting.num_drafts(view_of(seq, step=72))
     assert (drafting.rest_until, drafting.places) == (72, 1)
+
+
+def test_padding_tokens_have_ids_of_the_vocabulary(monkeypatch):
+    """No step writes these ids, and all are embedded: memory that was not cleared once ended a step."""
+    plain = Arena.alloc
+
+    def dirty(arena, *args):
+        made = plain(arena, *args)
+        made.view_as(uint8).numpy()[:] = 255
+        return made
+
+    monkeypatch.setattr(Arena, "alloc", dirty)
+    cpu = Device("cpu")
+    made = Proposals.allocate(Arena(cpu, 1 << 20), Stream(cpu), 4, 64, width=16, dtype=np.dtype(np.float32))
+    assert not made.next_ids.numpy().any()
