@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from openinfer.scheduler import InvalidSetup, Worth
-from openinfer.scheduler.worth import PRIOR
 
 LEVELS = (1, 2, 4)
 Cost = Callable[[int, int], float]
@@ -82,14 +81,10 @@ def test_drafts_that_pay_are_taken() -> None:
     assert speed(bandwidth, 8, [0.0, 0.9], 2000) > 1.2  # they are tried again
 
 
-@pytest.mark.parametrize(("prior", "least", "most"), [(PRIOR, 0.987, 1.0), (0.7, 0.9, 0.985)])
-def test_the_first_trials_leave_room_for_layers_that_draft(
-    monkeypatch: pytest.MonkeyPatch, prior: float, least: float, most: float
-) -> None:
-    """Drafts of layers are made a step before they are verified. 0.7 is the control."""
-    monkeypatch.setattr("openinfer.scheduler.worth.PRIOR", prior)
+def test_the_first_trials_leave_room_for_layers_that_draft() -> None:
+    """Drafts of layers are made a step before they are verified."""
     for rows in (1, 8, 32):
-        assert least < speed(layered, rows, [0.0], 128, delay=3) < most
+        assert 0.99 < speed(layered, rows, [0.0], 128, delay=3) < 1.0
 
 
 def test_a_control_without_books_loses_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +119,7 @@ def test_a_trial_waits_for_the_result_of_the_one_before() -> None:
     worth.waiting = True
     assert worth.choose([2], 1, cost) == 0  # the first drafts of all are a trial
     worth.waiting = False
-    assert worth.choose([2], 1, cost) == 2
+    assert worth.choose([2], 1, cost) == 1
     for _ in range(40):
         worth.saw({(2, 0): 1})
     for _ in range(400):
@@ -189,6 +184,8 @@ def test_a_step_of_an_unknown_cost_is_tried_once_the_plain_one_is_known() -> Non
     known[0] = 1.0
     assert worth.choose([3], 1, known.get) == 1
     known[1] = 1.1
+    assert worth.choose([3], 1, known.get) == 1  # first one draft, until its result is known
+    worth.saw({(1, 1): 1})
     assert worth.choose([3], 1, known.get) == 3
     assert worth.choose([1], 1, known.get) == 1  # no row has three
     assert worth.choose([], 1, known.get) == 0

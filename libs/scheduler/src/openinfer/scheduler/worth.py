@@ -66,15 +66,18 @@ class Worth:
 
         available: drafts that each row with any could have. rows: all decode rows. cost: seconds of a step with this
         number of drafts a row; None: not known yet. A step of an unknown cost is taken, so that the cost gets known.
-        Above the first level it must pay if each draft costs what it costs at the level before.
+        Above the first level it must pay if each draft costs what it costs at the level before, which must have been
+        tried.
         """
         plain = cost(0)
         if not available or plain is None or self._overdrawn(plain) > 0:
             return 0
         chances, best, best_rate, draft = self.chances, 0, rows / plain, 0.0
+        before = 0
         for level in self._levels:
-            if math.prod(chances[:level]) < LEAST:
+            if math.prod(chances[:level]) < LEAST or (before and not self._tried[before - 1]):
                 break
+            before = level
             known = cost(level)
             if known is None and level == self._levels[0]:
                 return level

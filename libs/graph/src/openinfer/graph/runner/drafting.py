@@ -83,7 +83,7 @@ class Drafting:
     worth: Worth = field(init=False)
 
     def __post_init__(self) -> None:
-        self.worth, self.places = Worth(self.buckets.draft_levels), self.max_drafts
+        self.worth, self.places = Worth(self.buckets.draft_levels), self.buckets.draft_levels[0]
         self.layers = self.make_drafter is None
 
     @property
