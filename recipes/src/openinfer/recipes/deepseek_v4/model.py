@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from openinfer.graph.runner import Batch, States
-from openinfer.kernels import (
-    Pack,
-    embed,
-    experts,
-    gate_up_clamped,
-    project,
-    route,
-)
+from openinfer.kernels import Pack, embed, experts, gate_up_clamped, project, route
 from openinfer.kernels.weights import Linear
 from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, Recent

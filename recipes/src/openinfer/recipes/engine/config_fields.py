@@ -12,6 +12,7 @@ from openinfer.recipes.engine.errors import UnsupportedModel
 __all__ = [
     "FP8_BLOCK",
     "Fields",
+    "attention_heads",
     "eos_ids",
     "load_config",
     "read_json",
@@ -153,6 +154,16 @@ def eos_ids(value: object, vocab_size: int) -> tuple[int, ...]:
             f"eos_token_id is {shown(value)}; ids must be in [0, {vocab_size}), 64 at most"
         )
     return tuple(found)
+
+
+def attention_heads(fields: Fields) -> tuple[int, int]:
+    """Query heads and key-value heads, of which each serves as many queries. Raises UnsupportedModel."""
+    heads, kv_heads = fields.size("num_attention_heads"), fields.size("num_key_value_heads")
+    if heads % kv_heads:
+        raise UnsupportedModel(
+            f"{fields.where}: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
+        )
+    return heads, kv_heads
 
 
 def share_evenly(ranks: int, sizes: Mapping[str, tuple[int, int]]) -> None:

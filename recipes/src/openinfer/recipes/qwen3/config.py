@@ -13,6 +13,7 @@ import numpy as np
 from openinfer.kernels import rope_frequencies, yarn_frequencies
 from openinfer.recipes.engine.config_fields import (
     Fields,
+    attention_heads,
     eos_ids,
     share_evenly,
     share_or_repeat,
@@ -98,12 +99,8 @@ class Config:
         activations may be quantised. checkpoint: which modules are packed. Raises UnsupportedModel naming the key."""
         fields = Fields(raw)
         _refuse(fields)
-        heads, kv_heads = fields.size("num_attention_heads"), fields.size("num_key_value_heads")
+        heads, kv_heads = attention_heads(fields)
         head_dim = fields.size("head_dim", default=fields.size("hidden_size") // heads)
-        if heads % kv_heads:
-            raise UnsupportedModel(
-                f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
-            )
         inv_freq, rope_scale = _rope(fields, head_dim)
         vocab = fields.size("vocab_size")
         return cls(

@@ -12,6 +12,7 @@ import numpy as np
 from openinfer.kernels import rope_frequencies
 from openinfer.recipes.engine.config_fields import (
     Fields,
+    attention_heads,
     eos_ids,
     share_evenly,
     share_or_repeat,
@@ -239,12 +240,8 @@ def _tied(whole: Fields, text: Fields) -> bool | None:
 
 
 def _heads(text: Fields) -> dict[str, Any]:
-    heads, kv_heads = text.size("num_attention_heads"), text.size("num_key_value_heads")
+    heads, kv_heads = attention_heads(text)
     key_heads, value_heads = text.size("linear_num_key_heads"), text.size("linear_num_value_heads")
-    if heads % kv_heads:
-        raise UnsupportedModel(
-            f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
-        )
     if value_heads % key_heads:
         raise UnsupportedModel(
             f"config.json: linear_num_value_heads {value_heads} is no multiple of linear_num_key_heads {key_heads}"
