@@ -114,9 +114,9 @@ def checkpoints() -> str:
     return f"""# Checkpoints and their memory
 
 [The recipes](../recipes/README.md) say which checkpoints they take. This table has the published sizes on one GPU,
-with the default flags and {SHARE:.0%} of the GPU's memory. "Beside them" are the batch, recurrent states, activations,
-workspace, and what the driver takes. The cache is in tokens of all sequences together. "no room": the weights and
-what is beside them leave too little for one sequence.
+with the default flags and {SHARE:.0%} of the GPU's memory. "Beside them" are the batch, activations, workspace, and
+what the driver takes. The cache is in tokens of all sequences together, beside the recurrent states, which take at most
+half of the room. "no room": the weights and what is beside them leave too little for one sequence.
 
 `--max-num-seqs`, `--max-num-batched-tokens` and `--max-model-len` make room; Qwen3.5 keeps a state for each of
 `--max-num-seqs` rows. `openinfer explain MODEL_DIR --gpu-memory 80` counts for your flags and your GPU.
@@ -134,7 +134,7 @@ def row(recipe: Recipe[Any], name: str, config: Any) -> list[str]:
     """A published size: its weights, the rest, and the tokens of cache that each GPU has room for."""
     outline = Outline(recipe, Source(config), recipe.options(), H200)
     weights = outline.memory["weights"]
-    rest = sum(outline.memory.values()) - weights
+    rest = outline.fixed_bytes - weights
     cells = [name, recipe.name, f"{weights / 1e9:.1f} GB", f"{rest / 1e9:.1f} GB"]
     for nbytes in GPUS.values():
         try:

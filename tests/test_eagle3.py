@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from openinfer.cli.segments import Outline
 from openinfer.graph import Buckets, Shape
 from openinfer.graph.runner import segments
-from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target
+from openinfer.kernels import H200, CpuPack, InterpDriver, LaunchPack, Pack, Target
+from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.model import DraftingModel
@@ -272,3 +274,11 @@ def test_the_key_model_belongs_to_eagle3(session: Callable[..., Any], tmp_path: 
             session(PATH, speculative_config=text)
     with pytest.raises(SetupError, match="nowhere has no config"):
         session(PATH, speculative_config=speculation(tmp_path / "nowhere"))
+
+
+def test_a_plan_counts_the_memory_of_the_head(tmp_path: Path) -> None:
+    write_head(tmp_path)
+    options = RECIPE.options(max_num_seqs=8, speculative_config=speculation(tmp_path))
+    outline = Outline(RECIPE, Source.read(PATH), options, H200)
+    assert outline.memory["EAGLE-3 head"] > 2 * H * (3 * H + INTER * 3)
+    assert 0 <= outline.fixed_bytes - sum(outline.memory.values()) < 1 << 14

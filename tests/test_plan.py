@@ -64,7 +64,7 @@ def test_a_published_name_needs_no_folder(tmp_path: Path) -> None:
     first, other = served(tmp_path, "Qwen/Qwen3-0.6B", *flags)["results"]
     assert first["memory"]["weights"] == pytest.approx(1.2e9, rel=0.05)
     assert other["flags"].startswith("qwen3_5-0.8B")
-    assert "recurrent states" in other["memory"]
+    assert "inputs of drafts" in other["memory"]
 
 
 @pytest.mark.slow

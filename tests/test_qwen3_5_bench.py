@@ -40,7 +40,7 @@ def test_every_op_is_measured_and_explained(tmp_path: Path, capsys: pytest.Captu
     assert delta[1] == "3"  # layers
     state = 2 * 2 * (4 * 128 * 128 * 4 + 4 * 1024 * 2)  # of two rows, read and written, in bf16
     assert 3 * state / 1e6 < float(delta[3]) < 3 * state / 1e6 * 1.02
-    assert any("recurrent states" in line for line in lines)
+    assert any(line.split()[:2] == ["cache:", "state"] for line in lines)
 
 
 def test_prompts_follow_rows_with_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

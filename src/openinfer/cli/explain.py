@@ -184,7 +184,7 @@ def memory(outline: Outline, gpu_bytes: float, utilization: float) -> str:
     rows = [f"memory of {format_bytes(gpu_bytes)}, of which {utilization:.0%} are used:"]
     rows += [f"  {name:<26} {format_bytes(size):>8}" for name, size in outline.memory.items()]
     try:
-        pool = outline.cache(int(gpu_bytes * utilization) - sum(outline.memory.values()))
+        pool = outline.cache(int(gpu_bytes * utilization) - outline.fixed_bytes)
     except SetupError as error:
         return "\n".join([*rows, f"  {error}"])
     rows += [

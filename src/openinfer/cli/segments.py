@@ -67,10 +67,10 @@ def step_segments(
 class Outline:
     """An engine with these options on the null device: its steps can be traced, its memory counted. Needs no GPU.
 
-    `memory`: bytes by their use, without the cache. `target`: the GPU that the plan is for. `steps`: the calls of every
-    recorded step by its shape. `max_model_len`: tokens of a sequence, where the cache has room for them.
-    kv_dtype: of the numbers in the cache of keys and values. `groups`: the kinds of the cache, with the fewest blocks.
-    `parts`: GPUs that each hold a part of a block of the cache.
+    `memory`: bytes by their use, without the cache; `fixed_bytes`: all of them. `target`: the GPU that the plan is for.
+    `steps`: the calls of every recorded step by its shape. `max_model_len`: tokens of a sequence, where the cache
+    has room for them. kv_dtype: of the numbers in the cache of keys and values. `groups`: the kinds of the cache, with
+    the fewest blocks. `parts`: GPUs that each hold a part of a block of the cache.
     ranks: the number of GPUs that share the model, by default that of the options; with more than one, this is the part
     of the first GPU.
     """
@@ -88,7 +88,7 @@ class Outline:
         self.steps, self.max_model_len = plan.steps, limits.max_model_len
         self.kv_dtype = limits.kv_dtype
         self.groups, self.parts = blueprint.groups(limits), 1 if blueprint.cache_is_alike else ranks
-        self.model = plan.model
+        self.model, self.fixed_bytes = plan.model, plan.fixed_bytes + OUTSIDE_BYTES
         rows, own = self.model.batch.rows, dict(blueprint.memory(self.model))
         own["activations"] += self.model.batch.nbytes
         if self.model.batch.adapters is not None:
@@ -102,7 +102,7 @@ class Outline:
 
     def cache(self, nbytes: int) -> Pool:
         """The pool that an engine makes of `nbytes`. Raises SetupError where they are too few."""
-        room = Room(nbytes, Device("cuda"), sum(self.memory.values()))
+        room = Room(nbytes, Device("cuda"), self.fixed_bytes)
         blocks = self._blueprint.share(self._limits, room)
         return Pool(self._blueprint.groups(self._limits, blocks), prefix_cache=self._prefix_cache)
 

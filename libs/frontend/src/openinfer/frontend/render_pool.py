@@ -121,8 +121,7 @@ async def _answer(process: asyncio.subprocess.Process, line: bytes) -> dict[str,
         process.stdin.write(line)
         await process.stdin.drain()
         said = await process.stdout.readline()
-    # ValueError: a line beyond the limit. RuntimeError: uvloop's, for a pipe that is closed already.
-    except (ConnectionError, ValueError, RuntimeError):
+    except (ConnectionError, ValueError):  # ValueError: a line beyond the limit
         return None
     answer: dict[str, Any] | None = json.loads(said) if said else None
     return answer

@@ -23,9 +23,7 @@ MEMORY_BYTES = 2 << 30
 
 def main() -> int:
     """Answer until standard input ends."""
-    _, allowed = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_BYTES if allowed == resource.RLIM_INFINITY else min(allowed, MEMORY_BYTES)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     lines, out = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # a renderer that prints must not break the answers
     renderer: Renderer | None = None

@@ -49,7 +49,7 @@ from openinfer.tensor.places import Conversion, Places
 from openinfer.tensor.progress import ProgressBar, format_bytes
 from openinfer.tensor.shared import SharedCheckpoint, SharedWeights
 from openinfer.tensor.stream import Event, Stream
-from openinfer.tensor.tensor import Tensor
+from openinfer.tensor.tensor import Tensor, nbytes_of
 
 __all__ = [
     "Activity",
@@ -105,6 +105,7 @@ __all__ = [
     "int32",
     "int64",
     "load_tensors",
+    "nbytes_of",
     "uint8",
     "uint16",
     "uint32",

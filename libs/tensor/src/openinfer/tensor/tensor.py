@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -294,3 +295,10 @@ def _ordered(device: Device, stream: Stream | None) -> Iterator[Stream]:
     with Stream(device) as own:
         cuda.check(cuda.driver().cuCtxSynchronize(), "cuCtxSynchronize")
         yield own
+
+
+def nbytes_of(buffers: Any) -> int:
+    """Bytes of the tensors that are fields of a dataclass, or in tuples of its fields. Each counts once."""
+    values = [getattr(buffers, field.name) for field in dataclasses.fields(buffers)]
+    every = (one for value in values for one in (value if isinstance(value, tuple) else (value,)))
+    return sum(tensor.nbytes for tensor in {one for one in every if isinstance(one, Tensor)})

@@ -29,7 +29,7 @@ from openinfer.recipes.engine.controls import of_halves, of_ranks, of_rotation
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.engine.verdict import Check, Reference
-from openinfer.tensor import Arena, Checkpoint, LoadReport, Stream, Tensor
+from openinfer.tensor import Arena, Checkpoint, LoadReport, Stream, Tensor, nbytes_of
 
 log = logging.getLogger("openinfer.deepseek_v4")
 
@@ -139,16 +139,12 @@ class DeepseekV4(Blueprint[Model]):
         return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
 
     def memory(self, model: Model) -> Mapping[str, int]:
-        buffers = {getattr(model.buffers, f.name) for f in dataclasses.fields(model.buffers)}
+        work = model.work if isinstance(model, DraftingModel) else None
         return {
             "weights": model.weights.nbytes,
-            "activations": sum(tensor.nbytes for tensor in buffers),
+            "activations": nbytes_of(model.buffers) + (0 if work is None else work.nbytes),
             "rotary tables": model.cos_sin.nbytes + model.compress_cos_sin.nbytes,
-            "states of drafts": sum(
-                x.nbytes for x in (model.recent.csa, model.recent.index, model.recent.hca)
-            )
-            if model.recent is not None
-            else 0,
+            "states of drafts": nbytes_of(model.recent) if model.recent is not None else 0,
         }
 
     def controls(self, model: Model) -> Iterator[Control]:

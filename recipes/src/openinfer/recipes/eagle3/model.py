@@ -30,7 +30,7 @@ from openinfer.kernels import (
 from openinfer.recipes.eagle3.config import READ, Head, Target
 from openinfer.recipes.eagle3.weights import Weights
 from openinfer.sampler.gpu import widen
-from openinfer.tensor import Arena, Stream, Tensor, float32, int32
+from openinfer.tensor import Arena, Stream, Tensor, float32, int32, nbytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,11 @@ class Drafter:
         weights = Weights.allocate(head, target, arena, dtype)
         sizes = {"max_tokens": max_tokens, "max_logits": max_logits, "length": length}
         return cls(head, target, weights, Buffers.allocate(head, target, arena, stream, dtype, **sizes))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and activations."""
+        return nbytes_of(self.weights) + nbytes_of(self.buffers)
 
     def traced(self, layers: int) -> Drafter:
         """The drafter of a traced model of few layers: it reads what follows the last, so that no product is counted

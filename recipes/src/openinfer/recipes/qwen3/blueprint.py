@@ -20,7 +20,7 @@ from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.model import Buffers, DraftingModel, Model
 from openinfer.recipes.qwen3.weights import Weights, validate
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, nbytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,8 @@ class Qwen3(Blueprint[Model]):
         return Weights.allocate(self.whole, Arena(Device("null"), None), limits.dtype)
 
     def _layout(self, limits: Limits) -> KvLayout:
-        c = self.config
-        return KvLayout(
-            c.num_layers + (self.head is not None),
-            c.num_kv_heads,
-            self.page_size,
-            c.head_dim,
-            limits.kv_dtype,
-        )
+        c, layers = self.config, self.config.num_layers + (self.head is not None)
+        return KvLayout(layers, c.num_kv_heads, self.page_size, c.head_dim, limits.kv_dtype)
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
         return (room.pages(limits, self._layout(limits).page_bytes),)
@@ -115,10 +109,11 @@ class Qwen3(Blueprint[Model]):
     def memory(self, model: Model) -> Mapping[str, int]:
         weights = Arena(Device("null"), None)
         Weights.allocate(self.config, weights, model.buffers.x.dtype)
-        buffers = sum(
-            getattr(model.buffers, field.name).nbytes for field in dataclasses.fields(model.buffers)
-        )
-        return {"weights": weights.used, "activations": buffers, "rotary table": model.cos_sin.nbytes}
+        activations = nbytes_of(model.buffers)
+        uses = {"weights": weights.used, "activations": activations, "rotary table": model.cos_sin.nbytes}
+        if isinstance(model, DraftingModel):
+            uses["EAGLE-3 head"] = model.drafter.nbytes
+        return uses
 
     def controls(self, model: Model) -> Iterator[Control]:
         yield from of_rotation(model.cos_sin)

@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.graph.runner import Batch, Read, States, StepRows
-from openinfer.kernels import (
-    Pack,
-    embed,
-    gate_up_silu,
-    norm_linear,
-    norm_rope_attend,
-)
+from openinfer.kernels import Pack, embed, gate_up_silu, norm_linear, norm_rope_attend
 from openinfer.kernels.kv_cache import KvCache
 from openinfer.recipes.eagle3 import Drafter
 from openinfer.recipes.qwen3.config import Config
@@ -39,12 +33,8 @@ class Buffers:
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], max_tokens: int) -> Buffers:
         """For steps of at most max_tokens tokens."""
-        widths = (
-            config.hidden_size,
-            config.qkv_size,
-            config.num_heads * config.head_dim,
-            config.intermediate_size,
-        )
+        c = config
+        widths = c.hidden_size, c.qkv_size, c.num_heads * c.head_dim, c.intermediate_size
         return cls(*(arena.alloc((max_tokens, width), dtype) for width in widths))
 
 

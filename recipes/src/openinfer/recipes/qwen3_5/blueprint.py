@@ -25,7 +25,7 @@ from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
 from openinfer.recipes.qwen3_5.options import HybridOptions
 from openinfer.recipes.qwen3_5.states import Boundaries, States
 from openinfer.recipes.qwen3_5.weights import NOT_RUN, DeltaNet, Format, Mixture, Weights, validate
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32, nbytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +138,10 @@ class Qwen35(Blueprint[Model]):
     def memory(self, model: Model) -> Mapping[str, int]:
         weights, dtype = Arena(Device("null"), None), model.buffers.x.dtype
         Weights.allocate(self.config, weights, dtype, self.form)
-        names = [field.name for field in dataclasses.fields(model.buffers) if field.name != "drafting"]
-        tensors = [*(getattr(model.buffers, name) for name in names), *model.buffers.drafting]
-        buffers = sum(tensor.nbytes for tensor in tensors)
         return {
             "weights": weights.used,
-            "activations": buffers,
+            "activations": nbytes_of(model.buffers),
             "rotary table": model.cos_sin.nbytes,
-            "recurrent states": self._states_wanted() * self.config.state_bytes(dtype.itemsize),
             "inputs of drafts": model.recent.nbytes if model.recent is not None else 0,
         }
 

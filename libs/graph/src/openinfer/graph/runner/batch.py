@@ -24,7 +24,7 @@ from openinfer.kernels.adapters import Adapters
 from openinfer.kernels.low_rank import Lora
 from openinfer.sampler.gpu import SampleBuffers, fields
 from openinfer.scheduler import Row
-from openinfer.tensor import Arena, Stream, Tensor, float32, int32
+from openinfer.tensor import Arena, Stream, Tensor, float32, int32, nbytes_of
 
 Array = np.ndarray[Any, Any]
 
@@ -130,9 +130,8 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Device memory of the buffers, the rows aside."""
-        buffers = (self.token_ids, self.positions, self.token_slots, self.last, self.normed, self.part)
-        sampled = (getattr(self.sampled, name) for name in SampleBuffers.__slots__)
-        return sum(tensor.nbytes for tensor in (*buffers, *sampled) if tensor is not None)
+        parts = (self, self.sampled, self.proposals)
+        return sum(nbytes_of(part) for part in parts if part is not None)
 
     def step(self, num_tokens: int, num_rows: int) -> StepRows:
         """The rows and tokens of a step, after `expand`."""
