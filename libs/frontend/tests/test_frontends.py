@@ -125,6 +125,13 @@ def total(text: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{re.escape(name)}\{{.*\}} (\S+)$", text, re.M))
 
 
+@pytest.fixture
+def launch(launch: Launch) -> Launch:
+    """Without tokenizers and processes that render chats, because no test here sends a text, unless a flag names a
+    template."""
+    return lambda *args: launch(*args, *[] if "--chat-template" in args else ["--skip-tokenizer-init"])
+
+
 def test_every_process_serves_and_shows_the_totals(model_dir: Path, launch: Launch, connect: Connect) -> None:
     server = launch(model_dir, "--frontends", 3, "--log-requests", "--api-key", "open sesame")
     assert server.lines[-1].endswith("(3 HTTP processes)")
