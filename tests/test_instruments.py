@@ -202,7 +202,7 @@ def test_the_host_s_work_for_one_row_is_measured() -> None:
     assert {name: len(found) for name, found in times.items()} == {
         "steady": 64,
         "watch": 1,
-        "ranks": 1,
+        "ranks": 16,
         "change": 2,
     }
 
