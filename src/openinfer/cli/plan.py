@@ -25,6 +25,8 @@ from openinfer.recipes.engine.offload import check_offload
 SECONDS = 15.0
 """Seconds of arrivals at each load, with at least FEWEST requests and at most MOST."""
 FEWEST, MOST = 100, 1000
+HOPELESS = 1.25
+"""Rates above this part of what a compared server completes are not tried: its queue would only grow."""
 HALVINGS = 3
 """Rates tried between the largest load that keeps the objectives and the next."""
 
@@ -169,7 +171,7 @@ def _other(argv: list[str], words: list[str]) -> tuple[str, argparse.Namespace, 
 def _served(flags: str, args: argparse.Namespace, server: Server, objectives: Objectives) -> Variant:
     """The points of another server."""
     progress(flags)
-    return Variant(flags, server, list(_points(server, args, objectives)))
+    return Variant(flags, server, list(_points(server, args, objectives, most=HOPELESS)))
 
 
 def _of_server(flags: str) -> list[str]:
@@ -180,11 +182,14 @@ def _of_server(flags: str) -> list[str]:
     return found if not found or found[0].startswith("-") else found[1:]
 
 
-def _points(server: Server, args: argparse.Namespace, objectives: Objectives) -> Iterator[Point]:
+def _points(
+    server: Server, args: argparse.Namespace, objectives: Objectives, most: float = math.inf
+) -> Iterator[Point]:
     """All at once, one request at a time, and the rates. With objectives, also rates between the largest that keeps
-    them and the next, to find the largest."""
+    them and the next, to find the largest. most: rates but the first are left out above this part of what the server
+    completes, except for agents, whose offered rate is not what comes."""
     size, rows = (args.input, args.output), server.asked.options.max_num_seqs
-    yield server.serve(Load(math.inf, min(MOST, 5 * rows // 2), 0, *size, args.seed))
+    yield (rush := server.serve(Load(math.inf, min(MOST, 5 * rows // 2), 0, *size, args.seed)))
     yield server.serve(Load(math.inf, 5, 1, *size, args.seed))
 
     def at(rate: float) -> Point:
@@ -193,6 +198,9 @@ def _points(server: Server, args: argparse.Namespace, objectives: Objectives) ->
 
     kept, broken = 0.0, math.inf
     for rate in args.rate:
+        if rate > max(args.rate[0], most * rush.requests_per_s) and server.agents is None:
+            broken = min(broken, rate)
+            break
         yield (point := at(rate))
         if broken == math.inf and objectives.met(point):
             kept = rate

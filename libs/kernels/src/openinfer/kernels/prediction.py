@@ -80,7 +80,10 @@ class Prediction(NamedTuple):
         total = self.fixed_s
         for line in self.varying:
             size, flops = line.cost(rows, kv_tokens, qk_pairs)
-            total += line.times * max(size / line.speed.bytes_per_s, flops / line.speed.flops_per_s)
+            memory, compute = size / line.speed.bytes_per_s, flops / line.speed.flops_per_s
+            total += line.times * (memory if memory > compute else compute)
+        if not self.bent:
+            return total
         workload = Workload(self.tokens, rows, kv_tokens, qk_pairs)
         for call, speed in self.bent:
             total += call.times * call.cost(workload).floor_s(speed.bytes_per_s, speed.flops_per_s)

@@ -106,9 +106,11 @@ class Pool:
         In a pool of one group without a window this is used blocks times block size. Groups of snapshots do not
         count: a snapshot occupies the same room whatever the length of its sequence. O(groups).
         """
-        pages = [ledger for ledger in self._ledgers if not ledger.group.snapshots]
-        part = max((ledger.num_in_use / (ledger.group.num_blocks - 1) for ledger in pages), default=0.0)
-        return min(round(part * self.capacity_tokens), self.capacity_tokens)
+        part, capacity = 0.0, self.capacity_tokens
+        for ledger in self._ledgers:
+            if not ledger.group.snapshots:
+                part = max(part, ledger.num_in_use / (ledger.group.num_blocks - 1))
+        return min(round(part * capacity), capacity)
 
     def acquire(
         self,

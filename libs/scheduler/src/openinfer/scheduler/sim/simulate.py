@@ -67,7 +67,7 @@ class _Simulation:
         drafts: SteadyDrafts | None,
         lone_tokens: int,
     ) -> None:
-        self.runner = runner
+        self.runner, self.drafts = runner, drafts is not None
         self.loop = StepLoop(
             self.runner,
             pool,
@@ -140,9 +140,10 @@ class _Simulation:
         match event:
             case Tokens():
                 gaps = self.gaps
+                one_each = event.advanced is None and not self.drafts  # spares a call a row
                 for position, seq in event.emitting():
                     record = seq.owner
-                    for _ in range(event.num_tokens(position)):
+                    for _ in (None,) if one_each else range(event.num_tokens(position)):
                         number = record.num_output
                         seq.tokens.append(record.request.output[number])
                         record.num_output = number + 1
