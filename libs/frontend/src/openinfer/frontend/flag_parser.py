@@ -55,6 +55,9 @@ class FlagParser(argparse.ArgumentParser):
         advised = {flag: text for flag in flags if (text := self._advice(flag))}
         others = [word for word in unknown if word.partition("=")[0] not in advised]
         told = [f"{flag} is a flag of vLLM that openinfer does not have: {advised[flag]}" for flag in advised]
+        if len(advised) > 1:
+            each = "; ".join(f"{flag} ({text})" for flag, text in advised.items())
+            told = [f"flags of vLLM that openinfer does not have: {each}"]
         if not advised or any(
             word in flags for word in others
         ):  # words without a flag are values of advised ones
