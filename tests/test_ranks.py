@@ -241,6 +241,19 @@ def test_a_rank_that_cannot_start_is_named(monkeypatch):
     assert gone(followers())
 
 
+def test_a_rank_that_is_killed_while_it_starts_is_named(monkeypatch):
+    popen = subprocess.Popen
+
+    def killed(*args, **kwargs):
+        process = popen(*args, **kwargs)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", killed)
+    with pytest.raises(SetupError, match=r"rank 1 of 2 was killed by SIGKILL"):
+        build(RECIPE, TINY, tensor_parallel_size=2, **SMALL)
+
+
 @pytest.mark.parametrize(
     ("changes", "ranks", "why"),
     [
