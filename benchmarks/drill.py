@@ -26,6 +26,7 @@ from typing import Any
 from openinfer.cli import bench_idle, recipes
 from openinfer.cli.bench_ledger import Recorder
 from openinfer.frontend.contract import SlowTraces
+from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
 from openinfer.tensor import DeviceClock, PinnedBuffer, Tensor
@@ -145,6 +146,20 @@ class Drill:
 
 
 def main() -> int:
+    """Run the drill; returns 1 where it cannot run, which is then said in one line."""
+    try:
+        return _drill()
+    except Exception as error:
+        if not is_users_error(error):
+            raise
+        print(
+            f"drill.py: error: {one_line(error)} (it needs a GPU; tests/test_slow_traces.py does not)",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _drill() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

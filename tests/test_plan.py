@@ -503,3 +503,6 @@ def test_ops_that_got_slower_are_named_the_largest_first(
     assert bench_ops.main([str(TINY), "--ledger", str(old), "--against", str(old)]) == 0
     assert bench_ops.main([str(TINY), "--ledger", str(old)]) == 1
     assert "--against FILE" in capsys.readouterr().err
+    other = ledger(tmp_path / "other.json", scan=1.0)
+    assert bench_ops.main([str(TINY), "--ledger", str(other), "--against", str(old)]) == 1
+    assert "the ledgers have no op and shape in common" in capsys.readouterr().err

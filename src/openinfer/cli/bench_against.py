@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from openinfer.frontend.errors import FlagError
+
 WORTH = 1.03
 """A smaller change is noise, whatever the repeats say."""
 
@@ -63,7 +65,11 @@ def _quartile(entry: Mapping[str, Any], number: int) -> float:
 
 
 def report(before: Entries, after: Entries) -> tuple[str, bool]:
-    """The changes as text, and whether there is a regression."""
+    """The changes as text, and whether there is a regression. Raises FlagError for ledgers without a common op."""
+    if not set(before) & set(after):
+        raise FlagError(
+            "the ledgers have no op and shape in common: they are of two models, or of other flags; measure both alike"
+        )
     found = changes(before, after)
     slower = sum(change.slower for change in found)
     new, gone = sorted(set(after) - set(before)), sorted(set(before) - set(after))
