@@ -550,17 +550,17 @@ def test_the_floor_is_the_larger_of_two_times() -> None:
 
 
 def test_bench_host_engine_and_pool() -> None:
-    results = bench_host.engine_results(batches=(4,), steps=40)
+    results = bench_host.engine_results(batches=(4,), steps=320)
     for recipe in ("deepseek_v4", "qwen3", "qwen3_5"):
         steady, watch, ranks, change = (r for r in results if r["what"].startswith(f"{recipe}: "))
         assert steady["what"] == f"{recipe}: decode step, nobody joins or leaves, batch 4"
         assert 0 < steady["p50_us"] <= steady["p99_us"]
-        assert len(steady["repeats"]["us"]) == 40
+        assert len(steady["repeats"]["us"]) == 200
         assert watch["what"] == f"{recipe}: trace and watch of such a step, batch 4"
         assert min(watch["repeats"]["us"]) < steady["p50_us"]  # other programs slow some blocks
         assert ranks["what"] == f"{recipe}: telling three other ranks of such a step, batch 4"
         assert ranks["p50_us"] < steady["p50_us"]
-        assert len(change["repeats"]["us"]) == 4
+        assert len(change["repeats"]["us"]) == 32
     assert bench_host.pool_result(tokens=256)["mean_us"] > 0
 
 
