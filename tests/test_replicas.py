@@ -137,7 +137,7 @@ def test_each_replica_has_its_part_of_the_options() -> None:
     ("options", "words"),
     [
         (Options(trace="t"), "--trace is not possible with --data-parallel-size"),
-        (Options(device="cuda:1"), "name their GPUs by --device-ids"),
+        (Options(device="cuda:1"), "names one GPU: name them by --device-ids alone"),
         (Options(device="cuda", device_ids="0"), "name 2 different GPUs"),
     ],
 )
