@@ -86,9 +86,8 @@ def fitted() -> tuple[Speed, list[float]]:
     """The speeds that the newest recorded steps give, and the relative error of each step."""
     steps = []
     for model, file in RECORDED.items():
-        made = outline(
-            model, "--max-num-batched-tokens", "2048"
-        )  # prompts were cut so when they were recorded
+        # Prompts were cut so when they were recorded.
+        made = outline(model, "--max-num-batched-tokens", "2048")
         steps += tune_speed.measured(made, ROOT / "benchmarks" / "results" / file)
     figures = GPUS[H200.gpu]._replace(ops={})
     speed = fit_speed(steps, figures)

@@ -202,10 +202,8 @@ def agents(one: Driven) -> Json:
     heapq.heapify(due)
     done: set[int] = set()
     followers = {request.after: n for n, request in enumerate(trace) if request.after is not None}
-    known, prompts = (
-        dict[int, int](),
-        dict[int, list[int]](),
-    )  # by number of the request, by place in the trace
+    known: dict[int, int] = {}  # by number of the request
+    prompts: dict[int, list[int]] = {}  # by place in the trace
     began = time.perf_counter()
     while len(done) < len(trace):
         while due and due[0][0] <= time.perf_counter() - began:

@@ -373,9 +373,8 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert "forward 2048 tokens, 1 rows and sample 1 rows; then forward 1024 tokens" in text
     (attend,) = [line.split() for line in text.splitlines() if line.startswith("norm_rope_attend ")]
     pairs = 3000 * 3001 // 2
-    assert float(attend[4]) == pytest.approx(
-        4 * pairs * 4 * 4 * 128 / 1e9, rel=0.01
-    )  # layers, heads, head size; norms and rotation are little
+    # Layers, heads, head size; norms and rotation are little.
+    assert float(attend[4]) == pytest.approx(4 * pairs * 4 * 4 * 128 / 1e9, rel=0.01)
     assert "weights" in text
     assert "blocks of 16 tokens" in text
 

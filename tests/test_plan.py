@@ -76,9 +76,8 @@ def test_drafts_help_few_requests_and_not_many(tmp_path: Path) -> None:
     gained = 1 + 0.8 + 0.8**2  # tokens a step
     ratio = plain[alone]["tpot_ms"]["p50"] / often[alone]["tpot_ms"]["p50"]
     assert 1.4 < ratio < gained  # the layer that drafts and the wider step cost something
-    assert (
-        never[alone]["tpot_ms"]["p50"] < 1.12 * plain[alone]["tpot_ms"]["p50"]
-    )  # its states wait for drafts
+    # Its states wait for drafts.
+    assert never[alone]["tpot_ms"]["p50"] < 1.12 * plain[alone]["tpot_ms"]["p50"]
     for drafted in (often, never):  # steps without drafts where they do not pay
         assert drafted[rush]["requests_per_s"] > 0.95 * plain[rush]["requests_per_s"]
 

@@ -259,9 +259,8 @@ def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid,
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
     exact = hybrid.numbers["p2.logits_fp32"][-1]
     error = np.sqrt(np.mean((got - exact) ** 2))
-    assert (
-        0.01 < error < 1.0
-    )  # of logits with a standard deviation of 2.5: quantised, and still the same model
+    # Of logits with a standard deviation of 2.5: quantised, and still the same model.
+    assert 0.01 < error < 1.0
     small.weights.layers[3].mixer.qkv.scales.numpy()[-1] *= 2  # negative control
     assert np.abs(last_logits(small, prompt) - want).max() > 1e-2
     runs = [session(tmp_path / name, max_num_batched_tokens=50, **plain) for name in ("fp8", "bf16")]

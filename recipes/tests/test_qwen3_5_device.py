@@ -32,10 +32,8 @@ from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
 
 Array = np.ndarray[Any, Any]
 SMALL = Target(arch=90, num_sms=4)
-STEP, CHUNKS = (
-    3e-3,
-    8e-3,
-)  # relative errors: a step rounds where the reference does, chunks round what they multiply
+# Relative errors: a step rounds where the reference does, chunks round what they multiply.
+STEP, CHUNKS = 3e-3, 8e-3
 LAYERS = 3  # of a cache of states, the middle one of which is used
 
 

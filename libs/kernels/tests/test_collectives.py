@@ -111,9 +111,8 @@ def test_ranks_exchange_over_shared_memory(memory, size, way, sizes):
             total = xs[0].astype(np.float32)
             for x in xs[1:]:  # in the order of ranks
                 total = total + x.astype(np.float32)
-            stored = (
-                total if way == "cpu" else total.astype(dtype).astype(np.float32)
-            )  # launches store the sum
+            # Launches store the sum.
+            stored = total if way == "cpu" else total.astype(dtype).astype(np.float32)
             onto = (stored + np.float32(turn)).astype(dtype)
             total, whole, beside = total.astype(dtype), np.concatenate(xs), np.concatenate(xs, axis=1)
             for rank in range(size):

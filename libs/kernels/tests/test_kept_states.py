@@ -59,9 +59,8 @@ def test_kernels_agree_with_the_references(run_both, normal, width, count):
     for step in steps(normal, width, 40, count):
         got, want = run_both(keep_states, {**memory, **step})
         for name in memory:
-            np.testing.assert_array_equal(
-                got[name][1:], want[name][1:], err_msg=name
-            )  # padding has any value
+            # Padding has any value.
+            np.testing.assert_array_equal(got[name][1:], want[name][1:], err_msg=name)
         memory = {name: want[name] for name in memory}
     args = taken(memory, width, (0, 45 + count, 9, 40 + count, 0))
     got, want = run_both(take_states, args)
@@ -95,9 +94,8 @@ def test_what_was_kept_for_other_positions_is_no_tokens_of_the_row(normal):
     memory = kept(normal, 16)
     for step in steps(normal, 16, 40, 6):
         run(keep_states, {**memory, **step})
-    args = taken(
-        memory, 16, (0, 300, 9, 48, 0)
-    )  # 46 and 47 were not kept, so 45 has no known token behind it
+    # 46 and 47 were not kept, so 45 has no known token behind it.
+    args = taken(memory, 16, (0, 300, 9, 48, 0))
     run(take_states, args)
     assert args["positions"][:KEPT].tolist() == [40, 41, 42, 43, 44, 0, 0, 0]
     assert not args["token_slots"][KEPT:].any()

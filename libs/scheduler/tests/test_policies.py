@@ -308,9 +308,8 @@ def test_a_long_prompt_takes_a_lone_chunk_where_nothing_decodes(name):
     [long] = submit(policy, seq(1, 130))
     decision = policy.plan(lone_view(look_up=lambda seq: 2))
     assert (decision.chunks, list(decision.admit), decision.admit_tokens) == ({long: 128}, [long], 128)
-    assert (
-        policy.plan(lone_view(look_up=lambda seq: 3)).admit_tokens == 64
-    )  # the rest is shorter than the chunk
+    # The rest is shorter than the chunk.
+    assert policy.plan(lone_view(look_up=lambda seq: 3)).admit_tokens == 64
     assert policy.plan(lone_view(num_decode=1, look_up=lambda seq: 0)).admit_tokens == 63
     assert policy.plan(view(look_up=lambda seq: 0)).admit_tokens == 64
     policy.on_admit(long)

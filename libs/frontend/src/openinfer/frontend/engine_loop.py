@@ -162,9 +162,8 @@ class _Desk:
         if isinstance(answer, Future):
             self.pending.append((client, message.serial, answer))
             return
-        if isinstance(
-            message.command, Sleep | UnloadAdapter | UpdateWeights | WakeUp
-        ):  # all clients must know it
+        # All clients must know it.
+        if isinstance(message.command, Sleep | UnloadAdapter | UpdateWeights | WakeUp):
             self.tell_all(Stepped(StepOutputs(), self._engine.stats(), len(self.live)))
         self._send(client, ControlDone(message.serial, None, answer))
 

@@ -58,9 +58,8 @@ class FlagParser(argparse.ArgumentParser):
         if len(advised) > 1:
             each = "; ".join(f"{flag} ({text})" for flag, text in advised.items())
             told = [f"flags of vLLM that openinfer does not have: {each}"]
-        if not advised or any(
-            word in flags for word in others
-        ):  # words without a flag are values of advised ones
+        # Words without a flag are values of advised ones.
+        if not advised or any(word in flags for word in others):
             known = [name for name in self._option_string_actions if name.startswith("--")]
             strange = [flag for flag in flags if flag not in advised]
             close = [name for flag in strange for name in get_close_matches(flag, known, n=1)]

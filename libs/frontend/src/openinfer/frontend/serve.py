@@ -102,10 +102,8 @@ async def _serve(args: argparse.Namespace, specs: "Sequence[EngineSpec]", signal
         signals.append(number)
         main_task.cancel()
 
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # until the server takes over, they end the start-up in order
+    # Until the server takes over, they end the start-up in order.
+    for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:

@@ -29,9 +29,8 @@ class StepCosts:
 
     buckets: Buckets
     pace: StepPace
-    _averages: dict[Shape, float] = field(
-        default_factory=dict
-    )  # ratios, or seconds where nothing is predicted
+    # Ratios, or seconds where nothing is predicted.
+    _averages: dict[Shape, float] = field(default_factory=dict)
     _steps: Counter[Shape] = field(default_factory=Counter)
     _ratio: float = 1.0  # of all shapes
     _predicted: dict[Shape, tuple[int, float]] = field(default_factory=dict)  # cached tokens, and seconds

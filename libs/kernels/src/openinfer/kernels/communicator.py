@@ -15,10 +15,8 @@ Array = np.ndarray[Any, Any]
 
 _LINE = 64  # bytes; a counter of its own cache line for each rank
 _SLOT_BYTES = 1 << 20
-_SPIN_S, _NAP_S = (
-    0.001,
-    0.0002,
-)  # a rank that starts, or loads weights, comes late: the others must leave it the cores
+# A rank that starts, or loads weights, comes late: the others must leave it the cores.
+_SPIN_S, _NAP_S = 0.001, 0.0002
 
 
 class Communicator(Protocol):

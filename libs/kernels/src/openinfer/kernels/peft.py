@@ -260,9 +260,8 @@ def _values(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> Array:
         names = ", ".join(dtype.name for dtype in dtypes.WEIGHTS)
         raise CheckpointError(info.file, name, f"is {info.dtype.name}; {names} are possible")
     raw = np.empty(info.nbytes, np.uint8)
-    checkpoint.read_into(
-        name, raw
-    )  # not mapped: a file that is written anew meanwhile would end this process
+    # Not mapped: a file that is written anew meanwhile would end this process.
+    checkpoint.read_into(name, raw)
     values = raw.view(info.dtype).reshape(info.shape)
     if not np.isfinite(values).all():
         raise CheckpointError(info.file, name, "has values that are not finite")

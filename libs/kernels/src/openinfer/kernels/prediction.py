@@ -116,9 +116,8 @@ class Parts(NamedTuple):
             speed = figures.speed(call.kind, call.tokens, len(call.commands))
             memory, compute = cost.bytes / speed.bytes_per_s, cost.flops / speed.flops_per_s
             launches = min(speed.kernel_s, len(call.commands) * figures.fitted.kernel_s)
-            rest = (
-                speed.kernel_s - launches
-            )  # of an op with a line: work that grows with neither bytes nor FLOPs
+            # Of an op with a line: work that grows with neither bytes nor FLOPs.
+            rest = speed.kernel_s - launches
             if memory >= compute:
                 memory_s += call.times * (memory + rest)
             else:

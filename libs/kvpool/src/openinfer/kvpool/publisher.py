@@ -155,9 +155,8 @@ class EventPublisher:
             if config.replay_endpoint is not None:
                 router = self._context.socket(zmq.ROUTER)
                 router.setsockopt(zmq.LINGER, 0)
-                router.setsockopt(
-                    zmq.ROUTER_MANDATORY, 1
-                )  # else it drops what a slow subscriber has no room for
+                # Else it drops what a slow subscriber has no room for.
+                router.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 router.setsockopt(zmq.SNDTIMEO, REPLAY_WAIT_MS)
                 _open(router, config.replay_endpoint)
                 self._replays = threading.Thread(target=self._replay, args=(router,), daemon=True)

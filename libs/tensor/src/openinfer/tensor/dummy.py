@@ -76,9 +76,8 @@ class DummyCheckpoint(Checkpoint):
 def _values(dtype: DType, matrix: bool, width: int, scale: bool) -> np.ndarray[Any, Any]:
     """Bytes that repeat in tensors of a kind; width: of the last axis."""
     rng = np.random.default_rng(0)
-    rows = (
-        max(1, _BLOCK // max(width, 1) - 1) | 1
-    )  # odd: parts of a tensor, as heads and experts, must not be alike
+    # Odd: parts of a tensor, as heads and experts, must not be alike.
+    rows = max(1, _BLOCK // max(width, 1) - 1) | 1
     size = rows * max(width, 1)
     values: np.ndarray[Any, Any]
     if dtype == float8_e8m0fnu:

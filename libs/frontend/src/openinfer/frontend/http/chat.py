@@ -288,9 +288,8 @@ def _call(call: object, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(
-                arguments
-            )  # half a surrogate pair, which is no text, is an error to it
+            # Half a surrogate pair, which is no text, is an error to it.
+            arguments = msgspec.json.decode(arguments)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise APIError(f"{where}.function.arguments is not JSON: {error}", param="messages") from error
     if not isinstance(arguments, dict):

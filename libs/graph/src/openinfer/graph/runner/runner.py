@@ -166,9 +166,8 @@ class Runner:
                 rows.write(table, write.seq.slot, write.blocks, offset=write.first)
         changed = step.changed or (self.drafting is not None and self.drafting.unsettled)
         if self.drafting is not None and self.drafting.catches_up(changed):
-            self.replay(
-                ("draft", self._shape, 0)
-            )  # over the last step's rows, before the device gets the next step's
+            # Over the last step's rows, before the device gets the next step's.
+            self.replay(("draft", self._shape, 0))
         if changed:
             self._write_batch(step)
         if self.drafting is not None:

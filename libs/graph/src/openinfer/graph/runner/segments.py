@@ -46,9 +46,8 @@ def segments(
     for offset in range(0, most, batch.logits.shape[0]):
         work["score", offset] = partial(_score, model, pack, offset)
     result = batch.sampled.result.reshape(-1)
-    for place, room in enumerate(
-        [result] if rooms is None else rooms
-    ):  # last: followers number the others alike
+    # Last: followers number the others alike.
+    for place, room in enumerate([result] if rooms is None else rooms):
         work["results", place] = partial(copy_words, pack, out=room, x=result)
     return work
 

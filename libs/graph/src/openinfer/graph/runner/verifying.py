@@ -53,9 +53,8 @@ class Proposals:
         states, ids = arena.alloc((*kept, width), dtype), arena.alloc(kept, int32)
         made = cls(next_ids, lens, ends, spans, alone, states, ids)
         made.lens.zero_(stream)
-        made.next_ids.zero_(
-            stream
-        )  # no step writes the ids of its padding tokens, and their embeddings are read
+        # No step writes the ids of its padding tokens, and their embeddings are read.
+        made.next_ids.zero_(stream)
         if arena.device.kind != "null":
             made.alone.copy_from(np.arange(max_rows + 1, dtype=np.int32), stream)
         return made

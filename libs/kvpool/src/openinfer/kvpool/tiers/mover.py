@@ -127,9 +127,8 @@ class Mover:
         self._layout, self._steps, self._others = layout, steps, others
         self._streams: dict[Kind, Stream] = {kind: Stream(steps.device) for kind in ("d2h", "swap", "h2d")}
         self._saved = Event(steps.device)  # all copies from blocks so far, but for swaps
-        self._marks = deque(
-            Event(steps.device) for _ in range(_MARKS)
-        )  # used again and again, the oldest first
+        # Used again and again, the oldest first.
+        self._marks = deque(Event(steps.device) for _ in range(_MARKS))
         self._swapped: dict[tuple[int, int] | int, Event] = {}  # by block and by record: after the copy out
         self._stepped = Event(steps.device) if after_steps else None
         self._idle: list[Event] = []
