@@ -141,6 +141,9 @@ def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
         ),
         (["serve", "demo"], 1, "demo has no config.json: did you mean "),
         (["compile", str(TINY)], 2, "the following arguments are required: --arch"),
+        (["chat", "--sytem", "x"], 2, "unrecognized arguments: --sytem; did you mean --system?"),
+        (["bench", "serve", "--rate", "1"], 2, "unrecognized arguments: --rate; did you mean --rates?"),
+        (["selftest", "--out", "/dev/null/x"], 2, "--out and --work are folders that can be made"),
         (["compile", str(TINY), "--arch", "75"], 1, "--arch 75: known are 80, 86, 89, 90, 100, 120"),
     ],
 )

@@ -85,7 +85,7 @@ def test_values_that_float8_cannot_hold_are_refused(plain: tuple[Any, Path, Path
 
 
 def test_what_is_refused(plain: tuple[Any, Path, Path], tmp_path: Path) -> None:
-    """A packed checkpoint; another format; a mixture of experts."""
+    """A packed checkpoint; another format."""
     recipe, source, _ = plain
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
     raw = json.loads((source / "config.json").read_text())
@@ -94,10 +94,51 @@ def test_what_is_refused(plain: tuple[Any, Path, Path], tmp_path: Path) -> None:
         build(recipe, tmp_path, **FLAGS, quantization="fp8")
     with pytest.raises(SetupError, match="--quantization int8: fp8 are possible"):
         build(recipe, source, **FLAGS, quantization="int8")
-    golden = ROOT / "tests" / "goldens"
-    (moe,) = golden.glob("qwen3_5-*moe*")
-    with pytest.raises(UnsupportedModel, match="experts take blocks of 128 x 128"):
-        build(HYBRID_RECIPE, moe, **FLAGS, quantization="fp8")
+
+
+def test_experts_become_fp8_in_blocks(tmp_path: Path) -> None:
+    """The tokens are of the codes' values. Other projections are in FP8 by row."""
+    width = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 128, "hidden_size": 160}
+    text = int4.MIXTURE["text_config"]
+    assert isinstance(text, dict)
+    config = int4.MIXTURE | {"text_config": text | width}
+    source, same = write_random_checkpoint(HYBRID_RECIPE, tmp_path / "source", config), {}
+    with Checkpoint(source) as checkpoint:
+        for name in checkpoint.names:
+            same[name] = weight = checkpoint.array(name).astype(np.float32)
+            if is_projection(name):
+                scales = np.abs(weight).max(axis=1, keepdims=True) / np.float32(448)
+                same[name] = (weight / scales).astype(float8_e4m3fn).astype(np.float32) * scales
+            elif ".experts." in name:
+                parts = 2 if name.endswith("gate_up_proj") else 1
+                experts = [[in_blocks(part) for part in np.split(one, parts)] for one in weight]
+                same[name] = np.array([np.concatenate(one) for one in experts])
+    (tmp_path / "same").mkdir()
+    (tmp_path / "same" / "config.json").write_text(json.dumps(config))
+    write(tmp_path / "same" / "model.safetensors", same)
+    want = answers(tmp_path / "same", recipe=HYBRID_RECIPE)
+    flags = {"quantization": "fp8", "activation_quantization": "off", "tensor_parallel_size": 2}
+    got = answers(source, recipe=HYBRID_RECIPE, **flags)
+    for (tokens, logprobs), (same_tokens, same_logprobs) in zip(got, want, strict=True):
+        assert tokens == same_tokens
+        np.testing.assert_allclose(logprobs, same_logprobs, atol=1e-4)
+    engine = build(HYBRID_RECIPE, source, **FLAGS, quantization="fp8").engine
+    mixture = engine.runner.model.weights.layers[1].mlp
+    assert mixture.gate_up.weight.dtype == mixture.down.weight.dtype == float8_e4m3fn
+    assert (mixture.gate_up.scales.shape, mixture.down.scales.shape) == ((4, 4, 2), (4, 2, 2))
+    engine.close()
+
+
+def in_blocks(weight: Any) -> Any:
+    """The values of FP8 codes in blocks of 128 x 128, in float32."""
+    meant = np.empty_like(weight)
+    for row in range(0, weight.shape[0], 128):
+        for column in range(0, weight.shape[1], 128):
+            block = weight[row : row + 128, column : column + 128]
+            scale = np.abs(block).max() / np.float32(448)
+            values = (block / scale).astype(float8_e4m3fn).astype(np.float32) * scale
+            meant[row : row + 128, column : column + 128] = values
+    return meant
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "block"])

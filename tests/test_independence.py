@@ -192,15 +192,15 @@ def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 BUDGETS = {
-    "engine": 3572,
+    "engine": 3573,
     "engine/testing": 700,
     "eagle3": 368,
     "qwen3": 650,
-    "qwen3_5": 3268,
+    "qwen3_5": 3284,
     "deepseek_v4": 5075,
 }
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12945
+MAX_RECIPE_LINES = 12962
 
 
 def lines_of(folder: Path) -> int:

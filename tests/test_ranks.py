@@ -101,6 +101,24 @@ def test_no_process_stays_where_one_cannot_be_started(monkeypatch):
     assert started[0].poll() == -signal.SIGKILL
 
 
+def test_a_rank_that_hangs_behind_a_full_ring_is_ended(monkeypatch):
+    monkeypatch.setattr("openinfer.recipes.engine.followers.CLOSE_TIMEOUT_S", 0.2)
+    engine = build(RECIPE, TINY, tensor_parallel_size=2, **SMALL).engine
+    (pid,) = followers()
+    os.kill(pid, signal.SIGSTOP)
+    leader = engine.runner.leader
+    monkeypatch.setattr(leader._writer, "_timeout_s", 0.1)
+    for send in (
+        lambda: leader.command("x" * 400_000),
+        lambda: leader.command("x" * 999),
+        lambda: leader.launch(()),
+    ):
+        with pytest.raises(RankLost, match="takes no messages"):
+            until_lost(send)
+    engine.close()
+    assert gone([pid])
+
+
 def test_a_rank_whose_leader_is_gone_before_its_first_word_says_nothing(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert follower_process.main() == 2

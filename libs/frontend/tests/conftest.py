@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import re
 import shutil
 import socket
@@ -19,9 +20,11 @@ import pytest
 
 from openinfer.frontend import EngineSpec
 from openinfer.frontend.client import Driver
+from openinfer.frontend.errors import APIError, one_line
 from openinfer.frontend.http import ChatTemplate, Tokenizer, create_app, find_template, run_server
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.render_pool import RenderPool
 from openinfer.frontend.thread_driver import ThreadDriver
 
 DATA = Path(__file__).parent / "data"
@@ -80,6 +83,26 @@ class Live:
         assert not self.thread.is_alive()
 
 
+class RendersHere(RenderPool):
+    """Renders in this process, because to start another takes longer than most tests. A test that passes a template of
+    its own gets processes."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        super().__init__(template.spec)
+        self.template, self.variables = template, template.variables
+
+    async def start(self) -> None:
+        pass
+
+    async def _ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
+        try:
+            return {"text": self.template.render(**json.loads(line))}
+        except APIError as error:
+            return {"refused": str(error), "param": error.param}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {one_line(error)}"[:1000]}
+
+
 Factory = Callable[..., Live]
 
 
@@ -104,7 +127,7 @@ def start(tokenizer: Tokenizer) -> Iterator[Factory]:
     ) -> Live:
         source = find_template(DATA, tokenizer.config)
         assert source is not None
-        template = ChatTemplate(source, tokenizer.special_tokens)
+        template = RendersHere(ChatTemplate(source, tokenizer.special_tokens))
         spec = EngineSpec("openinfer.frontend.testing:FakeEngine", engine or {})
         if driver is not None:
             pass

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from openinfer.frontend.testing import FakeEngine
 
 P = {"prompt": [5], "max_tokens": 1}
 HI = {"role": "user", "content": "hi"}
+ALL_CONTENTS = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
 
 
 @pytest.fixture(scope="module")
@@ -221,8 +224,22 @@ def test_a_template_that_takes_all_memory_is_a_400_and_the_next_chat_is_served(s
     )
 
 
+def test_a_renderer_starts_under_a_lower_limit_of_memory() -> None:
+    """As of `ulimit -v`."""
+    low = 1 << 30
+    done = subprocess.run(
+        [sys.executable, "-m", "openinfer.frontend.render_process"],
+        input=json.dumps(ChatTemplate("x{{ tools }}", {}).spec._asdict()) + "\n",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (low, low)),
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(done.stdout) == {"variables": []}
+    assert done.stderr == ""
+
+
 def test_a_render_process_that_dies_is_replaced(start: Any) -> None:
-    live = start()
+    live = start(app={"template": ALL_CONTENTS})
     ask = {"messages": [HI], "max_tokens": 1}
     assert live.post("/v1/chat/completions", **ask).status_code == 200
     (worker,) = live.service.chat_format.renderer._idle
@@ -233,7 +250,7 @@ def test_a_render_process_that_dies_is_replaced(start: Any) -> None:
 
 
 def test_large_chats_are_rendered_as_small_ones_are(start: Any) -> None:
-    live = start({"max_model_len": 200_000})
+    live = start({"max_model_len": 200_000}, app={"template": ALL_CONTENTS})
     small = [HI, {"role": "assistant", "content": "ho"}] * 2 + [HI]
     large = [*small[:-1], {"role": "user", "content": "hi " * 10_000}]
     for messages in (small, large):

@@ -23,6 +23,7 @@ from openinfer.cli.api import Api, ApiError, add_api_key, api_key
 from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.cli.bench_server import NotReady, serving
 from openinfer.frontend.errors import FlagError
+from openinfer.frontend.flag_parser import FlagParser
 from openinfer.tensor import ProgressBar
 
 PROG = "openinfer bench eval"
@@ -66,12 +67,10 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         PROG,
         usage=f"{PROG} (MODEL_DIR | URL) [flags] [-- SERVER FLAGS]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("model", metavar="MODEL_DIR | URL", help="checkpoint to serve, or the URL of a running server")

@@ -6,7 +6,6 @@ up; the client of `bench serve` asks it for streams and for whole answers.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import statistics
@@ -20,6 +19,7 @@ from openinfer.cli import bench_fake, bench_idle
 from openinfer.cli.bench_client import Client, Run, run_load
 from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
 from openinfer.cli.bench_server import NotReady, Server, cpu_seconds, free_port, running
+from openinfer.frontend.flag_parser import FlagParser
 
 CLIENTS, TOKENS_OUT = 256, 128
 POOL_TOKENS, POOL_REPEATS = 16384, 20
@@ -27,11 +27,10 @@ POOL_TOKENS, POOL_REPEATS = 16384, 20
 
 def main(argv: list[str]) -> int:
     """Measure; returns 0, 1 if the frontend did not start or lost a request, 2 for wrong arguments."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         "openinfer bench host",
+        usage="openinfer bench host [flags]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_arguments(parser)
     args = parser.parse_args(argv)

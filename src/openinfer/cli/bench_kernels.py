@@ -21,6 +21,7 @@ from typing import Any
 from openinfer.cli.bench_ledger import Machine, figures
 from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.cli.bench_record import add_arguments, record, write
+from openinfer.frontend.flag_parser import FlagParser
 from openinfer.kernels.benchmark import Case, Measurement, Memory, measure
 from openinfer.kernels.tuner import DeviceMeter
 from openinfer.tensor import Device, TensorError
@@ -31,8 +32,9 @@ PACKAGES = ("openinfer.kernels.ops", "openinfer.sampler.gpu.ops")
 
 def main(argv: list[str]) -> int:
     """Measure or list; returns 0, 1 without a GPU, 2 for wrong arguments."""
-    parser = argparse.ArgumentParser("openinfer bench kernels", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = FlagParser(
+        "openinfer bench kernels", usage="openinfer bench kernels [OP ...] [flags]", description=__doc__
+    )
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help="names of ops; default: all ops with cases")
     add("--variants", action="store_true", help="measure other launches of each case too")

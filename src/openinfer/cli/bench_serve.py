@@ -28,6 +28,7 @@ from openinfer.cli.bench_record import add_arguments, percentile, progress, reco
 from openinfer.cli.bench_server import Server, serving
 from openinfer.cli.bench_text import Text
 from openinfer.frontend.errors import FlagError, is_users_error, one_line
+from openinfer.frontend.flag_parser import FlagParser
 from openinfer.tensor import ProgressBar, format_bytes
 
 PROG = "openinfer bench serve"
@@ -91,13 +92,16 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:at], argv[at + 1 :]
 
 
+def _rate(text: str) -> float:
+    """Requests a second; inf is all at once. The type `float` of a FlagParser refuses inf."""
+    return float(text)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         PROG,
         usage=f"{PROG} (MODEL_DIR | --base-url URL) [flags] [-- SERVER FLAGS]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("model_dir", type=Path, nargs="?", metavar="MODEL_DIR", help="checkpoint to serve")
@@ -105,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add_api_key(parser)
     add("--model", metavar="NAME", help="model name in the requests; default: the first of /v1/models")
     one = "one, or one for each rate"
-    add("--request-rate", "--rates", type=float, nargs="+", default=[math.inf], metavar="R",
+    add("--request-rate", "--rates", type=_rate, nargs="+", default=[math.inf], metavar="R",
         help="loads in requests/s, Poisson arrivals; inf (default): all at once")  # fmt: skip
     add(
         "--num-prompts",

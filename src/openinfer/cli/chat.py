@@ -17,6 +17,7 @@ from openinfer.cli import recipes
 from openinfer.cli.api import Api, ApiError, add_api_key, api_key
 from openinfer.cli.bench_server import NotReady, serving
 from openinfer.frontend.errors import FlagError
+from openinfer.frontend.flag_parser import FlagParser
 
 PROG = "openinfer chat"
 LOCAL = "http://127.0.0.1:8000"
@@ -46,12 +47,10 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         PROG,
         usage=f"{PROG} [MODEL_DIR | URL] [flags] [-- SERVER FLAGS]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model", nargs="?", default=LOCAL, metavar="MODEL_DIR | URL", help=f"default: {LOCAL}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.util
 import json
 import os
@@ -24,6 +25,7 @@ from typing import Any
 from openinfer.cli import bench_idle, gate, steps
 from openinfer.cli.http_check import check_server
 from openinfer.frontend.errors import is_users_error, one_line
+from openinfer.frontend.flag_parser import FlagParser
 from openinfer.recipes.engine import Recipe
 from openinfer.recipes.engine.startup import Built, build
 from openinfer.recipes.engine.verdict import Reference, load_reference
@@ -279,21 +281,17 @@ INSTALLED = ("device", "ops", "packed", *OF_MODEL)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="openinfer selftest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--budget", type=float, default=600, help="seconds; default: %(default)s")
-    parser.add_argument(
-        "--out", type=Path, default=Path("selftest"), help="folder of the results; default: ./selftest"
-    )
-    parser.add_argument(
-        "--work", type=Path, help="folder of the checkpoints (8 GB each); default: the results' folder"
-    )
-    parser.add_argument("--model", type=Path, help="a checkpoint for the accuracy gate and the server")
+    parser = FlagParser("openinfer selftest", usage="openinfer selftest [flags]", description=__doc__)
+    parser.add_argument("--budget", type=float, default=600, metavar="SECONDS", help="time to take at most")
+    add = functools.partial(parser.add_argument, metavar="DIR", type=Path)
+    add("--out", default=Path("selftest"), help="folder of the results; default: ./selftest")
+    add("--work", help="folder of the checkpoints (8 GB each); default: the results' folder")
+    add("--model", help="a checkpoint for the accuracy gate and the server")
     parser.add_argument(
         "--ranks", type=int, default=_ranks(), help="GPUs that share a model in gates and benches; default: 1"
     )
-    parser.add_argument("--only", nargs="+", choices=STAGES, help="run only these stages")
+    only = f"run only these stages: {', '.join(STAGES)}"
+    parser.add_argument("--only", nargs="+", choices=STAGES, metavar="STAGE", help=only)
     parser.add_argument("--fresh", action="store_true", help="forget earlier results in the folder")
     parser.add_argument("--json", action="store_true", help="print the results as JSON at the end")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
@@ -302,12 +300,15 @@ def main(argv: list[str]) -> int:
         parser.error(f"{', '.join(OF_MODEL)} need --model DIR")
     os.environ["OPENINFER_SELFTEST_RANKS"] = str(args.ranks)
     work = args.work or args.out
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out and --work are folders that can be made: {error}")
     if args.stage:
         result = _result(args.stage, args.model if args.stage in OF_MODEL else work)
         (work / f"{args.stage}.json").write_text(json.dumps(result))
         return 0
-    args.out.mkdir(parents=True, exist_ok=True)
     return _run(args, work)
 
 

@@ -197,9 +197,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return super()._format_args(action, default_metavar)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if isinstance(action, argparse.BooleanOptionalAction):
+        told = "default" in (action.help or "")
+        if isinstance(action, argparse.BooleanOptionalAction) and not told:
             return f"{action.help}; default: {'on' if action.default else 'off'}"
-        told = "default" in (action.help or "") or not action.default or action.nargs == 0
+        told = told or not action.default or action.nargs == 0
         if told or isinstance(action.default, list) or not action.option_strings:
             return action.help
         return f"{action.help} (default: %(default)s)"

@@ -121,7 +121,8 @@ async def _answer(process: asyncio.subprocess.Process, line: bytes) -> dict[str,
         process.stdin.write(line)
         await process.stdin.drain()
         said = await process.stdout.readline()
-    except (ConnectionError, ValueError):  # ValueError: a line beyond the limit
+    # ValueError: a line beyond the limit. RuntimeError: uvloop's, for a pipe that is closed already.
+    except (ConnectionError, ValueError, RuntimeError):
         return None
     answer: dict[str, Any] | None = json.loads(said) if said else None
     return answer

@@ -23,7 +23,9 @@ MEMORY_BYTES = 2 << 30
 
 def main() -> int:
     """Answer until standard input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    _, allowed = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_BYTES if allowed == resource.RLIM_INFINITY else min(allowed, MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     lines, out = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # a renderer that prints must not break the answers
     renderer: Renderer | None = None

@@ -221,9 +221,8 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except OSError as error:
-        raise FlagError(
-            f"--ssl-certfile {certificate}, --ssl-keyfile {key}: {error.strerror or error}"
-        ) from error
+        given = f"--ssl-certfile {certificate}" + (f", --ssl-keyfile {key}" if key else "")
+        raise FlagError(f"{given}: {error.strerror or error}") from error
 
 
 def _bind(host: str, port: int, count: int) -> list[socket.socket]:

@@ -115,10 +115,7 @@ def row_scales(weight: Array) -> Array:
     """float32 [N, 1]: scales that give the largest magnitude of each row E4M3_MAX; 1 for a row of zeros. Raises
     ValueError for values that are not finite."""
     wide = weight.astype(np.float32)
-    largest = np.maximum(wide.max(axis=1, keepdims=True), -wide.min(axis=1, keepdims=True))
-    if not np.isfinite(largest).all():
-        raise ValueError("it has values that are not finite, which float8 cannot hold")
-    return np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1))
+    return _scales_of(np.maximum(wide.max(axis=1, keepdims=True), -wide.min(axis=1, keepdims=True)))
 
 
 def row_codes(weight: Array, *, columns: slice) -> Array:
@@ -129,6 +126,31 @@ def row_codes(weight: Array, *, columns: slice) -> Array:
         rows = slice(row, row + step)
         _e4m3_codes(part[rows].astype(np.float32) / scales[rows], codes[rows])
     return codes.view(ml_dtypes.float8_e4m3fn)
+
+
+def block_scales(weight: Array) -> Array:
+    """float32 scales of the blocks of a weight [..., N, K], all rows of which count: they give the largest magnitude of
+    each block E4M3_MAX. Raises ValueError for values that are not finite."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    height, width = (np.arange(0, size, SCALE_BLOCK) for size in rows.shape)
+    wide = [np.abs(rows[row : row + SCALE_BLOCK].astype(np.float32)).max(axis=0) for row in height]
+    return _scales_of(np.maximum.reduceat(np.array(wide), width, axis=1))
+
+
+def block_codes(weight: Array) -> Array:
+    """A weight as float8 [N, K], by the scales of blocks."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    scales, codes = block_scales(rows), np.empty(rows.shape, np.uint8)
+    for index, scale in enumerate(np.repeat(scales, SCALE_BLOCK, axis=1)[:, : rows.shape[1]]):
+        block = slice(index * SCALE_BLOCK, (index + 1) * SCALE_BLOCK)
+        _e4m3_codes(rows[block].astype(np.float32) / scale, codes[block])
+    return codes.view(ml_dtypes.float8_e4m3fn)
+
+
+def _scales_of(largest: Array) -> Array:
+    if not np.isfinite(largest).all():
+        raise ValueError("it has values that are not finite, which float8 cannot hold")
+    return np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1))
 
 
 def _e4m3_codes(values: Array, out: Array) -> None:

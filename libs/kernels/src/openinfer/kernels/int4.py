@@ -59,6 +59,13 @@ def group_words(scales: Array, zeros: Array | int) -> Array:
     return bits | np.asarray(zeros, np.int32)
 
 
+def without_zero_points(scales: Array) -> Array | None:
+    """The words of an INT4 weight with 8 for all zero points; None for other scales, and where all are 8 already."""
+    if not is_int4(scales) or not ((scales & ZERO_BITS) != 8).any():
+        return None
+    return np.asarray((scales & ~ZERO_BITS) | 8)
+
+
 def int4_values(packed: Array, words: Array) -> Array:
     """The float32 values [..., N, K]."""
     codes = unpack(packed).astype(np.int32)

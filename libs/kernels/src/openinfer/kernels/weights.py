@@ -10,8 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.kernels.errors import ContractError, UnsupportedQuantization
-from openinfer.kernels.formats import FP4_BLOCK, SCALE_BLOCK, Coding, dequantized, row_codes, row_scales
-from openinfer.kernels.int4 import ZERO_BITS, is_int4
+from openinfer.kernels.formats import (
+    FP4_BLOCK,
+    SCALE_BLOCK,
+    Coding,
+    block_codes,
+    block_scales,
+    dequantized,
+    row_codes,
+    row_scales,
+)
+from openinfer.kernels.int4 import without_zero_points
 from openinfer.kernels.int4_checkpoints import Int4, Part, conversions
 from openinfer.tensor import (
     Conversion,
@@ -120,13 +129,6 @@ def columns_of(weight: Tensor) -> int:
 def padded(rows: int) -> int:
     """Rows of a weight that products take: a multiple of 16."""
     return -(-rows // 16) * 16
-
-
-def without_zero_points(scales: Array) -> Array | None:
-    """The words of an INT4 weight with 8 for all zero points; None for other scales, and where all are 8 already."""
-    if not is_int4(scales) or not ((scales & ZERO_BITS) != 8).any():
-        return None
-    return np.asarray((scales & ~ZERO_BITS) | 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +259,17 @@ class LinearPlaces(Places):
                 self._int4(part, weight, scales[rows], packing)
             elif packing.by_row and scales is not None:
                 self._rows(part, weight, scales[rows], packing)
+            elif packing.made and scales is not None:
+                block += self.quantise(weight, scales[block:], layer.name, layer.source)
             else:
                 block += self._blocks(part, weight, None if scales is None else scales[block:], packing)
+
+    def quantise(self, weight: Tensor, scales: Tensor, name: str, source: tuple[slice, ...]) -> int:
+        """Make FP8 in blocks of a part of a plain tensor. scales: from the part's first on. Returns their rows."""
+        height = blocks(weight.shape[0])
+        for dst, convert in ((weight, block_codes), (scales[:height], block_scales)):
+            self.conversions.append(Conversion((name,), dst, convert, (source,)))
+        return height
 
     def _int4(self, part: WeightPart, codes: Tensor, words: Tensor, packing: Int4) -> None:
         size = _range(part.row, part.rows), _range(part.column, 2 * codes.shape[1])
@@ -323,14 +334,13 @@ class LinearPlaces(Places):
         }
         for conversion in self.conversions:
             for name, source in conversion.parts():
-                stops = [one.stop for one in source]
+                stops = [1] if name in self.single else [one.stop for one in source]
                 shape = tuple(stops) if stops and None not in stops else conversion.dst.shape
-                if name in self.single:
-                    shape = (1,)
                 packed = name.endswith(
                     (".weight_packed", ".weight_zero_point", ".qweight", ".qzeros", ".g_idx")
                 )
-                found.setdefault(name, (shape, (int32,) if packed else dtypes.WEIGHTS))
+                known, kinds = found.get(name, (shape, (int32,) if packed else dtypes.WEIGHTS))
+                found[name] = tuple(map(max, known, shape)) if len(known) == len(shape) else known, kinds
         return found
 
 

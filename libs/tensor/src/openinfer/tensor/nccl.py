@@ -37,7 +37,7 @@ class NcclRanks:
 
     def __init__(self, device: Device, unique_id: bytes, rank: int, size: int) -> None:
         # NVLink multicast is never used: what it gains here our own kernels have.
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
         self._nccl, self.rank, self.size = _bindings(), rank, size
         device.activate()
         self._id = (ctypes.c_char * _ID_BYTES).from_buffer_copy(unique_id)

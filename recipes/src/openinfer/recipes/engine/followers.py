@@ -158,7 +158,8 @@ class Followers:
         self._closing = True
         leader, self._leader = self._leader, None
         if leader is not None and not self._reason:
-            leader.end()
+            with suppress(RankLost):  # it hangs, and its ring is full
+                leader.end()
         for process in self._processes:
             try:
                 process.wait(CLOSE_TIMEOUT_S if leader is not None and not self._reason else 0)

@@ -66,7 +66,7 @@ class Options:
     )
     quantization: str | None = option(
         None,
-        "fp8: make FP8 of a plain checkpoint's projections, a scale for each row; packed checkpoints need no flag",
+        "fp8: make FP8 of a plain checkpoint's projections, by row (experts: by block); packed ones need no flag",
         choices=("fp8",),
     )
     activation_quantization: str = option(

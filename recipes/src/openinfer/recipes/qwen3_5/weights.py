@@ -305,9 +305,11 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     router = (WeightPart(at + "gate", count), WeightPart(at + "shared_expert_gate", 1))
     packing = p.form.packing_of(at + "experts.0.gate_proj")
     if isinstance(packing, Packing) and packing.by_row:
-        raise UnsupportedModel(
-            f"{at}experts: FP8 by row is for dense models; experts take blocks of 128 x 128, or INT4"
-        )
+        if not packing.made:
+            raise UnsupportedModel(
+                f"{at}experts: FP8 by row is for dense models; experts take blocks of 128 x 128, or INT4"
+            )
+        packing = packing._replace(by_row=False)
     gate_up = p.empty((local,), [width, width], hidden, packing, at + "experts")
     down = p.empty((local,), [hidden], width, packing, at + "experts")
     if p.form.unfused_experts:
@@ -315,6 +317,10 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
             name = f"{at}experts.{experts.first + expert}."
             p.fill(gate_up[expert], [(name + "gate_proj", width), (name + "up_proj", width)], packing)
             p.fill(down[expert], [(name + "down_proj", hidden)], packing)
+    elif packing is not None and packing.made:
+        for index in range(local):
+            _expert(p, gate_up[index], at + "experts.gate_up_proj", experts.first + index, parts=2)
+            _expert(p, down[index], at + "experts.down_proj", experts.first + index)
     else:
         own = (slice(experts.first, experts.first + local),)
         p.loads += [
@@ -327,6 +333,16 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
         down=down,
         shared=_mlp(p, config, experts.shared_size, at + "shared_expert."),
     )
+
+
+def _expert(p: _Places, linear: Linear, name: str, expert: int, parts: int = 1) -> None:
+    """Make FP8 of an expert among plain ones in one tensor."""
+    (rows, columns), scales = linear.weight.shape, linear.scales
+    assert scales is not None
+    for part in range(parts):
+        own = slice(part * rows // parts, (part + 1) * rows // parts)
+        source = slice(expert, expert + 1), own, slice(0, columns)
+        scales = scales[p.quantise(linear.weight[own], scales, name, source) :]
 
 
 def _mtp(p: _Places, config: Config, lm_head: Tensor) -> Mtp:
