@@ -30,3 +30,9 @@ def test_tokens_may_be_any_sequence():
 def test_token_ids_out_of_range_are_refused(wrong):
     with pytest.raises(InvalidTokens, match="integers in"):
         hash_blocks([1, wrong], 2)
+
+
+@pytest.mark.parametrize("kind", [tuple, bytes, bytearray, lambda ids: array("q", ids)])
+def test_any_sequence_of_token_ids_has_the_names_of_the_list(kind):
+    ids = list(range(40))
+    assert hash_blocks(kind(ids), 16) == hash_blocks(ids, 16)

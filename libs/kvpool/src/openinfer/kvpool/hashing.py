@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import sys
+from array import array
+from collections.abc import Sequence
 
 from .errors import InvalidTokens
 
 _ADAPTER = b"\0adapter\0"
-
-
-@lru_cache
-def _packer(block_size: int) -> Callable[..., bytes]:
-    return struct.Struct(f"<{block_size}I").pack
 
 
 def root_hash(block_size: int, salt: bytes = b"") -> bytes:
@@ -48,16 +44,24 @@ class Chain:
         if len(names) >= num_blocks:
             return
         parent = names[-1] if names else self.root
-        pack, sha256 = _packer(block_size), hashlib.sha256
-        for start in range(len(names) * block_size, num_blocks * block_size, block_size):
-            try:
-                data = pack(*tokens[start : start + block_size])
-            except struct.error as error:
-                raise InvalidTokens(
-                    f"token ids are integers in 0..2**32-1, given otherwise near {start}: {error}"
-                ) from None
-            parent = sha256(parent + data).digest()
+        first, sha256, size = len(names) * block_size, hashlib.sha256, 4 * block_size
+        data = _words(tokens[first : num_blocks * block_size], first)
+        for start in range(0, len(data), size):
+            parent = sha256(parent + data[start : start + size]).digest()
             names.append(parent)
+
+
+def _words(tokens: Sequence[int], first: int) -> bytes:
+    """Token ids as little-endian u32. first: the place of the first in its sequence."""
+    try:
+        words = array("I", tokens if isinstance(tokens, list) else list(tokens))  # bytes would be raw words
+    except (TypeError, OverflowError) as error:
+        raise InvalidTokens(
+            f"token ids are integers in 0..2**32-1, given otherwise from {first} on: {error}"
+        ) from None
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
 
 
 def adapter_salt(salt: bytes, name: str, digest: bytes) -> bytes:

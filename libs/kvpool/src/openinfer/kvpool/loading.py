@@ -164,7 +164,9 @@ class Loads(Generic[Owner]):
             return False
         for group, part in enumerate(parts):
             self._loader.expect(group, part.missing)
-        load = Load([Piece(group, *fresh) for group, part in enumerate(parts) for fresh in part.allocate()])
+        load = Load(
+            [Piece(group, name, block) for group, part in enumerate(parts) for name, block in part.allocate()]
+        )
         self._under_way[load] = _UnderWay(owner, landed, parts)
         self._loader.begin(load)
         return True

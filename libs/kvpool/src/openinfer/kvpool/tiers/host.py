@@ -221,10 +221,30 @@ class HostMemory:
             self.use(slot)
             return slot
 
-    def touch(self, slot: Slot) -> None:
-        """Note that the record is wanted."""
-        self.use(slot)
-        self.leave(slot)
+    def expect(self, group: int, names: Sequence[bytes]) -> dict[tuple[int, bytes], Slot]:
+        """The slots of the names that have one, each with one user more, by group and name."""
+        index, idle, found = self._index[group], self._idle[group], {}
+        with self._lock:
+            for name in names:
+                slot = index.get(name)
+                if slot is not None:
+                    if not slot.users:
+                        idle.use(name)
+                    slot.users += 1
+                    found[group, name] = slot
+        return found
+
+    def absent(self, group: int, names: Sequence[bytes]) -> list[bool]:
+        """Which names have no record. The records of the others are noted as wanted."""
+        index, idle, found = self._index[group], self._idle[group], []
+        with self._lock:
+            for name in names:
+                slot = index.get(name)
+                found.append(slot is None)
+                if slot is not None and not slot.users:
+                    idle.use(name)
+                    idle.add(name, None, 0)
+        return found
 
     def clear(self) -> None:
         """Drop all records. Slots in use are free when their last user leaves."""

@@ -8,6 +8,7 @@ lease comes back when its copies have ended. Other streams copy (`mover`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import sys
 import time
@@ -117,12 +118,8 @@ class Tiers:
         if self._mover is None:
             return
         self._collect(0.0)
-        saves = []
-        for name, block in zip(names, blocks, strict=True):
-            slot = self._host.find(group, name)
-            if slot is not None:
-                self._host.touch(slot)
-                continue
+        saves, absent = [], self._host.absent(group, names)
+        for name, block in itertools.compress(zip(names, blocks, strict=True), absent):
             slot = self._host.take(group, name)
             if slot is None:
                 self.stats.dropped += 1
@@ -210,10 +207,7 @@ class Tiers:
         """Keep the records of a load from eviction until they are copied. Blocks that the pool evicts until the load
         begins make room for it."""
         self._swaps = self._swaps or {}
-        for name in names:
-            slot = self._host.find(group, name)
-            if slot is not None:
-                self._expected[group, name] = self._host.use(slot)
+        self._expected |= self._host.expect(group, names)
 
     def begin(self, load: Load) -> None:
         """Start to fill the blocks of a load."""
