@@ -19,7 +19,21 @@ class Loads(Generic[Owner]):
         """Leases that load. None: the sequence was aborted, and the pool keeps the blocks until the load has ended."""
         self.ended: dict[Seq[Owner], None] = {}
         """Waiting sequences that hold the lease of an ended load, the oldest first."""
+        self.wanted: dict[Seq[Owner], float] = {}
+        """Waiting sequences with a lease whose load begins in this turn, and the part of the pool that it leaves
+        free."""
+        self.short: dict[Seq[Owner], None] = {}
+        """Waiting sequences whose load had no room in the last turn."""
         self._pool, self._stats = pool, stats
+
+    def want(self, seq: Seq[Owner], lease: Lease, leave: float) -> bool:
+        """Have a waiting sequence's prefix loaded. The load begins after the launch of this turn's step, because to
+        begin it takes time of the host; it begins now if it had no room in the last turn. False: there is no room."""
+        if seq in self.short:
+            del self.short[seq]
+            return self.begin(seq, lease, leave)
+        self.wanted[seq] = leave
+        return True
 
     def begin(self, seq: Seq[Owner], lease: Lease, leave: float) -> bool:
         """Start to load a waiting sequence's prefix. False: there is no room."""
@@ -30,6 +44,17 @@ class Loads(Generic[Owner]):
         self._stats.loading += 1
         self._stats.loads += 1
         return True
+
+    def begin_wanted(self) -> bool:
+        """Start the loads that are wanted. Returns whether the pool has no room for one."""
+        if not self.wanted:
+            return False
+        wanted, self.wanted, missed = self.wanted, {}, False
+        for seq, leave in wanted.items():
+            if seq.lease is not None and not self.begin(seq, seq.lease, leave):
+                self.drop(seq)
+                self.short[seq], missed = None, True
+        return missed
 
     def poll(self, wait_s: float | None) -> bool:
         """Move sequences whose load has ended. Waits for a load, up to wait_s seconds. Returns whether any has
@@ -47,6 +72,7 @@ class Loads(Generic[Owner]):
 
     def drop(self, seq: Seq[Owner]) -> None:
         """Release the lease of a waiting sequence, if it has one. Loaded blocks stay cached until they are evicted."""
+        self.short.pop(seq, None)
         if seq.lease is not None:
             if seq.state is SeqState.LOADING:
                 self.under_way[seq.lease] = None

@@ -171,8 +171,8 @@ class StepLoop(Generic[Owner, Payload]):
         if loads.under_way:
             self._changed = loads.poll(0.0) or self._changed
         launched = len(self._in_flight) < self.depth and self._launch(events)
-        full = len(self._in_flight) >= self.depth
-        wait = wait_s if not events and (full or not launched) else 0.0
+        self._changed = loads.begin_wanted() or self._changed
+        wait = wait_s if not events and (not launched or len(self._in_flight) >= self.depth) else 0.0
         while self._in_flight:
             result = self._runner.collect(wait)
             if result is None:
@@ -341,11 +341,11 @@ class StepLoop(Generic[Owner, Payload]):
         if seq.lease is None:
             seq.lease = self._pool.acquire(seq.tokens, seq.salt, seq.hashes)
             if seq.lease.num_loadable:
-                if len(loads.under_way) >= len(self._free_slots):
+                if len(loads.under_way) + len(loads.wanted) >= len(self._free_slots):
                     self._blocked = True  # without a free row, loaded blocks would only occupy the pool
                     loads.drop(seq)
                     return None
-                if loads.begin(seq, seq.lease, leave):
+                if loads.want(seq, seq.lease, leave):
                     return None
         fits = promise(seq.lease, seq, num_tokens, leave)
         while not fits and not self._running and loads.drop_latest(spared=seq):
