@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -28,23 +29,27 @@ def words(tensor: Tensor) -> np.ndarray:
     return np.frombuffer((ctypes.c_int32 * (tensor.nbytes // 4)).from_address(tensor.ptr), np.int32)
 
 
-def upload(rows: Rows, stream: Stream, driver: FakeDriver) -> int:
+def upload(rows: Rows, stream: Stream, driver: FakeDriver, *, in_place: bool = False) -> int:
     """Put a scatter behind each delta, as a captured kernel would be. Returns how many there were."""
 
-    def scatter() -> None:
-        writes = words(rows.writes)
+    def scatter(source: Tensor) -> None:
+        writes = words(source)
         count, capacity = int(writes[0]), (len(writes) - 1) // 2
         words(rows.words)[writes[1 : 1 + count]] = writes[1 + capacity : 1 + capacity + count]
 
     deltas = 0
-    for _ in rows.uploads(stream):
-        driver.streams[stream.handle].work.append(scatter)
+    for _ in rows.uploads(stream, in_place=in_place):
+        source = rows.rooms[rows.place] if in_place else rows.writes
+        driver.streams[stream.handle].work.append(partial(scatter, source))
         deltas += 1
     return deltas
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("ring", [1, 2, 3])
-def test_a_staging_buffer_is_not_written_before_its_copy_is_done(ring: int, driver: FakeDriver) -> None:
+def test_a_staging_buffer_is_not_written_before_it_is_read(
+    ring: int, in_place: bool, driver: FakeDriver
+) -> None:
     device, rng = Device("cuda"), random.Random(ring)
     with Stream(device) as stream:
         rows = Rows(Arena(device, 1 << 16), FIELDS, stream, capacity=7, ring=ring)
@@ -54,7 +59,7 @@ def test_a_staging_buffer_is_not_written_before_its_copy_is_done(ring: int, driv
             slot, values = rng.randrange(9), [rng.randrange(1000) for _ in range(5)]
             expected[slot] = values
             rows.write("tables", slot, values)
-            deltas += upload(rows, stream, driver)
+            deltas += upload(rows, stream, driver, in_place=in_place)
         assert deltas == 40
         queue = driver.streams[stream.handle]
         # The host waited for staging buffers, and for nothing else: a copy, its scatter and one scatter more.

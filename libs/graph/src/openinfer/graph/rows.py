@@ -51,7 +51,7 @@ class Rows:
     item of `uploads(stream)`, launch a kernel that scatters `writes` into `words`.
 
     Host side, one thread. Staging buffers form a ring of `ring` page-locked buffers; one is reused only after its copy
-    is done.
+    is done. `rooms` are these buffers as the device sees them: the kernel may scatter from them (`uploads(in_place)`).
     """
 
     def __init__(
@@ -81,7 +81,12 @@ class Rows:
         self._capacity = capacity
         device = arena.device
         self._staging = [(PinnedBuffer(device, self.writes.nbytes), Event(device)) for _ in range(ring)]
-        self._next = 0
+        self.rooms = [
+            Tensor(buffer.ptr, self.writes.shape, int32, device, owner=buffer) for buffer, _ in self._staging
+        ]
+        """The staging buffers, int32 [1 + 2 * capacity] each."""
+        self.place = 0
+        """The room that has the last delta."""
 
     def __getitem__(self, name: str) -> Tensor:
         """The device tensor of a field, in its shape and dtype."""
@@ -156,9 +161,10 @@ class Rows:
             self._mirror[at] = array
             self._dirty_ranges.append(at)
 
-    def uploads(self, stream: Stream) -> Iterator[Delta]:
+    def uploads(self, stream: Stream, *, in_place: bool = False) -> Iterator[Delta]:
         """Send the pending changes in as many deltas as their number needs (none, if nothing changed). Each is yielded
-        when it is on its way to `writes`, and the caller scatters it before asking for the next."""
+        when it is on its way to `writes`, and the caller scatters it before asking for the next. in_place: nothing is
+        copied, and the caller scatters from `rooms[place]`; a copy would wait for all copies of its direction."""
         if not self._dirty and not self._dirty_ranges:
             return
         index = np.concatenate([np.array(self._dirty, np.int64), *self._dirty_ranges])
@@ -167,15 +173,29 @@ class Rows:
         for start in range(0, len(index), self._capacity):
             part = index[start : start + self._capacity]
             delta = Delta(part, self._mirror[part], start + self._capacity >= len(index))
-            self.send(delta, stream)
+            if in_place:
+                self._stage(delta)
+            else:
+                self.send(delta, stream)
             yield delta
+            if in_place:
+                self._staging[self.place][1].record(stream)
 
     def send(self, delta: Delta, stream: Stream) -> None:
         """Copy a delta to `writes`: one of `uploads`, or one that came from the rows of another process. Rows that get
         deltas from elsewhere are not written to."""
+        self._stage(delta)
+        buffer, copied = self._staging[self.place]
+        # One copy must do, with a gap of old indices in it, because a second copy costs more than the 64 KB of the gap.
+        nbytes = 4 * (1 + self._capacity + len(delta.places))
+        stream.copy_async(self.writes.ptr, buffer.ptr, nbytes, "h2d")
+        copied.record(stream)
+
+    def _stage(self, delta: Delta) -> None:
+        """Write a delta to the next room, once the device has read what is there."""
         index, values, _ = delta
-        buffer, copied = self._staging[self._next]
-        self._next = (self._next + 1) % len(self._staging)
+        self.place = (self.place + 1) % len(self._staging)
+        buffer, copied = self._staging[self.place]
         if not copied.query():
             copied.synchronize()
         staged = buffer.array.view(np.int32)
@@ -183,9 +203,6 @@ class Rows:
         staged[0] = count
         staged[1 : 1 + count] = index
         staged[split : split + count] = values
-        # One copy must do, with a gap of old indices in it, because a second copy costs more than the 64 KB of the gap.
-        stream.copy_async(self.writes.ptr, buffer.ptr, 4 * (split + count), "h2d")
-        copied.record(stream)
 
     def _field(self, name: str) -> tuple[Field, int, int]:
         found = self._fields.get(name)
@@ -199,4 +216,4 @@ class Rows:
             copied.synchronize()
             copied.close()
             buffer.close()
-        self._staging = []
+        self._staging, self.rooms = [], []

@@ -205,9 +205,10 @@ class Runner:
     def upload(self, *following: tuple[object, ...]) -> None:
         """Bring the batch on the device up to date with the host's writes. following: segments that the other ranks
         launch at once and this one later. They come in one message, because each message takes time of this host."""
-        deltas = self.model.batch.rows.uploads(self.stream)
+        rows, in_place = self.model.batch.rows, bool(self.readback.rooms)
+        deltas = rows.uploads(self.stream, in_place=in_place)
         for _ in deltas if self.leader is None else self.leader.tell(deltas, following):
-            self.graphs.launch(UPLOAD)
+            self.graphs.launch((*UPLOAD, rows.place) if in_place else UPLOAD)
 
     def replay(self, key: tuple[object, ...]) -> None:
         """Launch a recorded segment, on all ranks."""

@@ -26,7 +26,7 @@ def segments(
     """Every segment that steps of these buckets are made of, by the key under which a Runner records it: UPLOAD,
     ("forward", shape), ("sample", rows, drafts) or ("greedy", rows, drafts), ("score", first token), and where layers
     of the model draft, ("draft", shape, drafts). rooms: of Readback; each is filled by ("results", place). None: one
-    that stands for them in a plan."""
+    that stands for them in a plan. With rooms (*UPLOAD, place) scatters a delta from the room of the batch's rows."""
     batch, most = model.batch, model.batch.sampled.score_ranks.shape[0]
     work: dict[tuple[object, ...], Callable[[], None]] = {
         UPLOAD: lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
@@ -49,6 +49,8 @@ def segments(
     # Last: followers number the others alike.
     for place, room in enumerate([result] if rooms is None else rooms):
         work["results", place] = partial(copy_words, pack, out=room, x=result)
+    for place, room in enumerate(batch.rows.rooms if rooms else ()):
+        work[*UPLOAD, place] = partial(apply_writes, pack, words=batch.rows.words, writes=room)
     return work
 
 
