@@ -85,20 +85,23 @@ class Drill:
 
     def in_the_next_step(self, work: Callable[[], None], *, before: bool = False) -> None:
         """Put work on the stream of the steps, between the two segments of one step, or before them."""
-        kind = type(self.engine.runner)
-        replay = kind.replay
+        kind = type(self.engine.runner.graphs)
+        launch = kind.launch
 
-        def once(runner: Any, key: Any) -> None:
+        def once(graphs: Any, key: Any) -> None:
             if key[0] == "forward":
-                kind.replay = replay
+                kind.launch = launch
                 if before:
                     work()
-            replay(runner, key)
+            launch(graphs, key)
             if key[0] == "forward" and not before:
                 work()
 
-        kind.replay = once
+        kind.launch = once
         self.steps(20)
+        if kind.launch is once:
+            kind.launch = launch
+            raise AssertionError("no step launched a forward segment")
 
     def slow_kernel(self) -> list[str]:
         """The kernels of one op run many times in a step."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from openinfer.cli import recipes
 from openinfer.cli.bench_record import percentile
+from openinfer.frontend import heap
 from openinfer.kvpool.tiers.moves import Loading
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
@@ -31,7 +32,8 @@ class Driven:
             "device": "cuda", "load_format": "dummy", "max_model_len": 20_480, "max_num_seqs": 64,
         }  # fmt: skip
         began = time.monotonic()
-        self.engine = build(recipes.find(model_dir), model_dir, **{**common, **flags}).engine
+        with heap.starting():  # as in a process of an engine
+            self.engine = build(recipes.find(model_dir), model_dir, **{**common, **flags}).engine
         self.session = Session(self.engine)
         self.start_s = time.monotonic() - began
         self.times: dict[int, list[float]] = {}
