@@ -158,6 +158,11 @@ class HostMemory:
         """The slot of that name, readable or not."""
         return self._index[group].get(name)
 
+    def has(self, group: int, names: Sequence[bytes]) -> list[bool]:
+        """Which names have a slot, readable or not."""
+        index = self._index[group]
+        return [name in index for name in names]
+
     def take(self, group: int, name: bytes) -> Slot | None:
         """A slot for a new record, with one user. Evicts a record without a user for it. None: all slots are in use."""
         with self._lock:

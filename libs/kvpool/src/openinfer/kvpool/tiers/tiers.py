@@ -196,12 +196,14 @@ class Tiers:
         if self._mover is None or not self._host.has_room:
             return [False] * len(names)
         self._collect(0.0)
-        find = self._host.find
+        there = self._host.has(group, names)
         sources = [s for s in (None if self._behind else self._disk, self._peers) if s is not None]
-        return [
-            find(group, name) is not None or any(source.has(group, name) for source in sources)
-            for name in names
-        ]
+        if sources and not all(there):
+            there = [
+                here or any(source.has(group, name) for source in sources)
+                for name, here in zip(names, there, strict=True)
+            ]
+        return there
 
     def expect(self, group: int, names: Sequence[bytes]) -> None:
         """Keep the records of a load from eviction until they are copied. Blocks that the pool evicts until the load
