@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
 from openinfer.frontend.contract import EngineInfo, Rejected, Request
 from openinfer.sampler import MAX_LOGPROBS
 from openinfer.sampler.gpu import MAX_STOP_IDS
@@ -19,8 +24,7 @@ def refusal(request: Request, info: EngineInfo) -> Rejected | None:
         )
     if request.adapter and not info.max_adapters:
         return Rejected(request.id, "this engine has no adapters; start it with --enable-lora", "unsupported")
-    ids = request.prompt_token_ids
-    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+    if not _in_vocabulary(request.prompt_token_ids, vocab):
         return Rejected(request.id, f"prompt token ids must be in [0, {vocab})")
     if params.max_token_id >= vocab:
         return Rejected(
@@ -37,3 +41,12 @@ def refusal(request: Request, info: EngineInfo) -> Rejected | None:
             request.id, f"prompt_logprobs is {request.prompt_logprobs}; 0 to {MAX_LOGPROBS} are possible"
         )
     return None
+
+
+def _in_vocabulary(ids: Sequence[int], vocab_size: int) -> bool:
+    """Whether all token ids are below vocab_size. The engine's thread asks, so numpy compares."""
+    try:
+        words = array("I", ids)
+    except OverflowError:
+        return False
+    return bool((np.frombuffer(words, np.uint32) < vocab_size).all())
