@@ -121,7 +121,13 @@ def test_a_model_that_does_not_think_is_left_alone(http: httpx.Client) -> None:
     assert post(http, **asked, thinking_token_budget=5)["choices"][0]["token_ids"] == free
 
 
-def test_a_budget_below_nothing_is_refused_by_name(http: httpx.Client) -> None:
-    for field in ("thinking_token_budget", "max_thinking_tokens"):
-        refused = http.post("/v1/chat/completions", json={"messages": HI, field: -1})
+def test_a_budget_below_minus_one_is_refused_by_name(http: httpx.Client) -> None:
+    for field in ("thinking_token_budget", "max_thinking_tokens", "thinking_budget"):
+        refused = http.post("/v1/chat/completions", json={"messages": HI, field: -2})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
+def test_a_budget_of_minus_one_is_none(http: httpx.Client) -> None:
+    asked = {"messages": HI, "max_tokens": 30, "temperature": 0, "return_token_ids": True}
+    free = post(http, **asked)["choices"][0]["token_ids"]
+    assert post(http, **asked, thinking_token_budget=-1)["choices"][0]["token_ids"] == free
