@@ -83,7 +83,7 @@ def test_tokens_are_those_without_drafts(pair: tuple[Any, Any]) -> None:
     stats = drafted.engine.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hit_tokens > 0
-    assert 0.5 * stats.draft_tokens < stats.accepted_draft_tokens < stats.draft_tokens
+    assert 0.4 * stats.draft_tokens < stats.accepted_draft_tokens < 0.6 * stats.draft_tokens
     assert (stats.compiles_after_ready, stats.allocations_after_ready) == (0, 0)
 
 
