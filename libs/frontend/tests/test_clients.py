@@ -179,7 +179,7 @@ def test_an_engine_that_hangs_in_its_first_step_looks_so_to_those_who_sent_nothi
     async def use(parent: ProcessDriver, joined: list[AttachedDriver]) -> None:
         send(joined[0], [10])
         await until(lambda: not joined[1].health().ok)
-        assert not parent.health().ok
+        await until(lambda: not parent.health().ok)
 
     run(use, hang_at_step=1, hang_timeout_s=0.1)
 
