@@ -30,6 +30,8 @@ TWO_RANKS = ("--max-num-seqs", "128", "--max-model-len", "8192")
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "qwen3-4b/2026-11-23-h200-serve.json": ("qwen3-4B", 1, ()),
     "qwen3-4b/2026-11-23-h200-serve-later.json": ("qwen3-4B", 1, ()),
+    "qwen3-4b/2026-11-23-h200-serve-tip.json": ("qwen3-4B", 1, ()),
+    "qwen3-4b/2026-11-23-h200-serve-tip-2.json": ("qwen3-4B", 1, ()),
     "qwen3_5-4b/2026-11-23-h200-serve.json": ("qwen3_5-4B", 1, ()),
     "qwen3_5-4b/2026-11-23-h200-serve-later.json": ("qwen3_5-4B", 1, ()),
     "served-deepseek_v4-flash-2-gpus-2026-11-23-h200.json": ("deepseek_v4-Flash", 2, TWO_RANKS),
