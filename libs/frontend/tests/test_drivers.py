@@ -24,6 +24,7 @@ from openinfer.frontend.contract import (
     StepOutputs,
 )
 from openinfer.frontend.errors import EngineDeadError, EngineStartError
+from openinfer.frontend.link import Link
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.testing import FakeEngine
 from openinfer.frontend.thread_driver import ThreadDriver
@@ -215,6 +216,22 @@ def test_an_engine_says_itself_when_it_hangs_unless_the_server_is_told() -> None
     for told in (None, 60):
         engine = FakeEngine(hang_timeout_s=0.1, hang_at_step=3)
         run(ThreadDriver(lambda engine=engine: engine, hang_timeout_s=told, close_timeout_s=0.1), use)
+
+
+def test_the_reason_of_a_failed_start_may_come_after_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drain, rest, looks = Link._drain, Link.read_rest, list[Link]()
+
+    def read_rest(link: Link) -> None:
+        looks.append(link)
+        if len(looks) > 1:  # ZeroMQ's thread was late
+            rest(link)
+
+    monkeypatch.setattr(Link, "_drain", lambda link: drain(link) if len(looks) > 1 else None)
+    monkeypatch.setattr(Link, "read_rest", read_rest)
+    with pytest.raises(EngineStartError, match=r"^no such checkpoint: /x$"):
+        run(make("process", start_error="no such checkpoint: /x"), lambda driver: asyncio.sleep(0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
