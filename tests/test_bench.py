@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import itertools
 import json
 import math
@@ -13,10 +12,11 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from module_files import module_at
 
 from openinfer.cli import (
     bench,
@@ -599,13 +599,8 @@ def test_the_made_up_tokenizer_has_every_word(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def table() -> Any:
-    spec = importlib.util.spec_from_file_location("benchmarks_table", BENCHMARKS / "table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def table() -> ModuleType:
+    return module_at(BENCHMARKS / "table.py")
 
 
 def test_the_table_takes_the_newest_of_each_figure(table: Any, tmp_path: Path) -> None:

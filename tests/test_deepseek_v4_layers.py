@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from module_files import module_at
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "deepseek_layers.py"
 TINY = Path(__file__).parent / "goldens" / "deepseek_v4-tiny"
@@ -15,11 +15,7 @@ TINY = Path(__file__).parent / "goldens" / "deepseek_v4-tiny"
 @pytest.mark.slow  # two engines, and each layer once for each fault
 def test_each_layer_of_two_ranks_is_that_of_one(tmp_path, monkeypatch, capsys):
     """More layers than the engine of one rank has places for. Random weights this small hide a swap of gate and up."""
-    spec = importlib.util.spec_from_file_location("deepseek_layers", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = module_at(SCRIPT)
     config = json.loads((TINY / "config.json").read_text())
     config |= {"num_hidden_layers": 6, "compress_ratios": [0, 4, 128, 4, 128, 4, 0]}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,11 +1,11 @@
 """Every example runs; and the toy engine's texts depend on neither batch nor memory."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from module_files import module_at
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -21,12 +21,7 @@ def test_an_example_runs(path):
 
 @pytest.fixture(scope="module")
 def toy():
-    spec = importlib.util.spec_from_file_location("toy_engine", EXAMPLES / "toy_engine.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(EXAMPLES / "toy_engine.py")
 
 
 def test_the_toy_engine_yields_the_same_texts_alone_in_a_batch_and_when_preempted(toy):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from module_files import module_at
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "check_language.py"
@@ -16,13 +15,7 @@ LONG = "The pool " + "gives a block to a sequence " * 4 + "now."  # 27 words
 
 @pytest.fixture(scope="module")
 def language() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_language", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(SCRIPT)
 
 
 @pytest.mark.parametrize(

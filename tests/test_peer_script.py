@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from module_files import module_at
 
 from openinfer.cli import steps
 
@@ -19,12 +19,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peer" / "vllm_steps.py"
 
 @pytest.fixture
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vllm_steps", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(SCRIPT)
 
 
 def test_it_measures_a_peer_that_takes_known_times(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from module_files import module_at
 
 from openinfer.cli import bench_ops, bench_recipe, plan, plan_text, tune, tune_speed
 from openinfer.cli.bench_serve import Load
@@ -266,14 +267,8 @@ def test_the_page_has_the_table_of_tiers_that_the_script_makes() -> None:
 # -- predictions beside measured servers --
 
 
-def script_of(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def script_of(name: str) -> ModuleType:
+    return module_at(ROOT / "benchmarks" / f"{name}.py")
 
 
 def test_the_page_has_the_table_that_the_script_makes() -> None:
@@ -312,7 +307,6 @@ def test_no_plan_has_grown_unseen() -> None:
 
 @pytest.mark.slow
 def test_the_lines_of_ops_are_those_of_the_recorded_calls() -> None:
-    sys.modules["predicted_rows"] = script_of("predicted_rows")
     script = script_of("predicted_ops")
     assert dump_lines(GPUS[H200.gpu].ops) == dump_lines(script.lines()), (
         "python benchmarks/predicted_ops.py --write"

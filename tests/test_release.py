@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-import sys
 import tarfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from module_files import module_at
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
@@ -17,16 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def release() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.pop(0)
+    return module_at(ROOT / "scripts" / "release.py")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from module_files import module_at
 
 SOAK = Path(__file__).parents[1] / "benchmarks" / "soak.py"
 LEAK = '''
@@ -41,12 +41,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def soak() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_soak", SOAK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(SOAK)
 
 
 def test_the_slope_and_its_noise(soak: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import importlib.util
 import json
 import re
 import threading
@@ -17,6 +16,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+from module_files import module_at
 
 GOLDENS = Path(__file__).parent / "goldens"
 SAMPLER_TESTS = Path(__file__).parents[1] / "libs/sampler/tests/test_grammar.py"
@@ -319,12 +319,7 @@ def is_date(value: object) -> bool:
 
 def made_schema(index: int) -> dict[str, Any]:
     """The sampler's seeded schemas."""
-    spec = importlib.util.spec_from_file_location("sampler_test_grammar", SAMPLER_TESTS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return dict(module.schema_of(index))
+    return dict(module_at(SAMPLER_TESTS).schema_of(index))
 
 
 async def valid_outputs(url: str, tokenizer_bias: dict[str, float], indices: range) -> int:

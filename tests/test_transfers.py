@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from module_files import module_at
 
 from openinfer.cli import recipes
 from openinfer.frontend.contract import Failed, Finished, Rejected, ResetPrefixCache
@@ -333,11 +334,7 @@ def test_answers_have_the_keys_of_vllm(engines: Make) -> None:
 
 def test_a_proxy_sends_requests_to_both_servers(server: Any) -> None:
     path = Path(__file__).parents[1] / "examples" / "prefill_decode" / "proxy.py"
-    spec = importlib.util.spec_from_file_location("proxy", path)
-    assert spec is not None
-    assert spec.loader is not None
-    proxy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(proxy)
+    proxy = module_at(path)
     with ThreadPoolExecutor(2) as pool:
         ports = ["--kv-transfer-config", config()]
         prefiller, decoder = pool.map(lambda _: server(GOLDENS / "qwen3-tiny", *ports), range(2))
