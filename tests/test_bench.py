@@ -319,10 +319,10 @@ def test_bench_step_measures_points_and_writes_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("point", "message"),
     [
-        ("decode:1", "none of decode:ROWS,CONTEXT"),
-        ("decode:1,0", "none of"),
-        ("decode:1,x", "none of"),
-        ("sprint:1", "none of"),
+        ("decode:1", "not one of decode:ROWS,CONTEXT"),
+        ("decode:1,0", "not one of"),
+        ("decode:1,x", "not one of"),
+        ("sprint:1", "not one of"),
         ("decode:4,20", "needs 4 rows; this engine has 3 (--max-num-seqs)"),
         ("mixed:1,20,40", "needs 41 tokens in a step; this engine has 32"),
         ("prefill:9999", "tokens in a sequence"),
@@ -678,4 +678,4 @@ def test_bench_names_its_yardsticks(capsys: pytest.CaptureFixture[str]) -> None:
     out: Any = capsys.readouterr().out
     assert all(name in out for name in bench.YARDSTICKS)
     assert bench.main(["speed"]) == 2
-    assert "none of serve, step, ops, kernels, eval, host" in capsys.readouterr().err
+    assert "not one of serve, step, ops, kernels, eval, host" in capsys.readouterr().err

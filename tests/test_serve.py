@@ -120,7 +120,11 @@ def nothing(folder: Path) -> None:
         (nothing, ["--max-num-seqs", "0"], ["--max-num-seqs"]),
         (nothing, ["--max-model-len", "100000"], ["--max-model-len", "4096"]),
         (nothing, ["--kv-cache-memory-bytes", "1000"], ["--kv-cache-memory-bytes"]),
-        (nothing, ["--dtype", "float16"], ["argument --dtype: float16 is none of auto, bfloat16, float32"]),
+        (
+            nothing,
+            ["--dtype", "float16"],
+            ["argument --dtype: float16 is not one of auto, bfloat16, float32"],
+        ),
         (nothing, ["--device", "tpu"], ["tpu"]),
         (nothing, ["--max-seqs", "3"], ["--max-seqs"]),
         (nothing, ["--port", "http"], ["--port"]),

@@ -130,7 +130,9 @@ def test_a_choice_that_is_not_there_is_refused_with_the_flags_help(
     parser.add_argument("--quant", choices=("fp8",), help="packed checkpoints need no flag")
     with pytest.raises(SystemExit):
         parser.parse_args(["m", "--quant", "awq"])
-    assert "argument --quant: awq is none of fp8 (packed checkpoints need no flag)" in capsys.readouterr().err
+    assert (
+        "argument --quant: awq is not one of fp8 (packed checkpoints need no flag)" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         print(_help())
         return 0
     if name not in YARDSTICKS:
-        print(f"openinfer bench: error: {name!r} is none of {', '.join(YARDSTICKS)}", file=sys.stderr)
+        print(f"openinfer bench: error: {name!r} is not one of {', '.join(YARDSTICKS)}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"openinfer.cli.bench_{name}")
     code: int = module.main(rest)

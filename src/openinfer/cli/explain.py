@@ -64,7 +64,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=GPUS[H200.gpu].memory_bytes / 1e9,
         metavar="GB",
-        help="bandwidth of the GPU; default: %(default)s (H200)",
+        help="memory of the GPU; default: %(default)s (H200)",
     )
     machine_flags(parser)
     plan_tiers.flags(parser)

@@ -51,7 +51,7 @@ def parse(text: str) -> Point:
     numbers = tuple(int(n) for n in rest.split(",") if n.isdigit())
     if len(numbers) != NUMBERS.get(kind) or min(numbers) < 1 or rest != ",".join(map(str, numbers)):
         forms = "decode:ROWS,CONTEXT prefill:TOKENS mixed:ROWS,CONTEXT,TOKENS offline:REQUESTS,IN,OUT"
-        raise BadPoint(f"point {text!r} is none of {forms}")
+        raise BadPoint(f"point {text!r} is not one of {forms}")
     return kind, numbers
 
 

@@ -45,7 +45,7 @@ class FlagParser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             allowed = ", ".join(map(str, action.choices))
             why = (action.help or "").replace("%(default)s", str(action.default)).strip()
-            raise argparse.ArgumentError(action, f"{value} is none of {allowed}{why and f' ({why})'}")
+            raise argparse.ArgumentError(action, f"{value} is not one of {allowed}{why and f' ({why})'}")
 
     def refuse(self, unknown: Sequence[str]) -> None:
         """End the process where there is a word that no argument takes. The line names all of them."""
