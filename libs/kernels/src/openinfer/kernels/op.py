@@ -71,9 +71,18 @@ class Pack(Protocol):
 
 
 def _arguments(contract: Callable[..., None]) -> str:
-    """The names of a contract's arguments; those that may be left out have a question mark."""
+    """The names of a contract's arguments; those that may be left out have a question mark, and a group of others has
+    two stars."""
     known = inspect.signature(contract).parameters.values()
-    return ", ".join(one.name + "?" * (one.default is not inspect.Parameter.empty) for one in known)
+    return ", ".join(
+        f"**{one.name}" if _is_group(one) else one.name + "?" * (one.default is not inspect.Parameter.empty)
+        for one in known
+    )
+
+
+def _is_group(argument: inspect.Parameter) -> bool:
+    """Whether it stands for any number of arguments, such as adapters or the state by slot."""
+    return argument.kind is inspect.Parameter.VAR_KEYWORD
 
 
 class Op(Generic[P]):
@@ -119,9 +128,11 @@ class Op(Generic[P]):
             self.contract(**args)  # type: ignore[call-arg]
         except (TypeError, AttributeError):
             given, known = args.keys(), inspect.signature(self.contract).parameters
-            needed = {name for name, one in known.items() if one.default is inspect.Parameter.empty}
+            single = {name: one for name, one in known.items() if not _is_group(one)}
+            needed = {name for name, one in single.items() if one.default is inspect.Parameter.empty}
+            unknown = given - single.keys() if len(single) == len(known) else set()
             arrays = [name for name, value in args.items() if isinstance(value, np.ndarray)]
-            if not needed <= given <= known.keys():
+            if unknown or not needed <= given:
                 raise ContractError(
                     f"{self.name} takes {_arguments(self.contract)} by keyword, given {', '.join(given) or 'none'}"
                 ) from None

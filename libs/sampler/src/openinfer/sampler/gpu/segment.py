@@ -166,7 +166,7 @@ def _sample(
         state = {n: rows[n] for n in SAMPLE_FIELDS} | {"allowed_masks": rows[masks]}
         sample(pack, logits=logits, **chosen, **step, **lengths, **state)
         tops = {"ids": b.top_ids[part], "values": b.top_values[part], "num_logprobs": rows["num_logprobs"]}
-        top_logprobs(pack, logits=logits, **tops, **step)
+        top_logprobs(pack, **tops, logits=logits, **step)
     advance(
         pack,
         result=b.result[part],
