@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -42,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
         data = json.dumps(
             body if known else {"error": {"message": "the API key is missing or wrong"}}
         ).encode()
-        data = b"data: " + data + b"\n\n" if stream and known else data
+        data = b"data: " + data + b"\n\ndata: [DONE]\n\n" if stream and known else data
         self.send_response(200 if known else 401)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -108,3 +110,28 @@ def test_without_the_key_the_server_s_words_are_one_line(
 def test_what_is_no_url_is_named(url: str) -> None:
     with pytest.raises(ApiError, match=r"is not http://HOST\[:PORT\]"):
         Api(url)
+
+
+def test_an_answer_that_breaks_off_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The server goes in the middle of its list of models, and of a streamed answer."""
+    begun = b"HTTP/1.1 200 OK\r\n"
+    model = begun + b'Content-Length: 26\r\n\r\n{"data": [{"id": "m"}]}   '
+    half = begun + b"Content-Length: 99\r\n\r\n{"
+    chunk = begun + b'Transfer-Encoding: chunked\r\n\r\n16\r\ndata: {"choices": []}\n\r\n'
+
+    def serve(listener: socket.socket, answers: list[bytes]) -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+    for answers in ([half], [model, chunk]):
+        with socket.create_server(("127.0.0.1", 0)) as listener, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO("hello\n"))
+            thread = threading.Thread(target=serve, args=(listener, answers))
+            thread.start()
+            assert chat.main([f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
+            thread.join()
+        said = capsys.readouterr().err
+        assert re.search(r"error: the answer of http://\S+ broke off: .*; the server's log", said)

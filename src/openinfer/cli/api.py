@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator
@@ -66,11 +67,7 @@ class Api:
 
     def metrics(self) -> str:
         """The text of /metrics."""
-        connection, response = self._open("GET", "/metrics", None)
-        try:
-            return response.read().decode()
-        finally:
-            connection.close()
+        return self._read("GET", "/metrics", None).decode()
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """A whole chat completion."""
@@ -79,25 +76,36 @@ class Api:
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a streamed chat completion. Closing the iterator ends the request."""
         connection, response = self._open("POST", "/v1/chat/completions", {**body, "stream": True})
-        try:
+        with contextlib.closing(connection), self._reading():
             for line in response:
                 data = line.removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or data == b"[DONE]":
+                if data == b"[DONE]":
+                    return
+                if not line.startswith(b"data:"):
                     continue
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise ApiError(str(chunk["error"].get("message", chunk["error"])))
                 yield chunk
-        finally:
-            connection.close()
+            raise ConnectionError("it has no end")
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._read(method, path, body))
+        return found
+
+    def _read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
         connection, response = self._open(method, path, body)
+        with contextlib.closing(connection), self._reading():
+            return response.read()
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A connection that breaks while an answer is read raises ApiError."""
         try:
-            found: dict[str, Any] = json.loads(response.read())
-            return found
-        finally:
-            connection.close()
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            where = self._parts.geturl()
+            raise ApiError(f"the answer of {where} broke off: {error}; the server's log says why") from error
 
     def _open(
         self, method: str, path: str, body: dict[str, Any] | None
