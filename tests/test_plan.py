@@ -115,7 +115,7 @@ def test_gpus_that_share_a_model_are_named_either_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["qwen9-4B"], "none of"),
+        (["qwen9-4B"], "nor one of"),
         ([str(TINY), "--gpu", "H999"], "the speed is known of NVIDIA H200"),
         ([str(TINY), "--gpus", "0"], "at least one GPU"),
         ([str(TINY), "--gpu", "CPU"], "no CPU's speed is known"),
@@ -339,7 +339,7 @@ def test_recorded_steps_refit_the_speeds_and_a_plan_takes_them(
     assert plan.main(["qwen3-4B", "--speeds", str(out)]) == 1
     assert "has the speeds of NVIDIA H999" in capsys.readouterr().err
     assert tune.main(["qwen3-4B", "--from-trace", __file__]) == 1
-    assert "is no file of --trace" in capsys.readouterr().err
+    assert "is neither a file of --trace" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

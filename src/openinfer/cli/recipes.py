@@ -83,7 +83,7 @@ def published(name: str) -> tuple[Recipe, Mapping[str, Any]]:
     for known, found in models.items():
         if _letters(known) == _letters(name.rpartition("/")[2]):
             return found
-    raise NoRecipe(f"{name} is no folder with a config.json, and none of {', '.join(models)}")
+    raise NoRecipe(f"{name} is neither a folder with a config.json nor one of {', '.join(models)}")
 
 
 def _letters(name: str) -> str:

@@ -66,7 +66,7 @@ def measured(outline: Outline, path: Path) -> list[MeasuredStep]:
             on_cpu = data["gpu"] is None
     except (ValueError, KeyError, TypeError) as error:
         raise FlagError(
-            f"{path} is no file of --trace and none of `openinfer bench step --json`: {error!r}"
+            f"{path} is neither a file of --trace nor one of `openinfer bench step --json`: {error!r}"
         ) from None
     if on_cpu and outline.target is not CPU:
         raise FlagError(f"{path} has steps of a CPU, and the speeds are to be those of {outline.target.gpu}")
