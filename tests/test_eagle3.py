@@ -253,6 +253,7 @@ def test_ranks_have_their_parts_of_a_head(session: Callable[..., Any], tmp_path:
         ({"num_key_value_heads": 4}, {}, "num_key_value_heads"),
         ({"head_dim": 64}, {}, "shares the pages"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}}, {}, "ascending"),
+        ({"eagle_config": 5}, {}, "eagle_config is 5; it must be an object"),
         ({"draft_vocab_size": 300}, {}, "lm_head"),
         ({"intermediate_size": 328}, {"tensor_parallel_size": 2}, "intermediate_size"),
     ],
@@ -272,7 +273,7 @@ def test_the_key_model_belongs_to_eagle3(session: Callable[..., Any], tmp_path: 
     ):
         with pytest.raises(SetupError, match="need the key model"):
             session(PATH, speculative_config=text)
-    with pytest.raises(SetupError, match="nowhere has no config"):
+    with pytest.raises(SetupError, match=r"key model: \S*nowhere/config.json does not exist"):
         session(PATH, speculative_config=speculation(tmp_path / "nowhere"))
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from openinfer.recipes.engine.config_fields import Fields, share_evenly
+from openinfer.recipes.engine.config_fields import Fields, read_json, share_evenly
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
 
 READ = 3
@@ -61,12 +59,9 @@ class Head:
         """The head of a folder for a whole model on this number of GPUs. Raises SetupError, or UnsupportedModel naming
         the key."""
         try:
-            raw = json.loads((path / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise SetupError(
-                f"--speculative-config: model {path} has no config.json to read: {error}"
-            ) from None
-        fields = Fields(raw, f"{path}/config.json")
+            fields = Fields(read_json(path / "config.json"), f"{path}/config.json")
+        except UnsupportedModel as error:
+            raise SetupError(f"--speculative-config: the key model: {error}") from None
         known = {
             "hidden_size": target.hidden_size,
             "vocab_size": target.vocab_size,
@@ -90,7 +85,7 @@ class Head:
             fields.size("draft_vocab_size", default=target.vocab_size),
             fields.number("rms_norm_eps", default=1e-6, most=1),
             fields.number("rope_theta", default=1e4, most=1e12),
-            _layers(raw, target.num_layers),
+            _layers(fields, target.num_layers),
         )
 
     def sizes(self, target: Target) -> tuple[int, int, int]:
@@ -99,14 +94,14 @@ class Head:
         return self.num_heads * dim // ranks, target.num_kv_heads * dim, self.intermediate_size // ranks
 
 
-def _layers(raw: Mapping[str, Any], count: int) -> tuple[int, ...]:
+def _layers(fields: Fields, count: int) -> tuple[int, ...]:
     """eagle_aux_hidden_state_layer_ids, at the top or in eagle_config; else the second, the middle and the third from
     the end, as published heads are trained."""
     key = "eagle_aux_hidden_state_layer_ids"
-    found = raw.get(key) or (raw.get("eagle_config") or {}).get(key) or (2, count // 2, count - 3)
+    found = fields.get(key) or fields.fields("eagle_config").get(key) or (2, count // 2, count - 3)
     good = isinstance(found, list | tuple) and len(found) == READ and all(type(n) is int for n in found)
     if not good or not 0 <= found[0] <= found[1] <= found[2] <= count:
         raise UnsupportedModel(
-            f"config.json: {key} is {found}; give {READ} layers in 0 to {count}, ascending"
+            f"{fields.where}: {key} is {found!r:.80}; give {READ} layers in 0 to {count}, ascending"
         )
     return tuple(found)
