@@ -27,6 +27,7 @@ UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 
 
 
 def number(text: str) -> int:
+    """An integer, which may end in one of UNITS: 16k is 16,000, and 1.5K is 1,536."""
     digits, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1)
     try:
         value = float(digits) * unit if unit > 1 else int(digits)
@@ -43,6 +44,7 @@ def tokens(text: str) -> int | None:
 
 
 def options(text: str) -> dict[str, object]:
+    """A JSON object of variables of the chat template."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -108,7 +108,7 @@ def _add_model(server: Any) -> None:
         "--generation-config",
         choices=("auto", "none", "vllm"),
         default="auto",
-        help="auto: defaults of generation_config.json; vllm: another none",
+        help="auto: defaults of generation_config.json; vllm: as none",
     )
 
 
@@ -143,7 +143,7 @@ def _add_engine(server: Any) -> None:
     server.add_argument(
         "--restart-engine",
         action="store_true",
-        help="restart an engine that died or hangs, 3 times in 10 minutes",
+        help="restart an engine that died or hangs, up to 3 times in 10 minutes",
     )
     server.add_argument(
         "--shutdown-timeout",

@@ -167,7 +167,7 @@ VLLM_FLAGS: dict[str, str] = {
     "--reasoning-config": "give thinking_token_budget in the request",
     "--renderer-num-workers": "use --frontends N",
     "--response-role": "answers have the role assistant; leave it out",
-    "--return-tokens-as-token-ids": "ask for return_token_ids in the request",
+    "--return-tokens-as-token-ids": "give return_tokens_as_token_ids in the request",
     "--root-path": "let the proxy strip the path",
     "--rope-scaling": "write rope_scaling into a copy of config.json",
     "--rope-theta": "write rope_theta into a copy of config.json",

@@ -137,7 +137,7 @@ def _settings(folder: Path, config: Mapping[str, Any], max_rank: int) -> _Settin
 
     def alpha(key: str, value: object) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < MAX_ALPHA:
-            raise refuse(key, "alpha must be a number")
+            raise refuse(key, f"alpha must be a number of magnitude below {MAX_ALPHA:g}")
         return value
 
     def patterns(key: str, number: Callable[[str, object], N]) -> Patterns[N]:

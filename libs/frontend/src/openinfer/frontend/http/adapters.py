@@ -45,7 +45,8 @@ class AdapterEndpoints:
             or not body.lora_path
         ):
             raise APIError(
-                f"lora_name must have 1 to {MAX_NAME_CHARS} characters, all printable, and lora_path must be given"
+                f"lora_name must have 1 to {MAX_NAME_CHARS} characters, all printable and not only spaces; "
+                "and lora_path must be given"
             )
         if name in names:
             raise APIError(
