@@ -192,7 +192,7 @@ def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 BUDGETS = {
-    "engine": 3586,
+    "engine": 3583,
     "engine/testing": 700,
     "eagle3": 363,
     "qwen3": 650,
@@ -200,7 +200,7 @@ BUDGETS = {
     "deepseek_v4": 5075,
 }
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12975
+MAX_RECIPE_LINES = 12959
 
 
 def lines_of(folder: Path) -> int:

@@ -72,7 +72,8 @@ def _named(modules: Iterable[str]) -> Iterable[tuple[str, str]]:
                 name, path = entry["name"], entry["path"]
             except (ValueError, KeyError) as error:
                 raise SetupError(f"--lora-modules {module}: {error}; name and path are needed") from None
-        if not (isinstance(name, str) and isinstance(path, str) and name.isprintable() and name and path):
+        named = isinstance(name, str) and name.isprintable() and name.strip()
+        if not (named and isinstance(path, str) and path):
             raise SetupError(f"--lora-modules {module!r}: give NAME=PATH, and a name that is printable")
         if name in found:
             raise SetupError(f"--lora-modules: the name {name!r} comes twice")

@@ -26,12 +26,8 @@ def snapshot(
     """A copy of `counted`, which the engine counts itself, with the counters of the parts. at_ready: of the
     driver, when the engine was ready."""
     stats, pace = copy(counted), runner.pace
-    stats.running, stats.waiting, stats.steps, stats.preemptions = (
-        loop.running,
-        loop.waiting,
-        loop.steps,
-        loop.preemptions,
-    )
+    stats.running, stats.waiting = loop.running, loop.waiting
+    stats.steps, stats.preemptions = loop.steps, loop.preemptions
     stats.kv_used_tokens = pool.used_tokens
     stats.prefix_query_tokens, stats.prefix_hit_tokens = pool.stats.query_tokens, pool.stats.hit_tokens
     stats.prefix_loaded_tokens = pool.stats.loaded_tokens
