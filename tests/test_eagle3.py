@@ -254,7 +254,8 @@ def test_ranks_have_their_parts_of_a_head(session: Callable[..., Any], tmp_path:
         ({"head_dim": 64}, {}, "shares the pages"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}}, {}, "ascending"),
         ({"eagle_config": 5}, {}, "eagle_config is 5; it must be an object"),
-        ({"draft_vocab_size": 300}, {}, "lm_head"),
+        ({"draft_vocab_size": 300}, {}, r"lm_head.weight .* is \[400, 256\], must be \[300, 256\]"),
+        ({"intermediate_size": 352}, {}, r"mlp.gate_proj.weight .* is \[320, 256\], must be \[352, 256\]"),
         ({"intermediate_size": 328}, {"tensor_parallel_size": 2}, "intermediate_size"),
     ],
 )

@@ -194,13 +194,13 @@ def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> Non
 BUDGETS = {
     "engine": 3583,
     "engine/testing": 700,
-    "eagle3": 363,
+    "eagle3": 346,
     "qwen3": 650,
-    "qwen3_5": 3284,
+    "qwen3_5": 3274,
     "deepseek_v4": 5075,
 }
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12959
+MAX_RECIPE_LINES = 12932
 
 
 def lines_of(folder: Path) -> int:

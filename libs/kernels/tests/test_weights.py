@@ -221,6 +221,17 @@ def test_plain_weights_and_vectors(checkpoint, places, rng):
     np.testing.assert_array_equal(half.numpy(), gain.numpy()[16:])
 
 
+def test_a_tensor_in_several_parts_is_expected_whole(places):
+    p = places()
+    p.linear(WeightPart("fc", 16), columns=32)
+    p.linear(WeightPart("fc", 16, column=32), columns=16)
+    p.plain("bias", 16, dtype=float32, source=(slice(16, 32),))
+    assert {name: shape for name, (shape, _) in p.expected().items()} == {
+        "fc.weight": (16, 48),
+        "bias": (32,),
+    }
+
+
 def test_values_that_a_conversion_refuses_are_an_error_of_the_checkpoint(checkpoint, places):
     def refuse(array):
         raise ValueError("names expert 9; there are 8")

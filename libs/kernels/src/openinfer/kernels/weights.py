@@ -324,23 +324,25 @@ class LinearPlaces(Places):
 
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]]:
         """The tensors that a checkpoint must have, their shapes and possible dtypes (see Checkpoint.require), where
-        these are places of whole tensors."""
-        found: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {
-            load.name: (
-                load.dst.shape,
-                dtypes.WEIGHTS if load.dst.dtype in dtypes.WEIGHTS else (load.dst.dtype,),
-            )
-            for load in self.loads
-        }
+        these are places of whole tensors, in one part or several."""
+        found: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {}
+
+        def add(name: str, dst: Tensor, source: tuple[slice, ...], kinds: tuple[np.dtype[Any], ...]) -> None:
+            stops = [1] if name in self.single else [one.stop for one in source]
+            shape = tuple(stops) if stops and None not in stops else dst.shape
+            known, kinds = found.get(name, (shape, kinds))
+            found[name] = tuple(map(max, known, shape)) if len(known) == len(shape) else known, kinds
+
+        for name, dst, source in self.loads:
+            rest = tuple(slice(0, size) for size in dst.shape[len(source) :])
+            kinds = dtypes.WEIGHTS if dst.dtype in dtypes.WEIGHTS else (dst.dtype,)
+            add(name, dst, (*source, *rest), kinds)
         for conversion in self.conversions:
             for name, source in conversion.parts():
-                stops = [1] if name in self.single else [one.stop for one in source]
-                shape = tuple(stops) if stops and None not in stops else conversion.dst.shape
                 packed = name.endswith(
                     (".weight_packed", ".weight_zero_point", ".qweight", ".qzeros", ".g_idx")
                 )
-                known, kinds = found.get(name, (shape, (int32,) if packed else dtypes.WEIGHTS))
-                found[name] = tuple(map(max, known, shape)) if len(known) == len(shape) else known, kinds
+                add(name, conversion.dst, source, (int32,) if packed else dtypes.WEIGHTS)
         return found
 
 

@@ -14,12 +14,11 @@ from openinfer.kernels.weights import FP8_MADE, Linear, LinearPlaces, Packing, W
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking
 from openinfer.recipes.qwen3_5.config import Config
-from openinfer.tensor import Arena, Checkpoint, Load, LoadReport, Stream, Tensor, dtypes
+from openinfer.tensor import Arena, Checkpoint, Load, LoadReport, Stream, Tensor
 
 Array = np.ndarray[Any, Any]
 NEVER_PACKED = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
 """Modules that packed checkpoints keep in BF16, by the ends of their names."""
-MTP_FC = "mtp.fc.weight"
 NOT_RUN = ("mtp.", "model.visual.")
 """The beginnings of modules that no engine runs, or only for drafts, which change no token."""
 
@@ -180,10 +179,6 @@ class Weights:
 def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly these tensors in the dtypes that they may have. (Vision
     weights, MTP weights that are not loaded and a head that is tied are ignored.)"""
-    expected = weights.places.expected()
-    if weights.mtp is not None:  # two loads have its halves
-        size = weights.mtp.of_hidden.shape[0]
-        expected[MTP_FC] = ((size, 2 * size), dtypes.WEIGHTS)
     ignored = [
         "model.visual.*",
         *PUBLISHED_SCALES,
@@ -192,7 +187,7 @@ def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     ]
     if weights.lm_head is weights.embed:
         ignored.append("lm_head.weight")
-    checkpoint.require(expected, ignore=ignored)
+    checkpoint.require(weights.places.expected(), ignore=ignored)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -350,14 +345,9 @@ def _mtp(p: _Places, config: Config, lm_head: Tensor) -> Mtp:
     if p.form.fp8_drafts:
         name, rows = p.form.prefix + "embed_tokens" if p.form.tied else "lm_head", config.local_vocab
         head = p.linear(WeightPart(name, rows, config.rank * rows), columns=hidden, packing=FP8_MADE)
-    of_embedding, of_hidden = (p.arena.alloc((hidden, hidden), p.dtype, MTP_FC) for _ in range(2))
-    p.loads += [
-        Load(MTP_FC, of_embedding, (slice(None), slice(0, hidden))),
-        Load(MTP_FC, of_hidden, (slice(None), slice(hidden, 2 * hidden))),
-    ]
+    fc = (p.linear(WeightPart("mtp.fc", hidden, column=at), columns=hidden).weight for at in (0, hidden))
     return Mtp(
-        of_embedding,
-        of_hidden,
+        *fc,
         embed_norm=p.gain("mtp.pre_fc_norm_embedding.weight", hidden),
         hidden_norm=p.gain("mtp.pre_fc_norm_hidden.weight", hidden),
         layer=_layer(p, config, "mtp.layers.0.", True),
