@@ -345,9 +345,10 @@ def _mtp(p: _Places, config: Config, lm_head: Tensor) -> Mtp:
     if p.form.fp8_drafts:
         name, rows = p.form.prefix + "embed_tokens" if p.form.tied else "lm_head", config.local_vocab
         head = p.linear(WeightPart(name, rows, config.rank * rows), columns=hidden, packing=FP8_MADE)
-    fc = (p.linear(WeightPart("mtp.fc", hidden, column=at), columns=hidden).weight for at in (0, hidden))
+    into = [p.linear(WeightPart("mtp.fc", hidden, column=at), columns=hidden) for at in (0, hidden)]
     return Mtp(
-        *fc,
+        of_embedding=into[0].weight,
+        of_hidden=into[1].weight,
         embed_norm=p.gain("mtp.pre_fc_norm_embedding.weight", hidden),
         hidden_norm=p.gain("mtp.pre_fc_norm_hidden.weight", hidden),
         layer=_layer(p, config, "mtp.layers.0.", True),
