@@ -196,11 +196,11 @@ BUDGETS = {
     "engine/testing": 700,
     "eagle3": 346,
     "qwen3": 650,
-    "qwen3_5": 3274,
-    "deepseek_v4": 5075,
+    "qwen3_5": 3254,
+    "deepseek_v4": 5063,
 }
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12932
+MAX_RECIPE_LINES = 12900
 
 
 def lines_of(folder: Path) -> int:

@@ -22,6 +22,7 @@ from openinfer.kernels.testing import Case, OpConformance
 from openinfer.tensor import bfloat16
 
 FROZEN = [
+    "ATTENDING",
     "CONSUMER_SHARED_BYTES",
     "FLOATS",
     "FP4_BLOCK",
@@ -29,6 +30,7 @@ FROZEN = [
     "NCCL",
     "NEW_PAIRS",
     "SCALE_BLOCK",
+    "WRITING",
     "Aligned",
     "Arg",
     "Array",
@@ -59,8 +61,11 @@ FROZEN = [
     "expect_bf16",
     "expect_cache",
     "expect_columns",
+    "expect_cos_sin",
+    "expect_max_q_len",
     "expect_packed",
     "expect_q8",
+    "expect_rows",
     "expect_weight",
     "f32",
     "hadamard",

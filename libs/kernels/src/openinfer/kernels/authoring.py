@@ -3,14 +3,15 @@ version.
 
 An `Op` is a contract, a numpy reference, launches and a cost, and runs on a `Pack`. By part:
 
- - contract: `expect`, `expect_columns`, `expect_weight`, `expect_packed`, `require`, `FLOATS`, `ContractError`
+ - contract: `expect`, `expect_columns`, `expect_weight`, `expect_packed`, `require`, `FLOATS`, `ContractError`; of the
+   rows of a step and their positions `expect_rows`, `expect_max_q_len`, `expect_cos_sin`
  - reference: `Array`, `f32`, `rounded`, `matmul_nt`, `rms_norm`, `silu`; of packed weights and rounded values
    `dequantized`, `halves`, `e8m0`, `unpack_fp4`, `q8`, `q4`, `hadamard`, `SCALE_BLOCK`, `FP4_BLOCK`
  - launches: `launch`, `beside`, `Command`, `Launch`, `Matmul`, `Collective`, `Scratch`, `TensorMap`, `Aligned`, `Arg`,
    `aligned`, `power_of_two`, `Target`; tiles that fit: `shared_bytes`, `CONSUMER_SHARED_BYTES`, `depth`
  - parts of ops here that another op may launch: products (`matmul`, `takes_codes`, `expect_bf16`, `expect_q8`),
    attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`, `require_attention`,
-   `expect_cache`, `cached_bytes`, `write_launch`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
+   `expect_cache`, `cached_bytes`, `write_launch`, `WRITING`, `ATTENDING`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
  - sums of several ranks: `Communicator`, `sum_over` (references), `way_of`, `NCCL`, `sum_of_ranks`, `pushed_rows`
  - cost: `Cost`, `Workload`
 
@@ -27,7 +28,17 @@ from openinfer.kernels.attention import Choice as AttentionChoice
 from openinfer.kernels.attention import choose as choose_attention
 from openinfer.kernels.attention import launches as attention_launches
 from openinfer.kernels.communicator import Communicator, sum_over
-from openinfer.kernels.contract import FLOATS, expect, expect_columns, expect_packed, expect_weight, require
+from openinfer.kernels.contract import (
+    FLOATS,
+    expect,
+    expect_columns,
+    expect_cos_sin,
+    expect_max_q_len,
+    expect_packed,
+    expect_rows,
+    expect_weight,
+    require,
+)
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.exchange import pushed_rows, sum_of_ranks, way_of
 from openinfer.kernels.formats import (
@@ -58,6 +69,7 @@ from openinfer.kernels.launch import (
 )
 from openinfer.kernels.op import Cost, Op, Pack, Workload
 from openinfer.kernels.ops.attend import require_attention
+from openinfer.kernels.ops.norm_rope_attend import ATTENDING, WRITING
 from openinfer.kernels.ops.qk_norm_rope_write import write_launch
 from openinfer.kernels.packed_products import expect_bf16, expect_q8, takes_codes
 from openinfer.kernels.products import matmul
@@ -66,6 +78,7 @@ from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import CONSUMER_SHARED_BYTES, NCCL, depth, shared_bytes
 
 __all__ = [
+    "ATTENDING",
     "CONSUMER_SHARED_BYTES",
     "FLOATS",
     "FP4_BLOCK",
@@ -73,6 +86,7 @@ __all__ = [
     "NCCL",
     "NEW_PAIRS",
     "SCALE_BLOCK",
+    "WRITING",
     "Aligned",
     "Arg",
     "Array",
@@ -103,8 +117,11 @@ __all__ = [
     "expect_bf16",
     "expect_cache",
     "expect_columns",
+    "expect_cos_sin",
+    "expect_max_q_len",
     "expect_packed",
     "expect_q8",
+    "expect_rows",
     "expect_weight",
     "f32",
     "hadamard",

@@ -56,6 +56,29 @@ def require(condition: bool, message: str) -> None:
         raise ContractError(message)
 
 
+def expect_rows(slots: Tensor, q_starts: Tensor, **by_slot: Tensor) -> tuple[int, int]:
+    """Raise ContractError unless these are the rows of a step, as in expand_rows: slots int32 [R], q_starts int32
+    [R + 1], seq_lens and others by slot int32 [S]. Returns R and S."""
+    rows, size = slots.shape[0], by_slot["seq_lens"].shape[0]
+    expect("slots", slots, (rows,), int32)
+    expect("q_starts", q_starts, (rows + 1,), int32)
+    for name, tensor in by_slot.items():
+        expect(name, tensor, (size,), int32)
+    return rows, size
+
+
+def expect_max_q_len(max_q_len: int, tokens: int, rows: int) -> None:
+    """Raise ContractError unless no row of a step can have more tokens; rows of one token each are all its tokens."""
+    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
+    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+
+
+def expect_cos_sin(cos_sin: Tensor, dim: int) -> None:
+    """Raise ContractError unless cos_sin is float32 [P, 2, r / 2] for heads of `dim`: cosines and sines by position."""
+    expect("cos_sin", cos_sin, (-1, 2, -1), float32)
+    require(2 * cos_sin.shape[2] <= dim, f"cos_sin rotates {2 * cos_sin.shape[2]} elements of heads of {dim}")
+
+
 def expect_weight(
     name: str,
     weight: Tensor,

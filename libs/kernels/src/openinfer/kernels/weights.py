@@ -323,8 +323,8 @@ class LinearPlaces(Places):
         return height
 
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]]:
-        """The tensors that a checkpoint must have, their shapes and possible dtypes (see Checkpoint.require), where
-        these are places of whole tensors, in one part or several."""
+        """The tensors that a checkpoint must have, their shapes and possible dtypes (see Checkpoint.require). The places
+        must be those of whole tensors, each in one part or several."""
         found: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {}
 
         def add(name: str, dst: Tensor, source: tuple[slice, ...], kinds: tuple[np.dtype[Any], ...]) -> None:
@@ -334,9 +334,8 @@ class LinearPlaces(Places):
             found[name] = tuple(map(max, known, shape)) if len(known) == len(shape) else known, kinds
 
         for name, dst, source in self.loads:
-            rest = tuple(slice(0, size) for size in dst.shape[len(source) :])
-            kinds = dtypes.WEIGHTS if dst.dtype in dtypes.WEIGHTS else (dst.dtype,)
-            add(name, dst, (*source, *rest), kinds)
+            rest = (slice(0, size) for size in dst.shape[len(source) :])
+            add(name, dst, (*source, *rest), dtypes.WEIGHTS if dst.dtype in dtypes.WEIGHTS else (dst.dtype,))
         for conversion in self.conversions:
             for name, source in conversion.parts():
                 packed = name.endswith(

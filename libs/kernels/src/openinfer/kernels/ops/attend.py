@@ -12,7 +12,7 @@ import numpy as np
 from openinfer.kernels.attention import Call, Choice, choose, launches
 from openinfer.kernels.attention_tiles import Tile
 from openinfer.kernels.benchmark import Case, Commands, Memory, Rows
-from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
 from openinfer.kernels.formats import q8_values
 from openinfer.kernels.kv_cache import KvLayout, cached_bytes, expect_cache
 from openinfer.kernels.launch import Command, Launch
@@ -50,17 +50,12 @@ def _contract(
     tokens, heads, dim = q.shape
     expect("out", out, (tokens, heads * dim), q.dtype)
     expect_cache(kv, kv_scales, dim, q.dtype)
-    rows, size = slots.shape[0], seq_lens.shape[0]
-    expect("slots", slots, (rows,), int32)
-    expect("q_starts", q_starts, (rows + 1,), int32)
-    expect("seq_lens", seq_lens, (size,), int32)
-    expect("alive", alive, (size,), int32)
+    rows, size = expect_rows(slots, q_starts, seq_lens=seq_lens, alive=alive)
     expect("block_tables", block_tables, (size, -1), int32)
     require(heads % kv.shape[2] == 0, f"{heads} query heads cannot share {kv.shape[2]} key heads evenly")
     require(scale > 0, f"scale is {scale}; it must be positive")
     require(window >= 0, f"window is {window}; it must be 0 (none) or positive")
-    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
-    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+    expect_max_q_len(max_q_len, tokens, rows)
 
 
 def _reference(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels.contract import expect, require
+from openinfer.kernels.contract import expect, expect_rows, require
 from openinfer.kernels.launch import Command, launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
@@ -36,7 +36,7 @@ def _contract(
     q_starts[R] get id 0, position 0 and slot 0, the padding slot. seq_lens, last_tokens and alive are int32 [S] by
     slot.
     """
-    tokens, rows, size = token_ids.shape[0], slots.shape[0], seq_lens.shape[0]
+    tokens = token_ids.shape[0]
     for name, tensor in (
         ("token_ids", token_ids),
         ("positions", positions),
@@ -44,10 +44,7 @@ def _contract(
         ("prompt", prompt),
     ):
         expect(name, tensor, (tokens,), int32)
-    expect("slots", slots, (rows,), int32)
-    expect("q_starts", q_starts, (rows + 1,), int32)
-    for name, tensor in (("seq_lens", seq_lens), ("last_tokens", last_tokens), ("alive", alive)):
-        expect(name, tensor, (size,), int32)
+    _, size = expect_rows(slots, q_starts, seq_lens=seq_lens, last_tokens=last_tokens, alive=alive)
     if drafts is not None:
         expect("drafts", drafts, (size, -1), int32)
         width = drafts.shape[1]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.attention import NEW_PAIRS, Call, choose, launches, new_tokens
-from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
 from openinfer.kernels.kv_cache import cached_bytes, expect_cache
 from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
@@ -30,7 +30,9 @@ WRITING = (
     "block_tables",
     "eps",
 )
+"""The arguments of qk_norm_rope_write but q."""
 ATTENDING = ("kv", "kv_scales", "slots", "q_starts", "seq_lens", "alive", "block_tables")
+"""The tensors of attend but q and out."""
 
 
 def _contract(
@@ -72,19 +74,14 @@ def _contract(
     expect("cos_sin", cos_sin, (-1, 2, dim // 2), float32)
     expect("positions", positions, (tokens,), int32)
     expect("token_slots", token_slots, (tokens,), int32)
-    rows, size = slots.shape[0], seq_lens.shape[0]
-    expect("slots", slots, (rows,), int32)
-    expect("q_starts", q_starts, (rows + 1,), int32)
-    expect("seq_lens", seq_lens, (size,), int32)
-    expect("alive", alive, (size,), int32)
+    rows, size = expect_rows(slots, q_starts, seq_lens=seq_lens, alive=alive)
     expect("block_tables", block_tables, (size, -1), int32)
     require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
     require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
     require(eps > 0, f"eps is {eps}; it must be positive")
     require(scale > 0, f"scale is {scale}; it must be positive")
     require(window >= 0, f"window is {window}; it must be 0 (none) or positive")
-    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
-    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+    expect_max_q_len(max_q_len, tokens, rows)
 
 
 def _reference(*, out: Array, scale: float, window: int, max_q_len: int, **rest: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.contract import FLOATS, expect, expect_cos_sin, require
 from openinfer.kernels.formats import q8_codes
 from openinfer.kernels.kv_cache import cached_bytes, expect_cache
 from openinfer.kernels.launch import Aligned, Arg, Command, Launch, Scratch, launch, power_of_two
@@ -56,14 +56,12 @@ def _contract(
         "qkv", qkv, (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim), qkv.dtype if q is None else q.dtype
     )
     expect_norms(q_norm, k_norm, dim, qkv.dtype, float32)
-    expect("cos_sin", cos_sin, (-1, 2, -1), float32)
+    expect_cos_sin(cos_sin, dim)
     expect("positions", positions, (tokens,), int32)
     expect("token_slots", token_slots, (tokens,), int32)
     expect("block_tables", block_tables, (-1, -1), int32)
     require(heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} key heads evenly")
     require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
-    rotary = 2 * cos_sin.shape[2]
-    require(rotary <= dim, f"cos_sin rotates {rotary} elements of heads of {dim}")
     require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
 
 

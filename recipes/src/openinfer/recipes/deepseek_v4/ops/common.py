@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.authoring import Array, Workload, expect, require
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.kernels.authoring import Array, Workload
 
 PAGE = 128
 """Tokens of a page of either group: the least common multiple of the ratios 4 and 128."""
@@ -29,22 +28,6 @@ def live_rows(slots: Array, q_starts: Array, seq_lens: Array, alive: Array) -> I
         first, last = int(q_starts[row]), int(q_starts[row + 1])
         if first < last and alive[slot]:
             yield Row(int(slot), first, last, int(seq_lens[slot]))
-
-
-def expect_rows(slots: Tensor, q_starts: Tensor, seq_lens: Tensor, alive: Tensor) -> tuple[int, int]:
-    """Raise ContractError unless these are the rows of a step (as in expand_rows). How many rows, how many slots."""
-    rows, size = slots.shape[0], seq_lens.shape[0]
-    expect("slots", slots, (rows,), int32)
-    expect("q_starts", q_starts, (rows + 1,), int32)
-    expect("seq_lens", seq_lens, (size,), int32)
-    expect("alive", alive, (size,), int32)
-    return rows, size
-
-
-def expect_cos_sin(cos_sin: Tensor, dim: int) -> None:
-    """Raise ContractError unless cos_sin is float32 [P, 2, r / 2] for heads of `dim`: cosines and sines by position."""
-    expect("cos_sin", cos_sin, (-1, 2, -1), float32)
-    require(2 * cos_sin.shape[2] <= dim, f"cos_sin rotates {2 * cos_sin.shape[2]} elements of heads of {dim}")
 
 
 def rope(x: Array, cos_sin: Array, positions: Array, *, back: bool = False) -> Array:

@@ -20,6 +20,8 @@ from openinfer.kernels.authoring import (
     aligned,
     expect,
     expect_columns,
+    expect_cos_sin,
+    expect_rows,
     f32,
     hadamard,
     launch,
@@ -29,7 +31,7 @@ from openinfer.kernels.authoring import (
     rms_norm,
     rounded,
 )
-from openinfer.recipes.deepseek_v4.ops.common import PAGE, Row, expect_cos_sin, expect_rows, live_rows, rope
+from openinfer.recipes.deepseek_v4.ops.common import PAGE, Row, live_rows, rope
 from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -117,7 +119,7 @@ def _contract(
     expect("entries[0]", entries[0], entries.shape[1:])
     expect("norm_weight", norm_weight, (dim,), float32)
     expect_cos_sin(cos_sin, dim)
-    _, size = expect_rows(slots, q_starts, seq_lens, alive)
+    _, size = expect_rows(slots, q_starts, seq_lens=seq_lens, alive=alive)
     expect("state_tables", state_tables, (size, -1), int32)
     expect("entry_tables", entry_tables, (size, -1), int32)
     require(eps > 0, f"eps is {eps}; it must be positive")

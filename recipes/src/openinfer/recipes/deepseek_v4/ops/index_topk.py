@@ -17,13 +17,14 @@ from openinfer.kernels.authoring import (
     Workload,
     expect,
     expect_columns,
+    expect_cos_sin,
     f32,
     hadamard,
     q4,
     require,
     rounded,
 )
-from openinfer.recipes.deepseek_v4.ops.common import PAGE, expect_cos_sin, rope, seen
+from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope, seen
 from openinfer.recipes.deepseek_v4.sparse import Index
 from openinfer.tensor import Tensor, float32, int32
 

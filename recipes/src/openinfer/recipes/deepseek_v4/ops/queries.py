@@ -18,6 +18,7 @@ from openinfer.kernels.authoring import (
     Workload,
     aligned,
     expect,
+    expect_cos_sin,
     f32,
     launch,
     power_of_two,
@@ -26,7 +27,7 @@ from openinfer.kernels.authoring import (
     rms_norm,
     rounded,
 )
-from openinfer.recipes.deepseek_v4.ops.common import PAGE, expect_cos_sin, rope
+from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 KV_BLOCK = 64

@@ -16,11 +16,12 @@ from openinfer.kernels.authoring import (
     Target,
     Workload,
     expect,
+    expect_cos_sin,
     f32,
     require,
     rounded,
 )
-from openinfer.recipes.deepseek_v4.ops.common import PAGE, expect_cos_sin, rope, seen, unit
+from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope, seen, unit
 from openinfer.recipes.deepseek_v4.sparse import Attention
 from openinfer.tensor import Tensor, float32, int32
 

@@ -7,20 +7,29 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Scratch, Target, Workload, attend, launch, qk_norm_rope_write
+from openinfer.kernels import attend, norm_rope_attend, qk_norm_rope_write
 from openinfer.kernels.authoring import (
+    ATTENDING,
     FLOATS,
     MERGED_AT_ONCE,
     NEW_PAIRS,
+    WRITING,
     Arg,
     Array,
     AttentionCall,
     AttentionChoice,
+    Command,
+    Op,
+    Scratch,
+    Target,
     attention_launches,
-    cached_bytes,
     choose_attention,
     expect,
     expect_cache,
+    expect_cos_sin,
+    expect_max_q_len,
+    expect_rows,
+    launch,
     power_of_two,
     require,
     require_attention,
@@ -28,20 +37,6 @@ from openinfer.kernels.authoring import (
 )
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.tensor import Tensor, float32, int32
-
-WRITING = (
-    "kv",
-    "kv_scales",
-    "qkv",
-    "q_norm",
-    "k_norm",
-    "cos_sin",
-    "positions",
-    "token_slots",
-    "block_tables",
-    "eps",
-)
-ATTENDING = ("kv", "kv_scales", "slots", "q_starts", "seq_lens", "alive", "block_tables")
 
 
 def _contract(
@@ -81,21 +76,15 @@ def _contract(
     expect("qkv", qkv, (tokens, 2 * (heads + kv_heads) * dim), out.dtype)
     expect("q_norm", q_norm, (dim,), out.dtype, float32)
     expect("k_norm", k_norm, (dim,), q_norm.dtype)
-    expect("cos_sin", cos_sin, (-1, 2, -1), float32)
-    require(2 * cos_sin.shape[2] <= dim, f"cos_sin rotates {2 * cos_sin.shape[2]} elements of heads of {dim}")
+    expect_cos_sin(cos_sin, dim)
     expect("positions", positions, (tokens,), int32)
     expect("token_slots", token_slots, (tokens,), int32)
-    rows, size = slots.shape[0], seq_lens.shape[0]
-    expect("slots", slots, (rows,), int32)
-    expect("q_starts", q_starts, (rows + 1,), int32)
-    expect("seq_lens", seq_lens, (size,), int32)
-    expect("alive", alive, (size,), int32)
+    rows, size = expect_rows(slots, q_starts, seq_lens=seq_lens, alive=alive)
     expect("block_tables", block_tables, (size, -1), int32)
     require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
     require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
     require(eps > 0 and scale > 0, f"eps is {eps} and scale {scale}; both must be positive")
-    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
-    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+    expect_max_q_len(max_q_len, tokens, rows)
 
 
 def _reference(*, out: Array, qkv: Array, scale: float, max_q_len: int, **rest: Any) -> None:
@@ -182,13 +171,6 @@ def _decode(
     )
 
 
-def _cost(
-    workload: Workload, *, out: Tensor, kv: Tensor, kv_scales: Tensor | None = None, qkv: Tensor, **_: object
-) -> Cost:
-    tokens = workload.tokens
-    cached = (workload.kv_tokens + tokens) * cached_bytes(kv, kv_scales)
-    moved = tokens * (qkv.shape[1] + out.shape[1]) * out.itemsize
-    return Cost(cached + moved, 4 * workload.qk_pairs * out.shape[1] + 8 * tokens * qkv.shape[1])
-
-
-gated_attention = Op("gated_attention", _contract, reference=_reference, launches=_launches, cost=_cost)
+gated_attention = Op(
+    "gated_attention", _contract, reference=_reference, launches=_launches, cost=norm_rope_attend.cost
+)

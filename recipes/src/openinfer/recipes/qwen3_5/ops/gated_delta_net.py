@@ -17,6 +17,8 @@ from openinfer.kernels.authoring import (
     Target,
     Workload,
     expect,
+    expect_max_q_len,
+    expect_rows,
     f32,
     power_of_two,
     require,
@@ -113,12 +115,8 @@ def _contract(
     """
     _expect_layer(out, qkv, z, ba, conv_weight, decay, dt_bias, norm_weight, conv_state, state)
     tokens = qkv.shape[0]
-    rows, size = slots.shape[0], seq_lens.shape[0]
-    expect("slots", slots, (rows,), int32)
-    expect("q_starts", q_starts, (rows + 1,), int32)
     by_slot = {"seq_lens": seq_lens, "alive": alive, "state_from": state_from, "state_to": state_to}
-    for name, tensor in by_slot.items():
-        expect(name, tensor, (size,), int32)
+    rows, size = expect_rows(slots, q_starts, **by_slot)
     expect("snapshot_ends", snapshot_ends, (rows, -1), int32)
     expect("snapshot_blocks", snapshot_blocks, snapshot_ends.shape, int32)
     if recent is not None and accepted is not None and num_drafts is not None:
@@ -130,8 +128,7 @@ def _contract(
     else:
         require(recent is accepted is num_drafts, "recent, accepted and num_drafts must be given together")
     require(eps > 0, f"eps is {eps}; it must be positive")
-    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
-    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+    expect_max_q_len(max_q_len, tokens, rows)
 
 
 def _expect_layer(
