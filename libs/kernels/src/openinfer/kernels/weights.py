@@ -323,8 +323,8 @@ class LinearPlaces(Places):
         return height
 
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]]:
-        """The tensors that a checkpoint must have, their shapes and possible dtypes (see Checkpoint.require). The places
-        must be those of whole tensors, each in one part or several."""
+        """The tensors that a checkpoint must have, their shapes and possible dtypes (see Checkpoint.require). The
+        places must be those of whole tensors, each in one part or several."""
         found: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {}
 
         def add(name: str, dst: Tensor, source: tuple[slice, ...], kinds: tuple[np.dtype[Any], ...]) -> None:
