@@ -107,13 +107,15 @@ def test_decode_with_a_window(check_op, step, window, sms):
     check(check_op, args, target=Target(90, sms, interpreted=True))
 
 
-def test_few_rows_merge_in_one_turn_and_those_of_a_ring_let_it_start(step):
+def test_few_rows_merge_in_one_turn_and_let_the_next_product_start(step):
     """Eight query heads a key head: sixteen parts at once where rows leave SMs idle, eight where they do not."""
     for rows, nvrtc, merged, release in (
         (1, True, 16, True),
         (1, False, 16, False),
         (2, True, 16, True),
-        (5, True, 16, False),
+        (5, True, 16, True),
+        (5, False, 16, False),
+        (65, True, 16, False),
         (300, True, 8, False),
     ):
         args = step([1] * rows, [20] * rows, heads=8, kv_heads=1, dim=128)

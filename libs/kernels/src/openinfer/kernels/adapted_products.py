@@ -12,7 +12,7 @@ from openinfer.kernels.low_rank import MOST_PARTS, Lora
 from openinfer.kernels.ops.add_lora import add_lora
 from openinfer.kernels.products import norm, normed_product, product, silu_mul
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import Choice, choose, rule
+from openinfer.kernels.tuning import Choice, measured, rule
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 FEW_TOKENS = 64
@@ -104,7 +104,7 @@ def few_tile(
     places, rows, rank = lora["lora_a"].shape[0], lora["lora_a"].shape[1], lora["lora_b"].shape[2]
     if target.batch_invariant or scales is not None or x.dtype != bfloat16 or tokens > FEW_TOKENS:
         return None
-    tile = choose(target, op, tokens, *weight.shape)
+    tile = measured(target, op, tokens, *weight.shape)
     if tile.kind != "small":  # one token: the kernel has no form for it
         tile = rule(target, op, max(2, tokens), *weight.shape)
     if gated:

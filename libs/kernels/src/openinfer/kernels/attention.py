@@ -23,7 +23,7 @@ from openinfer.kernels.launch import (
 )
 from openinfer.kernels.long_attention import hopper_tile, in_parts, long_rows, single_tokens
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import RING_TOKENS
+from openinfer.kernels.tuning import RING_TOKENS, releases
 from openinfer.tensor import Tensor, float32, int32
 
 NO_WINDOW = 2**31 - 1
@@ -157,7 +157,7 @@ def choose(target: Target, call: Call) -> Choice:
     codes = long_tile(target, call.group, call.dim)
     long = hopper_tile(target, call) or codes
     pairs = "kv_scales" in call.args and target.arch >= 90 and not target.interpreted
-    release = target.nvrtc and target.arch == 90 and call.tokens <= RING_TOKENS
+    release = releases(target, call.tokens)
     decode = attend_codes(target, call) if takes(target, call) else None
     return Choice(short, long, codes, *parts, target.num_sms, target.batch_invariant, pairs, release, decode)
 
@@ -258,7 +258,8 @@ def new_tokens(
         "RELEASE": choice.release,
     }
     tile, grid = choice.short, (call.kv_heads, *items)
-    warps, stages = tile.warps, RELEASING_STAGES if choice.release else tile.stages
+    beside_ring = choice.release and call.tokens <= RING_TOKENS
+    warps, stages = tile.warps, RELEASING_STAGES if beside_ring else tile.stages
     if (tile.bn, tile.stages) == (64, 5) and choice.splits == 1 and call.dim <= 128:
         warps = 2  # between one and two programs an SM, for which half of the threads are enough (docs/lessons.md)
     return launch(_DECODE, "attend_new", grid, args, constants, num_warps=warps, num_stages=stages)

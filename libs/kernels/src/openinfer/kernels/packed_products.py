@@ -11,7 +11,7 @@ from openinfer.kernels.formats import SCALE_BLOCK
 from openinfer.kernels.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.products import matmul
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import choose, depth, rule, shared_bytes
+from openinfer.kernels.tuning import depth, measured, rule, shared_bytes
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 
 _DEVICE = "openinfer.kernels.device.packed_linear"
@@ -117,7 +117,7 @@ def _many(target: Target, out: Tensor | Scratch, x: Tensor, weight: Tensor | Scr
     (n, k), op = weight.shape, "linear_add" if out.dtype == bfloat16 else "logits"
     dense = x.is_contiguous and (isinstance(out, Scratch) or out.is_contiguous)
     if dense:
-        choice = choose(target, op, x.shape[0], n, k)
+        choice = measured(target, op, x.shape[0], n, k)
     else:
         choice = rule(dataclasses.replace(target, cublas=False), op, x.shape[0], n, k)
     if choice.kind in ("gemv", "small"):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels import gated_product
+from openinfer.kernels.cluster_product import cluster_product
 from openinfer.kernels.coded_products import (
     CUBLAS_WORKSPACE,
     Coded,
@@ -32,11 +33,9 @@ GROUP = 8
 _LINEAR = "openinfer.kernels.device.linear"
 _NORM = "openinfer.kernels.device.norm"
 
-
 NORMING_PROGRAMS = 64
-"""Programs an SM up to which a product of one token normalises the token in each program. With more programs, a norm in
-each costs more than a kernel of its own. Products of float8 weights never do it, because they are short of
-instructions. Figures: docs/lessons.md, "A norm inside a GEMV"."""
+"""Programs an SM up to which a product of one token normalises the token in each program (docs/lessons.md, "A norm inside
+a GEMV"). Products of float8 weights never do it, because they are short of instructions."""
 
 
 def normed_product(
@@ -99,7 +98,7 @@ def normed(
         yield ring_product(choice, target.num_sms, out, x, weight, gated=gated, norm=(gain, eps))
         return
     hidden = Scratch(x.shape, x.dtype)
-    yield norm(hidden, x, gain, eps)
+    yield norm(hidden, x, gain, eps, early=choice.kind == "cluster")
     yield from _product(choice, target, op, out, hidden, weight, scales, gated=gated)
 
 
@@ -240,6 +239,8 @@ def matmul(
             return _gemv(choice, out, x, weight, scales, add=add, gated=gated)
         case "ring":
             return ring_product(choice, target.num_sms, out, x, weight, add=add, gated=gated)
+        case "cluster":
+            return cluster_product(choice, out, x, weight, add=add, gated=gated)
         case "small":
             return _gemm_small(choice, out, x, weight, scales, add, gated)
         case "tma" | "pointer":
@@ -255,7 +256,7 @@ def gated_matmul(
     scales: Tensor | None = None,
 ) -> Iterator[Command]:
     """The gated product by the kernel of `choice`, and then by silu_mul if that kernel cannot do it itself."""
-    if choice.kind in ("gemv", "ring", "small"):
+    if choice.kind in ("gemv", "ring", "cluster", "small"):
         yield matmul(choice, target, out, x, weight, scales, gated=True)
     elif gated_product.takes(target, out, x, weight):
         yield gated_product.gated_product(target, out, x, weight)
@@ -278,13 +279,13 @@ def expect_float8(target: Target, scales: Tensor | None) -> None:
         raise ContractError(f"weights of float8 are given for sm_{target.arch}; float8 is for sm_89 and up")
 
 
-def norm(out: Tensor | Scratch, x: Tensor, gain: Tensor, eps: float) -> Command:
-    """out = rms_norm(x; gain, eps)."""
+def norm(out: Tensor | Scratch, x: Tensor, gain: Tensor, eps: float, *, early: bool = False) -> Command:
+    """out = rms_norm(x; gain, eps). early: see launch.Launch; the kernel behind it may be early, too."""
     rows, width = x.shape
-    block = 1 << (width - 1).bit_length()
+    block, warps = 1 << (width - 1).bit_length(), 8 if width > 2048 else 4
     args: dict[str, Arg] = {"out": out, "x": x, "weight": gain, "width": Aligned(width), "eps": eps}
-    constants = {"BLOCK": block}
-    return launch(_NORM, "rms_norm", (rows,), args, constants, num_warps=8 if block > 2048 else 4)
+    constants = {"BLOCK": block} | ({"EARLY": True} if early else {})
+    return launch(_NORM, "rms_norm", (rows,), args, constants, num_warps=warps, early=early)
 
 
 def _dequantize(out: Scratch, weight: Tensor, scales: Tensor, part: int) -> Command:

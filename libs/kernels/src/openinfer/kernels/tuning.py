@@ -27,7 +27,7 @@ from openinfer.kernels.errors import InvalidTable
 from openinfer.kernels.store import default_cache
 from openinfer.kernels.target import Target
 
-Kind = Literal["gemv", "ring", "small", "tma", "pointer", "cublas"]
+Kind = Literal["gemv", "ring", "cluster", "small", "tma", "pointer", "cublas"]
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -41,7 +41,8 @@ Table = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kernel for a product and its tile: `bm` tokens by `bn` rows of the weight by `bk` of K; K in `split` parts."""
+    """A kernel for a product and its tile: `bm` tokens by `bn` rows of the weight by `bk` of K; K in `split` parts.
+    Of a gated product a cluster has `bn` rows of the gate and of up."""
 
     kind: Kind
     bm: int = 1
@@ -101,9 +102,12 @@ def choose(target: Target, op: str, m: int, n: int, k: int) -> Choice:
     """The kernel for out[m, n] = x[m, k] @ weight^T as part of `op`; n counts the weight's rows."""
     if target.batch_invariant:
         return rule(target, op, m, n, k)
-    ring = ring_choice(target, op, m, n, k)
-    if ring is not None:
-        return ring
+    found = ring_choice(target, op, m, n, k) or cluster_choice(target, op, m, n, k)
+    return found or measured(target, op, m, n, k)
+
+
+def measured(target: Target, op: str, m: int, n: int, k: int) -> Choice:
+    """The choice by a table, or by the rule where none has an entry."""
     by_m = _table(target.gpu).get(op, {}).get(f"{n}x{k}", {})
     for limit, entry in sorted((int(limit), entry) for limit, entry in by_m.items()):
         if m <= limit:
@@ -176,6 +180,50 @@ def _ring_of_tokens(target: Target, op: str, m: int, n: int, k: int) -> Choice |
     sums = (most + 8) * m * (warps | 1) * 4 + warps * m * 4
     room = min(shared_bytes(target.arch) - sums - 2048, int(most * k * 2 * RING_PART), RING_BYTES)
     return Choice("ring", m, 8, RING_COLUMNS, part, warps, max(2, room // stage))
+
+
+CLUSTER_TOKENS = 64
+"""The most tokens of any product by clusters. More are for products whose weight is large beside their tokens."""
+MOST_CLUSTER_TOKENS = 128
+CLUSTERED = {1: 1.0, 2: 1.0, 4: 0.85}
+"""The part of the SMs that clusters fill, by their blocks. SMs are in groups of at most 18, and a cluster lies in one.
+More clusters than run at once take twice as long (docs/lessons.md)."""
+CLUSTER_ROWS = 64
+"""The fewest rows of the weight of a cluster, because each reads all tokens."""
+MOST_SUMS = 144
+"""The most sums that a thread of a cluster keeps."""
+
+
+def releases(target: Target, tokens: int) -> bool:
+    """Whether the product behind attention reads its weight before attention has ended."""
+    return target.nvrtc and target.arch == 90 and tokens <= CLUSTER_TOKENS
+
+
+def cluster_choice(target: Target, op: str, m: int, n: int, k: int) -> Choice | None:
+    """The clusters for a product of few tokens, or None where their kernel does not take it. All of them run at once,
+    and K has as few parts as that allows."""
+    gated = op == "gate_up_silu"
+    if not target.nvrtc or target.arch != 90 or not 1 < m <= MOST_CLUSTER_TOKENS or k % 64:
+        return None
+    if op not in ("norm_linear", "linear_add", "gate_up_silu") or n % 16:
+        return None
+    if m > CLUSTER_TOKENS and not gated and k <= 2 * n:
+        return None
+    bm, halves = CLUSTER_TOKENS if m <= CLUSTER_TOKENS else MOST_CLUSTER_TOKENS, 2 if gated else 1
+    for split, share in CLUSTERED.items():
+        most = int(target.num_sms * share) // split
+        columns = max(40, -(-n // halves // most // 8) * 8)
+        if halves * columns < CLUSTER_ROWS:
+            continue
+        clusters = -(-n // halves // columns)
+        if columns > 160 or halves * columns > 2 * MOST_SUMS or 4 * clusters * split < 3 * target.num_sms:
+            return None
+        normed = (
+            0 if op == "linear_add" else 16 * bm + 4 * (k // split + 64)
+        )  # squares of tokens, and the gain
+        room = (shared_bytes(target.arch) - normed) // ((bm + halves * columns) * 128 + 24)
+        return Choice("cluster", bm, columns, 64, split, 8, min(16, room))
+    return None
 
 
 def group_ring_choice(target: Target, n: int, k: int, *, packed: bool, gated: bool) -> Choice | None:

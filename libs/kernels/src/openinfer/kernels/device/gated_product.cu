@@ -22,14 +22,8 @@ __device__ __forceinline__ Tile tile_at(int t, int pairs, int tiles, u32 rank) {
   return {((group * PAIRS + rest % inside) * 2 + (int)rank) * TOKENS, rest / inside * COLUMNS};
 }
 
-__device__ __forceinline__ u32 bf16_pair(float a, float b) {
-  u32 pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
-  return pair;
-}
-
 // Two gated numbers, of factors rounded to bf16. A gate below -40 has no part in the result; it would overflow here.
-__device__ __forceinline__ u32 gated(float gate_a, float gate_b, float up_a, float up_b) {
+__device__ __forceinline__ u32 gated_pair(float gate_a, float gate_b, float up_a, float up_b) {
   u32 gate = bf16_pair(gate_a, gate_b), up = bf16_pair(up_a, up_b);
   float a = low(gate), b = high(gate);
   a = a < -40.0f ? -40.0f : a, b = b < -40.0f ? -40.0f : b;  // NaN stays, which fmaxf would hide
@@ -81,8 +75,8 @@ gated_product(const __grid_constant__ TensorMap out, const __grid_constant__ Ten
 #pragma unroll
         for (int i = 0; i < DEPTH / 16; i++) {
           u64 a = operand(tokens + group * 64 * 128 + i * 32);
-          multiply_152(gate, a, operand(weights + i * 32), (step | i) != 0);
-          multiply_152(up, a, operand(weights + WEIGHT_BYTES + i * 32), (step | i) != 0);
+          multiply(gate, a, operand(weights + i * 32), (step | i) != 0);
+          multiply(up, a, operand(weights + WEIGHT_BYTES + i * 32), (step | i) != 0);
         }
         products_commit();
         products_wait<1>();  // so the stage before is free, in both blocks
@@ -97,7 +91,7 @@ gated_product(const __grid_constant__ TensorMap out, const __grid_constant__ Ten
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           int i = 4 * j + 2 * h;
-          rows[(warp * 16 + lane / 4 + 8 * h) * (COLUMNS / 2) + 4 * j + lane % 4] = gated(gate[i], gate[i + 1], up[i], up[i + 1]);
+          rows[(warp * 16 + lane / 4 + 8 * h) * (COLUMNS / 2) + 4 * j + lane % 4] = gated_pair(gate[i], gate[i + 1], up[i], up[i + 1]);
         }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");

@@ -47,6 +47,28 @@ __device__ __forceinline__ bf16 to_bf16(float value) {
   return bits;
 }
 
+// Two numbers as a pair of bf16, the first one low.
+__device__ __forceinline__ u32 bf16_pair(float a, float b) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+
+__device__ __forceinline__ float rounded(float value) { return low(to_bf16(value)); }
+
+__device__ __forceinline__ float gated(float gate, float up) {
+  gate = rounded(gate);
+  float small = exp2f(fabsf(gate) * -1.4426950408889634f);  // never overflows
+  return rounded(gate * (gate < 0 ? small : 1.0f) / (1.0f + small)) * rounded(up);
+}
+
+// The policy of weights: no step reads one twice.
+__device__ __forceinline__ u64 evict_first() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Two numbers of e4m3 as a pair of f16.
 __device__ __forceinline__ u32 halves(unsigned short codes) {
   u32 pair;

@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -16,8 +17,12 @@ def weighted(unit, gain, dtype: tl.constexpr):
 
 
 @triton.jit
-def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr):
-    """out[t] = x[t] / rms(x[t]) weighted; rows of width <= BLOCK. Grid (rows,)."""
+def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
+    """out[t] = x[t] / rms(x[t]) weighted; rows of width <= BLOCK. Grid (rows,). EARLY: this kernel starts before the
+    one ahead has ended, and lets the next one start at once."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width

@@ -9,14 +9,6 @@ __device__ __forceinline__ float2 gain_pair(const void* gain, int column) {
   return make_float2(low(pair), high(pair));
 }
 
-__device__ __forceinline__ float rounded(float value) { return low(to_bf16(value)); }
-
-__device__ __forceinline__ float gated(float gate, float up) {
-  gate = rounded(gate);
-  float small = exp2f(fabsf(gate) * -1.4426950408889634f);  // never overflows
-  return rounded(gate * (gate < 0 ? small : 1.0f) / (1.0f + small)) * rounded(up);
-}
-
 // The value of an output before this kernel.
 __device__ __forceinline__ float residual(const void* out, size_t at) {
   bf16 old;
@@ -70,11 +62,4 @@ __device__ __forceinline__ void start_ring(u64* full, u64* empty) {
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
   __syncthreads();
-}
-
-// The policy of weights: no step reads one twice.
-__device__ __forceinline__ u64 evict_first() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }

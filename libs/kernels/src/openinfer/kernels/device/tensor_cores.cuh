@@ -24,7 +24,14 @@ __device__ __forceinline__ void copy_tile(void* to, const TensorMap* map, u64* b
                ::"r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row) : "memory");
 }
 
-// The same into the blocks of `mask`, at the same place of their shared memory; each block's barrier is told.
+// The same with a policy of the second-level cache.
+__device__ __forceinline__ void copy_tile(void* to, const TensorMap* map, u64* barrier, int row, int column, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
+      ::"r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "l"(policy) : "memory");
+}
+
+// A tile into the blocks of `mask`, at the same place of their shared memory; each block's barrier is told.
 __device__ __forceinline__ void copy_tile_to(unsigned short mask, void* to, const TensorMap* map, u64* barrier, int row,
                                              int column) {
   asm volatile(
@@ -50,18 +57,61 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-#define PLACES_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-
-// d [64, 152] (+)= a [64, 16] @ b [152, 16]^T, of bf16; without `add` what was there is forgotten.
-__device__ __forceinline__ void multiply_152(float (&d)[76], u64 a, u64 b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %78, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n152k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "
-      "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, "
-      "%71, %72, %73, %74, %75}, %76, %77, p, 1, 1, 0, 0;\n}"
-      : PLACES_8(d, 0), PLACES_8(d, 8), PLACES_8(d, 16), PLACES_8(d, 24), PLACES_8(d, 32), PLACES_8(d, 40),
-        PLACES_8(d, 48), PLACES_8(d, 56), PLACES_8(d, 64), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75])
-      : "l"(a), "l"(b), "r"(add));
-}
+// multiply: d [64, N] (+)= a [64, 16] @ b [N, 16]^T, of bf16; without `add` what was there is forgotten. N is a multiple of
+// 8 from 40 to 160. PLACES and NUMBERS are the N / 2 registers of d; A, B and ADDS the numbers of what follows.
+#define PRODUCT(N, A, B, ADDS, PLACES, NUMBERS)                                                           \
+  __device__ __forceinline__ void multiply(float (&d)[N / 2], u64 a, u64 b, int add) {                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADDS ", 0;\n"                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NUMBERS "}, %" #A ", %" #B \
+                 ", p, 1, 1, 0, 0;\n}"                                                                    \
+                 : PLACES : "l"(a), "l"(b), "r"(add));                                                    \
+  }
+#define PLACES_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define PLACES_20 PLACES_4(0), PLACES_4(4), PLACES_4(8), PLACES_4(12), PLACES_4(16)
+#define NUMBERS_20 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
+PRODUCT(40, 20, 21, 22, PLACES_20, NUMBERS_20)
+#define PLACES_24 PLACES_20, PLACES_4(20)
+#define NUMBERS_24 NUMBERS_20 ", %20, %21, %22, %23"
+PRODUCT(48, 24, 25, 26, PLACES_24, NUMBERS_24)
+#define PLACES_28 PLACES_24, PLACES_4(24)
+#define NUMBERS_28 NUMBERS_24 ", %24, %25, %26, %27"
+PRODUCT(56, 28, 29, 30, PLACES_28, NUMBERS_28)
+#define PLACES_32 PLACES_28, PLACES_4(28)
+#define NUMBERS_32 NUMBERS_28 ", %28, %29, %30, %31"
+PRODUCT(64, 32, 33, 34, PLACES_32, NUMBERS_32)
+#define PLACES_36 PLACES_32, PLACES_4(32)
+#define NUMBERS_36 NUMBERS_32 ", %32, %33, %34, %35"
+PRODUCT(72, 36, 37, 38, PLACES_36, NUMBERS_36)
+#define PLACES_40 PLACES_36, PLACES_4(36)
+#define NUMBERS_40 NUMBERS_36 ", %36, %37, %38, %39"
+PRODUCT(80, 40, 41, 42, PLACES_40, NUMBERS_40)
+#define PLACES_44 PLACES_40, PLACES_4(40)
+#define NUMBERS_44 NUMBERS_40 ", %40, %41, %42, %43"
+PRODUCT(88, 44, 45, 46, PLACES_44, NUMBERS_44)
+#define PLACES_48 PLACES_44, PLACES_4(44)
+#define NUMBERS_48 NUMBERS_44 ", %44, %45, %46, %47"
+PRODUCT(96, 48, 49, 50, PLACES_48, NUMBERS_48)
+#define PLACES_52 PLACES_48, PLACES_4(48)
+#define NUMBERS_52 NUMBERS_48 ", %48, %49, %50, %51"
+PRODUCT(104, 52, 53, 54, PLACES_52, NUMBERS_52)
+#define PLACES_56 PLACES_52, PLACES_4(52)
+#define NUMBERS_56 NUMBERS_52 ", %52, %53, %54, %55"
+PRODUCT(112, 56, 57, 58, PLACES_56, NUMBERS_56)
+#define PLACES_60 PLACES_56, PLACES_4(56)
+#define NUMBERS_60 NUMBERS_56 ", %56, %57, %58, %59"
+PRODUCT(120, 60, 61, 62, PLACES_60, NUMBERS_60)
+#define PLACES_64 PLACES_60, PLACES_4(60)
+#define NUMBERS_64 NUMBERS_60 ", %60, %61, %62, %63"
+PRODUCT(128, 64, 65, 66, PLACES_64, NUMBERS_64)
+#define PLACES_68 PLACES_64, PLACES_4(64)
+#define NUMBERS_68 NUMBERS_64 ", %64, %65, %66, %67"
+PRODUCT(136, 68, 69, 70, PLACES_68, NUMBERS_68)
+#define PLACES_72 PLACES_68, PLACES_4(68)
+#define NUMBERS_72 NUMBERS_68 ", %68, %69, %70, %71"
+PRODUCT(144, 72, 73, 74, PLACES_72, NUMBERS_72)
+#define PLACES_76 PLACES_72, PLACES_4(72)
+#define NUMBERS_76 NUMBERS_72 ", %72, %73, %74, %75"
+PRODUCT(152, 76, 77, 78, PLACES_76, NUMBERS_76)
+#define PLACES_80 PLACES_76, PLACES_4(76)
+#define NUMBERS_80 NUMBERS_76 ", %76, %77, %78, %79"
+PRODUCT(160, 80, 81, 82, PLACES_80, NUMBERS_80)

@@ -14,7 +14,7 @@ from openinfer.kernels.launch import Aligned, Arg, Command, Launch, Scratch, lau
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32, rms_norm
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import RING_TOKENS
+from openinfer.kernels.tuning import releases
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
@@ -160,7 +160,7 @@ def write_launch(
     given, left_out = norm_args(q_norm, k_norm)
     scales: dict[str, Arg] = {} if kv_scales is None else {"kv_scales": kv_scales}
     without = {"kv_scales": None} if kv_scales is None else {}
-    release = target.nvrtc and target.arch == 90 and tokens <= RING_TOKENS
+    release = releases(target, tokens)
     parts = [power_of_two(rotary // 2), power_of_two(dim - rotary) if rotary < dim else 0]
     return launch(
         "openinfer.kernels.device.qk_norm_rope_write",

@@ -1,0 +1,133 @@
+"""Products of a few tokens by clusters of blocks: which calls take them, their resources and their results."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    H200,
+    CudaSpec,
+    NullPack,
+    Store,
+    Target,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+)
+from openinfer.kernels.cluster_product import cluster_product
+from openinfer.kernels.launch import Scratch
+from openinfer.kernels.testing import copied, run_on_gpu, run_reference
+from openinfer.kernels.tuning import choose, shared_bytes
+from openinfer.tensor import bfloat16, float32
+
+TARGET = dataclasses.replace(H200, nvrtc=True)
+SHAPES = {  # op, rows of the weight, columns
+    "qkv": ("norm_linear", 6144, 2560),
+    "o": ("linear_add", 2560, 4096),
+    "gate_up": ("gate_up_silu", 19456, 2560),
+    "down": ("linear_add", 2560, 9728),
+}
+
+
+def chosen(name, tokens, target=TARGET):
+    op, n, k = SHAPES[name]
+    return choose(target, op, tokens, n, k)
+
+
+def launches(arena, tokens, target=TARGET):
+    """The commands of a layer of Qwen3-4B, by product."""
+    found = {}
+    for name, (op, n, k) in SHAPES.items():
+        pack = NullPack(target)
+        weight, gain = arena.alloc((n, k), bfloat16), arena.alloc((k,), bfloat16)
+        x = arena.alloc((tokens, k), bfloat16)
+        out = arena.alloc((tokens, n // 2 if op == "gate_up_silu" else n), bfloat16)
+        if op == "linear_add":
+            linear_add(pack, x=out, h=x, weight=weight)
+        else:
+            (norm_linear if op == "norm_linear" else gate_up_silu)(
+                pack, out=out, x=x, norm_weight=gain, weight=weight, eps=1e-6
+            )
+        found[name] = [command for call in pack.calls for command in call.commands]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "products"),
+    [(5, 4), (64, 4), (65, 2), (128, 2), (129, 0), (4, 0)],
+)
+def test_few_tokens_take_clusters_that_run_at_once(arena, tokens, products):
+    found = launches(arena, tokens)
+    clusters = {name: c[-1] for name, c in found.items() if chosen(name, tokens).kind == "cluster"}
+    assert len(clusters) == products
+    for name, launch in clusters.items():
+        assert launch.early
+        assert launch.spec.shared <= shared_bytes(90)
+        assert 0.75 * 132 <= launch.grid[0] <= (112 if chosen(name, tokens).split == 4 else 132)
+        assert all(command.early for command in found[name])  # the norm, too
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        H200,
+        dataclasses.replace(TARGET, arch=100),
+        dataclasses.replace(TARGET, batch_invariant=True),
+    ],
+)
+def test_other_targets_choose_as_without_it(target):
+    for name in SHAPES:
+        assert chosen(name, 32, target) == chosen(name, 32, dataclasses.replace(target, nvrtc=False))
+
+
+def test_a_weight_that_a_kernel_ahead_writes_is_not_read_early(arena):
+    out, x = arena.alloc((8, 2560), bfloat16), arena.alloc((8, 4096), bfloat16)
+    wide = Scratch((2560, 4096), bfloat16)
+    assert not cluster_product(chosen("o", 8), out, x, wide).early
+
+
+def test_clusters_of_published_sizes_compile_without_spills(arena, cubins, resources):
+    specs = {
+        c.spec
+        for tokens in (8, 64, 128)
+        for found in launches(arena, tokens).values()
+        for c in found
+        if isinstance(getattr(c, "spec", None), CudaSpec)
+    }
+    kernels = Store(90, cubins, folders=[])
+    kernels.prepare(specs)
+    for spec in specs:
+        compiled = kernels.get(spec)
+        used = resources(compiled.cubin)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert used["REG"] * spec.threads <= 65536
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [5, 16, 33, 64, 65, 128])
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tokens, name):
+    target, driver, _, stream = gpu
+    if target.arch != 90:
+        pytest.skip("the kernel is for sm_90")
+    target = Target(target.arch, target.num_sms, target.cublas, target.gpu, nvrtc=True)
+    kind, n, k = SHAPES[name]
+    if chosen(name, tokens, target).kind != "cluster":
+        pytest.skip("more tokens than its product takes")
+    weight, gain = normal(n, k, scale=k**-0.5), (1 + normal(k, scale=0.1).astype(float32)).astype(bfloat16)
+    if kind == "linear_add":
+        op, written = linear_add, "x"
+        args = {"x": normal(tokens, n), "h": normal(tokens, k), "weight": weight}
+    else:
+        op, written = norm_linear if kind == "norm_linear" else gate_up_silu, "out"
+        args = {"out": normal(tokens, n // 2 if kind == "gate_up_silu" else n), "x": normal(tokens, k)}
+        args |= {"norm_weight": gain, "weight": weight, "eps": 1e-6}
+    assert isinstance(op.plan(target, copied(args)[1])[-1].spec, CudaSpec)
+    found = [run_on_gpu(op, args, target, driver, stream)[written] for _ in range(2)]
+    np.testing.assert_array_equal(found[0], found[1])
+    some = np.unique(np.r_[0, tokens - 1, rng.integers(0, tokens, 6)])
+    tensors = {key: value[some].copy() if key in ("x", "h", "out") else value for key, value in args.items()}
+    want, got = run_reference(op, tensors)[written].astype(float32), found[0][some].astype(float32)
+    error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() < 1e-2  # of each token by itself
