@@ -34,7 +34,7 @@ _LINEAR = "openinfer.kernels.device.linear"
 _NORM = "openinfer.kernels.device.norm"
 
 NORMING_PROGRAMS = 64
-"""Programs an SM up to which a product of one token normalises the token in each program. With more, a kernel of its own
+"""Programs an SM up to which a product of one token normalises the token in each program. With more, a kernel for that
 costs less (docs/lessons.md). Products of float8 weights never do it, because they are short of instructions."""
 
 
