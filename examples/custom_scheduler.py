@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from openinfer.frontend.contract import TERMINALS, Request, Scheduled
-from openinfer.recipes.qwen3.recipe import build
+from openinfer.recipes.engine.startup import build
+from openinfer.recipes.qwen3 import RECIPE
 from openinfer.sampler import SamplingParams
 from openinfer.scheduler import Batching, FirstCome, Policy, Seq, View
 
@@ -50,12 +51,13 @@ class ShortestFirst(Batching):
 def serve(model_dir: str, policy: Policy, prompts: list[list[int]]) -> tuple[list[int], dict[int, list[int]]]:
     """Serve all prompts, two at a time. Returns the order in which they were started, and what each got."""
     engine = build(
+        RECIPE,
         model_dir,
         max_num_seqs=2,
         max_num_batched_tokens=64,
         kv_cache_memory_bytes=64 << 20,
         scheduling_policy=policy,
-    )
+    ).engine
     started: list[int] = []
     outputs: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
     try:

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from openinfer.frontend.contract import TERMINALS, Engine, Finished, Request
-from openinfer.recipes.qwen3.recipe import build
+from openinfer.recipes.engine.startup import build
+from openinfer.recipes.qwen3 import RECIPE
 from openinfer.sampler import SamplingParams
 
 TINY = Path(__file__).parents[1] / "tests" / "goldens" / "qwen3-tiny"
@@ -47,7 +48,9 @@ def generate(
 
 def main() -> None:
     model_dir = sys.argv[1] if len(sys.argv) > 1 else str(TINY)
-    engine = build(model_dir, max_num_seqs=4, max_num_batched_tokens=64, kv_cache_memory_bytes=64 << 20)
+    engine = build(
+        RECIPE, model_dir, max_num_seqs=4, max_num_batched_tokens=64, kv_cache_memory_bytes=64 << 20
+    ).engine
     try:
         prompts = [[47, 76, 332], [5, 6, 7, 8, 9], [100]]
         greedy = generate(engine, prompts, SamplingParams(temperature=0.0), 12)

@@ -192,15 +192,15 @@ def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 BUDGETS = {
-    "engine": 3583,
+    "engine": 3603,
     "engine/testing": 700,
     "eagle3": 346,
-    "qwen3": 650,
-    "qwen3_5": 3254,
-    "deepseek_v4": 5063,
+    "qwen3": 641,
+    "qwen3_5": 3241,
+    "deepseek_v4": 5055,
 }
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12900
+MAX_RECIPE_LINES = 12891
 
 
 def lines_of(folder: Path) -> int:

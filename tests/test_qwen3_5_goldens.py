@@ -51,7 +51,7 @@ def test_hidden_states_and_logits(load_model, hybrid):
     model.forward(pack, len(prompt), 1, len(prompt))
     additions = 3 if model.config.experts else 2
     after = [pack.streams[0], *pack.streams[additions::additions]]
-    names = ["hidden.embed", *(f"hidden.layer{n}" for n in range(model.config.num_layers))]
+    names = ["hidden.embed", *(f"hidden.layer{n}" for n in range(len(model.config.full)))]
     assert len(after) == len(names)
     for name, stream in zip(names, after, strict=True):
         np.testing.assert_allclose(

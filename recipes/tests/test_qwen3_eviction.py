@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
-from openinfer.recipes.qwen3.recipe import build
+from openinfer.recipes.qwen3 import RECIPE
 
 TINY = Path(__file__).parents[2] / "tests" / "goldens" / "qwen3-tiny"
 
@@ -36,13 +37,14 @@ def counted(tmp_path, monkeypatch):
 @pytest.mark.parametrize("named", [True, False])
 def test_the_policy_evicts_the_engines_blocks(named, counted):
     engine = build(
-        str(TINY),
+        RECIPE,
+        TINY,
         device="cpu",
         max_num_seqs=1,
         max_model_len=64,
         kv_cache_memory_bytes=4 << 20,
         eviction_policy="counted_eviction:Counted" if named else counted,
-    )
+    ).engine
     try:
         counted.evicted = 0  # it was tried before
         assert engine.info.kv_capacity_tokens < 2 * 48  # no two prompts stay in the cache
@@ -57,4 +59,4 @@ def test_the_policy_evicts_the_engines_blocks(named, counted):
 
 def test_one_that_cannot_serve_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match="no eviction policy is called 'newest'; there are lineage"):
-        build(str(TINY), device="cpu", eviction_policy="newest")
+        build(RECIPE, TINY, device="cpu", eviction_policy="newest")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from openinfer.frontend.contract import Finished, Rejected, Request, Scheduled
+from openinfer.recipes.engine.startup import build
 from openinfer.recipes.qwen3 import RECIPE
-from openinfer.recipes.qwen3.recipe import build
 from openinfer.sampler import SamplingParams
 from openinfer.scheduler import Priority
 
@@ -20,13 +20,14 @@ pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the checkpoint is in 
 def updates(policy, priorities):
     """What becomes of requests with these priorities, one row at a time."""
     engine = build(
-        str(TINY),
+        RECIPE,
+        TINY,
         device="cpu",
         max_num_seqs=1,
         max_num_batched_tokens=16,
         kv_cache_memory_bytes=16 << 20,
         scheduling_policy=policy,
-    )
+    ).engine
     try:
         for number, priority in enumerate(priorities):
             sampling = SamplingParams(temperature=0.0)
@@ -69,7 +70,7 @@ def test_a_priority_that_would_not_count_is_refused():
 )
 def test_an_unknown_policy_is_refused_before_anything_is_loaded(spec, complaint):
     with pytest.raises(ValueError, match=complaint):
-        build(str(TINY), device="cpu", scheduling_policy=spec)
+        build(RECIPE, TINY, device="cpu", scheduling_policy=spec)
 
 
 def test_the_flag_reaches_the_engine():

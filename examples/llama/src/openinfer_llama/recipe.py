@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 from openinfer.recipes.engine import Options, Recipe, SetupError, Source
 
 if TYPE_CHECKING:
-    from openinfer.recipes.engine.engine import Engine
     from openinfer_llama.blueprint import Llama
 
 
 class LlamaRecipe(Recipe[Options]):
     """Serves Llama 3.x and Mistral checkpoints in bf16."""
 
-    name, options, target = "llama", Options, "openinfer_llama.recipe:build"
+    name, options = "llama", Options
     small: Mapping[str, Any] = {
         "model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
         "num_attention_heads": 1, "vocab_size": 1024, "max_position_embeddings": 8192,
@@ -34,10 +33,3 @@ class LlamaRecipe(Recipe[Options]):
 
 
 RECIPE = LlamaRecipe()
-
-
-def build(model_dir: str, **flags: Any) -> Engine:
-    """The engine for a checkpoint directory; `flags` are fields of Options. The engine's process calls this."""
-    from openinfer.recipes.engine import startup
-
-    return startup.build(RECIPE, model_dir, **flags).engine

@@ -12,7 +12,6 @@ from openinfer.recipes.engine import Recipe, SetupError, Source
 
 if TYPE_CHECKING:
     from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
-    from openinfer.recipes.engine.engine import Engine
 
 SMALL = {
     "hidden_size": 128, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_attention_heads": 2,
@@ -25,7 +24,7 @@ SMALL = {
 class DeepseekV4Recipe(Recipe[DeepseekOptions]):
     """Serves DeepSeek-V4 checkpoints."""
 
-    name, options, target = "deepseek_v4", DeepseekOptions, "openinfer.recipes.deepseek_v4.recipe:build"
+    name, options = "deepseek_v4", DeepseekOptions
     small: Mapping[str, Any] = {**config_json("Flash", layers=3), **SMALL}
 
     def matches(self, config: Mapping[str, Any]) -> bool:
@@ -57,10 +56,3 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
 
 
 RECIPE = DeepseekV4Recipe()
-
-
-def build(model_dir: str, **flags: Any) -> Engine:
-    """The engine for a checkpoint directory; `flags` are DeepseekOptions' fields."""
-    from openinfer.recipes.engine import startup
-
-    return startup.build(RECIPE, model_dir, **flags).engine

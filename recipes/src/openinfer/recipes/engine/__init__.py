@@ -9,7 +9,7 @@ pass). From these the modules here make the rest:
     blueprint   Blueprint: what a recipe makes of one checkpoint
     startup     build: checkpoint -> engine that is ready; plan: the same on the null device
     engine      Engine: frontend.contract over scheduler, pool and runner
-    instruments Forced, gate, verdict: how an engine is checked; what measures one is in openinfer.cli
+    instruments Forced, Verdict, routing: how an engine is checked; the gate, and what measures one, is in openinfer.cli
     testing     EngineConformance: the test suite that every recipe passes
 """
 

@@ -7,7 +7,6 @@ however that ends: the kernel sends SIGKILL when the thread that started it is g
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from openinfer.frontend.logs import set_up_logging
 from openinfer.graph.runner import Reader, Ring, follow
 from openinfer.recipes.engine import startup
 from openinfer.recipes.engine.ranks import Ranks
+from openinfer.recipes.engine.recipe import named
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SPIN_S = {"cuda": 0.1, "cpu": 0.001}
@@ -48,8 +48,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _, log_format = boot["log"]
     set_up_logging("warning", log_format)
-    module, name = boot["recipe"]
-    recipe = getattr(importlib.import_module(module), name)()
+    recipe = named(boot["recipe"])
     link = socket.socket(fileno=boot["link"])
     ranks = Ranks.joined(boot["memory"], boot["rank"], boot["size"], [link])
     try:

@@ -57,8 +57,8 @@ class Followers:
         names = [field.name for field in dataclasses.fields(options) if field.name not in OWN]
         flags = {name: getattr(options, name) for name in names}
         boot = {
-            "recipe": [type(recipe).__module__, type(recipe).__qualname__], "model_dir": str(model_dir),
-            "size": size, "parent": os.getpid(), "log": log_settings(), "memory": memory, "ring": ring,
+            "recipe": recipe.known_as, "model_dir": str(model_dir), "size": size, "parent": os.getpid(),
+            "log": log_settings(), "memory": memory, "ring": ring,
         }  # fmt: skip
         self._processes: list[subprocess.Popen[str]] = []
         self._watchers: list[threading.Thread] = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
@@ -16,6 +17,7 @@ from openinfer.recipes.engine.options import O, add_arguments, parsed
 if TYPE_CHECKING:
     from openinfer.frontend.contract import EngineSpec
     from openinfer.recipes.engine.blueprint import Blueprint
+    from openinfer.recipes.engine.engine import Engine
     from openinfer.tensor import Checkpoint
 
 Json = Mapping[str, Any]
@@ -41,6 +43,7 @@ class Source:
 
 class Recipe(ABC, Generic[O]):
     """One family of models. An object of a subclass is registered under the entry-point group `openinfer.recipes`.
+    Other processes make objects of the same class, so it takes no arguments.
 
     Every command of `openinfer` works with it: serve, bench, explain, tune, compile, selftest.
     """
@@ -49,8 +52,6 @@ class Recipe(ABC, Generic[O]):
     """Short, as users see it."""
     options: type[O]
     """The dataclass of the recipe's flags."""
-    target: str
-    """"package.module:function" that builds the engine in its own process, called with model_dir and the options."""
     small: Json
     """config.json of a model with one layer of each kind, as small as the kernels take. It is for tests, and for
     measuring the host's work of a step."""
@@ -91,4 +92,24 @@ class Recipe(ABC, Generic[O]):
     def _spec(self, model_dir: Path, options: O) -> EngineSpec:
         from openinfer.frontend.contract import EngineSpec
 
-        return EngineSpec(self.target, {"model_dir": str(model_dir), **dataclasses.asdict(options)})
+        which = {"recipe": self.known_as, "model_dir": str(model_dir)}
+        return EngineSpec(f"{__name__}:build", which | dataclasses.asdict(options))
+
+    @property
+    def known_as(self) -> tuple[str, str]:
+        """Module and name of the class, for `named` in another process."""
+        return type(self).__module__, type(self).__qualname__
+
+
+def named(known_as: Sequence[str]) -> Recipe[Any]:
+    """A recipe by its `known_as`."""
+    module, name = known_as
+    recipe: Recipe[Any] = getattr(importlib.import_module(module), name)()
+    return recipe
+
+
+def build(recipe: Sequence[str], model_dir: str, **flags: Any) -> Engine:
+    """The engine of a recipe by its `known_as`; flags are fields of its options. The engine's process calls this."""
+    from openinfer.recipes.engine import startup
+
+    return startup.build(named(recipe), model_dir, **flags).engine

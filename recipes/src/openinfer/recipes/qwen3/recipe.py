@@ -11,7 +11,6 @@ from openinfer.recipes.engine import Options, Recipe, Source
 from openinfer.recipes.qwen3.published import IN_AWQ, SIZES, config_json
 
 if TYPE_CHECKING:
-    from openinfer.recipes.engine.engine import Engine
     from openinfer.recipes.qwen3.blueprint import Qwen3
 
 
@@ -27,7 +26,7 @@ class Qwen3Options(Options):
 class Qwen3Recipe(Recipe[Qwen3Options]):
     """Serves dense Qwen3 checkpoints."""
 
-    name, options, target = "qwen3", Qwen3Options, "openinfer.recipes.qwen3.recipe:build"
+    name, options = "qwen3", Qwen3Options
     small: Mapping[str, Any] = {
         "model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
         "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 16, "vocab_size": 1024,
@@ -60,10 +59,3 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
 
 
 RECIPE = Qwen3Recipe()
-
-
-def build(model_dir: str, **flags: Any) -> Engine:
-    """The engine for a checkpoint directory; `flags` are Qwen3Options' fields."""
-    from openinfer.recipes.engine import startup
-
-    return startup.build(RECIPE, model_dir, **flags).engine

@@ -141,11 +141,6 @@ class Config:
         return [(keys, first), (keys, every + first), (self.z_size, 2 * every + self.rank * self.z_size)]
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers, of both kinds."""
-        return len(self.full)
-
-    @property
     def num_full(self) -> int:
         """Layers of full attention: those that keep keys and values."""
         return sum(self.full)

@@ -11,14 +11,13 @@ from openinfer.recipes.qwen3_5.options import HybridOptions
 from openinfer.recipes.qwen3_5.published import SIZES, config_json
 
 if TYPE_CHECKING:
-    from openinfer.recipes.engine.engine import Engine
     from openinfer.recipes.qwen3_5.blueprint import Qwen35
 
 
 class Qwen35Recipe(Recipe[HybridOptions]):
     """Serves the text model of Qwen3.5 checkpoints, dense and mixtures of experts."""
 
-    name, options, target = "qwen3_5", HybridOptions, "openinfer.recipes.qwen3_5.recipe:build"
+    name, options = "qwen3_5", HybridOptions
     small: Mapping[str, Any] = {
         "model_type": "qwen3_5_text", "hidden_size": 16, "num_hidden_layers": 2, "full_attention_interval": 2,
         "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 1,
@@ -55,10 +54,3 @@ class Qwen35Recipe(Recipe[HybridOptions]):
 
 
 RECIPE = Qwen35Recipe()
-
-
-def build(model_dir: str, **flags: Any) -> Engine:
-    """The engine for a checkpoint directory; `flags` are HybridOptions' fields."""
-    from openinfer.recipes.engine import startup
-
-    return startup.build(RECIPE, model_dir, **flags).engine
