@@ -1,0 +1,89 @@
+"""Programmatic launches: each kernel that may start early waits before it reads what the kernel ahead writes."""
+
+import dataclasses
+import importlib
+import inspect
+from importlib.resources import files
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    H200,
+    CudaSpec,
+    NullPack,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+    norm_rope_attend,
+)
+from openinfer.kernels.packs.cuda import LaunchPack
+from openinfer.kernels.packs.interp import InterpDriver
+from openinfer.kernels.products import norm
+from openinfer.kernels.reference import normed
+from openinfer.kernels.testing import INTERPRETED
+from openinfer.tensor import Tensor, bfloat16
+
+TARGET = dataclasses.replace(H200, nvrtc=True)
+
+
+def early_launches(arena, rows, drafts, norm_rope_args):
+    """The early ones of a layer of Qwen3-4B whose rows have `drafts` drafts."""
+    pack, tokens = NullPack(TARGET), rows * (1 + drafts)
+    hidden, qkv, heads, inter = 2560, 6144, 4096, 9728
+    x, gain = arena.alloc((tokens, hidden), bfloat16), arena.alloc((hidden,), bfloat16)
+    shapes = (qkv, hidden), (hidden, heads), (2 * inter, hidden), (hidden, inter)
+    weights = [arena.alloc(shape, bfloat16) for shape in shapes]
+    out, attended, mlp = (arena.alloc((tokens, n), bfloat16) for n in (qkv, heads, inter))
+    norm_linear(pack, out=out, x=x, norm_weight=gain, weight=weights[0], eps=1e-6)
+    args = norm_rope_args([1 + drafts] * rows, [40] * rows, heads=32, kv_heads=8, dim=128, page_size=16)
+    args["kv"] = np.zeros((args["block_tables"].max() + 1, 2, 8, 16, 128), bfloat16)
+    tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    norm_rope_attend(pack, **tensors)
+    linear_add(pack, x=x, h=attended, weight=weights[1])
+    gate_up_silu(pack, out=mlp, x=x, norm_weight=gain, weight=weights[2], eps=1e-6)
+    linear_add(pack, x=x, h=mlp, weight=weights[3])
+    return [c for call in pack.calls for c in call.commands if getattr(c, "early", False)]
+
+
+def source_of(spec):
+    """The text of a kernel."""
+    if isinstance(spec, CudaSpec):
+        return (files(spec.module) / spec.file).read_text()
+    return inspect.getsource(getattr(importlib.import_module(spec.module), spec.function).fn)
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafts", "names"),
+    [
+        (1, 0, {"gemv_ring"}),
+        (1, 3, {"gemv_ring_tokens", "qk_norm_rope_write", "attend_short"}),
+        (8, 0, {"cluster_product", "rms_norm"}),
+        (8, 3, {"cluster_product", "rms_norm", "qk_norm_rope_write", "attend_short"}),
+        (96, 0, {"cluster_product", "rms_norm"}),
+        (200, 0, set()),
+    ],
+)
+def test_each_kernel_that_may_start_early_waits(arena, norm_rope_args, rows, drafts, names):
+    found = early_launches(arena, rows, drafts, norm_rope_args)
+    assert {launch.spec.function for launch in found} == names
+    for launch in found:
+        text, constants = source_of(launch.spec), dict(launch.spec.constants)
+        if isinstance(launch.spec, CudaSpec):
+            assert "griddepcontrol.wait" in text
+        else:
+            (flag,) = {"EARLY", "RELEASE"} & set(constants)
+            assert constants[flag]
+            assert f"    if {flag}:\n        gdc_launch_dependents()\n        gdc_wait()\n" in text
+
+
+def test_a_norm_that_starts_early_is_the_norm(normal, monkeypatch):
+    device = importlib.import_module("openinfer.kernels.device.norm")
+    for name in ("gdc_launch_dependents", "gdc_wait"):  # a kernel ahead has always ended
+        monkeypatch.setattr(device, name, lambda: None)
+    x, gain = normal(5, 96), normal(96)
+    out = np.full_like(x, np.nan)
+    tensors = [Tensor.from_numpy(array) for array in (out, x, gain)]
+    pack = LaunchPack(INTERPRETED, InterpDriver(), None, None)
+    pack.submit("norm", [norm(*tensors, 1e-6, early=True)])
+    np.testing.assert_array_equal(out, normed(x, gain, 1e-6))
