@@ -206,6 +206,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "no alpha by module": ({}, {"alpha_pattern": {"q_proj": None}}, "alpha must be a number"),
     "a slow pattern": ({}, {"alpha_pattern": {"(a+)+": 4}}, "it must be an object of names of modules"),
+    "too many patterns": ({}, {"rank_pattern": {f"layers.{n}": 4 for n in range(4097)}}, "at most 4096"),
     "no patterns": ({}, {"rank_pattern": [4]}, "it must be an object of names of modules"),
     "a module twice": (
         {(NAME % "A").replace("model.layers", "model.language_model.layers"): np.ones((4, INTER), float32)},

@@ -27,6 +27,7 @@ Patterns = Mapping[re.Pattern[str], N]
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALPHA = 1e9
+MAX_PATTERNS = 4096  # each is compared with each module of the model
 PREFIX = "base_model.model."
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": (None, "none"),
@@ -142,8 +143,8 @@ def _settings(folder: Path, config: Mapping[str, Any], max_rank: int) -> _Settin
 
     def patterns(key: str, number: Callable[[str, object], N]) -> Patterns[N]:
         given = config.get(key) or {}
-        if not isinstance(given, dict) or not all(map(_NAME.fullmatch, given)):
-            raise refuse(key, "it must be an object of names of modules")
+        if not isinstance(given, dict) or len(given) > MAX_PATTERNS or not all(map(_NAME.fullmatch, given)):
+            raise refuse(key, f"it must be an object of names of modules, at most {MAX_PATTERNS}")
         return {re.compile(rf"(.*\.)?({k})"): number(key, value) for k, value in given.items()}
 
     if config.get("peft_type") != "LORA":
