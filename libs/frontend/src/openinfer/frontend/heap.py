@@ -10,8 +10,8 @@ __all__ = ["starting", "trim"]
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Python's collector of cycles rests meanwhile, and passes over what the start-up has left ever after: otherwise it
-    walks the weights of a mixture, of which there are tens of thousands, again and again."""
+    """Python's collector of cycles rests meanwhile, and passes over all that the start-up has left. Otherwise it would
+    walk the weights of a mixture, of which there are tens of thousands, again and again."""
     gc.disable()
     try:
         yield

@@ -88,7 +88,7 @@ class Options:
     max_num_seqs: int = option(256, "sequences that run at once", kind=int)
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens of a step; default: 512 on a CPU, 2048 on a GPU (a lone prompt may have 4096)",
+        "tokens of a step; default: 512 on a CPU, 2048 on a GPU (some models: 4096 of a lone prompt)",
         kind=number,
     )
     max_num_queued_reqs: int = option(1024, "requests that may wait", kind=int)
