@@ -196,11 +196,11 @@ BUDGETS = {
     "engine/testing": 700,
     "eagle3": 346,
     "qwen3": 641,
-    "qwen3_5": 3241,
+    "qwen3_5": 3229,
     "deepseek_v4": 5055,
 }
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12891
+MAX_RECIPE_LINES = 12879
 
 
 def lines_of(folder: Path) -> int:

@@ -118,6 +118,7 @@ def test_flat_and_nested_configs_are_the_same_model() -> None:
         ({"text": {"rope_parameters": {"rope_type": "yarn"}}}, "'yarn'"),
         ({"text": {"mtp_num_hidden_layers": 2}}, "mtp_num_hidden_layers"),
         ({"text": {"mlp_only_layers": [1]}}, "mlp_only_layers"),
+        ({"text": {"mtp_use_dedicated_embeddings": True}}, "mtp_use_dedicated_embeddings"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], names: str) -> None:

@@ -127,7 +127,7 @@ class Qwen35(Blueprint[Model]):
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
     ) -> LoadReport:
-        return model.weights.load(checkpoint, stream, progress)
+        return model.weights.places.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
         layers, several = model.weights.layers, self.config.ranks > 1

@@ -20,10 +20,8 @@ from openinfer.recipes.engine.config_fields import (
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking, packing
+from openinfer.recipes.qwen3_5.published import MODEL_TYPES
 from openinfer.tensor import Checkpoint
-
-MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
-"""Checkpoints with a vision tower (which is not loaded), and those of the text model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +213,11 @@ def _refuse(text: Fields) -> None:
         "attention_bias": False,
         "output_gate_type": "swish",
         "attn_output_gate": True,
+        "mlp_only_layers": [],
+        "mtp_use_dedicated_embeddings": False,
     }
     text.is_all(wanted, "every published model has")
     text.is_all({"mamba_ssm_dtype": "float32"}, "states are kept in")
-    if text.get("mlp_only_layers"):
-        raise UnsupportedModel(
-            "config.json: mlp_only_layers is not empty; no published model has such layers"
-        )
-    if text.get("mtp_num_hidden_layers", 0) not in (0, 1) or text.get("mtp_use_dedicated_embeddings"):
-        raise UnsupportedModel(
-            "config.json: mtp_num_hidden_layers must be 0 or 1, and mtp_use_dedicated_embeddings false"
-        )
 
 
 def _tied(whole: Fields, text: Fields) -> bool | None:

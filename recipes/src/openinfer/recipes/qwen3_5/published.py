@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+"""Checkpoints with a vision tower (which is not loaded), and those of the text model alone."""
 SIZES: dict[
     str, tuple[int, int, int, int, int, int | tuple[int, int, int], bool]
 ] = {  # hidden, layers, query heads, key-value heads, linear value heads, MLP or (experts, chosen, width), tied

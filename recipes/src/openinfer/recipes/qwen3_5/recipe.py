@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from openinfer.recipes.engine import Recipe, SetupError, Source
 from openinfer.recipes.qwen3_5.options import HybridOptions
-from openinfer.recipes.qwen3_5.published import SIZES, config_json
+from openinfer.recipes.qwen3_5.published import MODEL_TYPES, SIZES, config_json
 
 if TYPE_CHECKING:
     from openinfer.recipes.qwen3_5.blueprint import Qwen35
@@ -29,7 +29,7 @@ class Qwen35Recipe(Recipe[HybridOptions]):
 
     def matches(self, config: Mapping[str, Any]) -> bool:
         """Whether config.json is a Qwen3.5's, with or without a vision tower."""
-        return config.get("model_type") in ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+        return config.get("model_type") in MODEL_TYPES
 
     def blueprint(self, source: Source, options: HybridOptions, *, ranks: int = 1, rank: int = 0) -> Qwen35:
         """The model of a source. Without a checkpoint its weights are spelled as the published ones are."""

@@ -14,7 +14,7 @@ from openinfer.kernels.weights import FP8_MADE, Linear, LinearPlaces, Packing, W
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking
 from openinfer.recipes.qwen3_5.config import Config
-from openinfer.tensor import Arena, Checkpoint, Load, LoadReport, Stream, Tensor
+from openinfer.tensor import Arena, Checkpoint, Load, Tensor
 
 Array = np.ndarray[Any, Any]
 NEVER_PACKED = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
@@ -168,12 +168,6 @@ class Weights:
             )
             own = mlp.shared if isinstance(mlp, Mixture) else mlp
             yield from (linear.weight for linear in (*linears, own.gate_up, own.down) if linear is not None)
-
-    def load(
-        self, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None] | None = None
-    ) -> LoadReport:
-        """Fill all of them. Raises what Places.load does."""
-        return self.places.load(checkpoint, stream, progress)
 
 
 def validate(checkpoint: Checkpoint, weights: Weights) -> None:
