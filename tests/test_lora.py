@@ -289,11 +289,20 @@ def test_a_step_does_not_wait_for_an_adapter_that_is_read(small: Made, monkeypat
     one = ask(session, small.prompts[0], "")
     small.check(session, {one: ("", 0)})
     assert not future.done()
-    with pytest.raises(Unsupported, match="has already been loaded"):
-        session.engine.control(LoadAdapter("x", "elsewhere"))
+    for command in (LoadAdapter("x", "elsewhere"), UnloadAdapter("x")):
+        with pytest.raises(Unsupported, match="the adapter 'x' is being loaded; try again"):
+            session.engine.control(command)
     done.set()
     future.result(20)
     small.check(session, {ask(session, small.prompts[0], "x"): ("all", 0)})
+    done.clear()
+    future = session.engine.control(LoadAdapter("x", str(small.folder / "two"), in_place=True))
+    with pytest.raises(Unsupported, match="is being loaded"):  # else it would be there again after this
+        session.engine.control(UnloadAdapter("x"))
+    done.set()
+    future.result(20)
+    carry_out(session, UnloadAdapter("x"))
+    assert session.engine.stats().adapters == []
     session.engine.close()
 
 

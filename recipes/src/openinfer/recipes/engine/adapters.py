@@ -150,17 +150,19 @@ class AdapterDesk:
     def carry_out(self, command: LoadAdapter | UnloadAdapter) -> Future[None] | None:
         """Read an adapter, or forget its name. Requests may name an adapter when the future is done.
 
-        Raises Unsupported where a name is taken, or not known. The future may raise it too: the folder has no adapter
-        that fits.
+        Raises Unsupported where a name is taken, not known, or being loaded. The future may raise it too: the folder
+        has no adapter that fits.
         """
         name = command.name
         if self._adapters is None:
             raise Unsupported("this engine has no adapters; start it with --enable-lora")
+        if name in self._loading:
+            raise Unsupported(f"the adapter {name!r} is being loaded; try again when that is done")
         if isinstance(command, UnloadAdapter):
             if self._loaded.pop(name, None) is None:
                 raise Unsupported(f"the adapter {name!r} is not loaded")
             return None
-        if name in self._loading or (name in self._loaded and not command.in_place):
+        if name in self._loaded and not command.in_place:
             raise Unsupported(
                 f"the adapter {name!r} has already been loaded; unload it first, or set load_inplace"
             )

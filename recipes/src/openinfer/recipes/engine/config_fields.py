@@ -126,9 +126,7 @@ def shown(value: object) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """A file that holds a JSON object. Raises UnsupportedModel naming the file."""
     if not path.exists():
-        raise UnsupportedModel(
-            f"{path} does not exist: give the folder of a checkpoint in the published format"
-        )
+        raise UnsupportedModel(f"{path} does not exist: give the folder of a published checkpoint")
     if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:  # a FIFO would be waited for
         raise UnsupportedModel(f"{path} is no regular file of at most {MAX_JSON_BYTES >> 20} MiB")
     try:
