@@ -12,6 +12,7 @@ from openinfer.kernels import (
     H200,
     CudaSpec,
     NullPack,
+    Store,
     gate_up_silu,
     linear_add,
     norm_linear,
@@ -75,6 +76,12 @@ def test_each_kernel_that_may_start_early_waits(arena, norm_rope_args, rows, dra
             (flag,) = {"EARLY", "RELEASE"} & set(constants)
             assert constants[flag]
             assert f"    if {flag}:\n        gdc_launch_dependents()\n        gdc_wait()\n" in text
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_norm_compiles_either_way(arena, tmp_path, early):
+    x, gain = arena.alloc((8, 2560), bfloat16), arena.alloc((2560,), bfloat16)
+    assert Store(90, tmp_path, folders=[]).prepare([norm(x, x, gain, 1e-6, early=early).spec]) == (1, 1)
 
 
 def test_a_norm_that_starts_early_is_the_norm(normal, monkeypatch):

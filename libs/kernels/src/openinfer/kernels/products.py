@@ -284,7 +284,7 @@ def norm(out: Tensor | Scratch, x: Tensor, gain: Tensor, eps: float, *, early: b
     rows, width = x.shape
     block, warps = 1 << (width - 1).bit_length(), 8 if width > 2048 else 4
     args: dict[str, Arg] = {"out": out, "x": x, "weight": gain, "width": Aligned(width), "eps": eps}
-    constants = {"BLOCK": block} | ({"EARLY": True} if early else {})
+    constants = {"BLOCK": block, "EARLY": early}
     return launch(_NORM, "rms_norm", (rows,), args, constants, num_warps=warps, early=early)
 
 

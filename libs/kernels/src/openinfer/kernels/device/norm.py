@@ -17,7 +17,7 @@ def weighted(unit, gain, dtype: tl.constexpr):
 
 
 @triton.jit
-def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
+def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """out[t] = x[t] / rms(x[t]) weighted; rows of width <= BLOCK. Grid (rows,). EARLY: this kernel starts before the
     one ahead has ended, and lets the next one start at once."""
     if EARLY:
