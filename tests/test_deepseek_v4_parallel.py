@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,10 @@ from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.tensor import Arena, Device, bfloat16
 
 PAGE = Path(__file__).parents[1] / "docs" / "deepseek_v4_parallel.md"
+SHARED = re.compile(
+    r"head\.weight|layers\.\d+\.(attn\.(attn_sink|wq_b\..*|wo_.*)|ffn\.(experts|shared_experts)\..*)"
+)
+"""The tensors of which each rank has a part."""
 MEMORY = GPUS[H200.gpu].memory_bytes * 0.9
 
 
@@ -46,8 +52,9 @@ def test_the_page_has_the_bytes_of_a_plan(size: str, ranks: tuple[int, ...]) -> 
 def test_ranks_have_all_of_the_model_between_them(ranks: int) -> None:
     whole = Config.parse(config_json("Flash"))
     entries = [e for e in inventory(whole, fp4_experts=True) if not e.name.startswith("mtp.")]
-    shared = sum(entry.nbytes for entry in entries if entry.shard)
-    same = sum(entry.nbytes for entry in entries if not entry.shard)
+    nbytes = {entry.name: math.prod(entry.shape) * entry.dtype.itemsize for entry in entries}
+    shared = sum(size for name, size in nbytes.items() if SHARED.fullmatch(name))
+    same = sum(nbytes.values()) - shared
     experts: set[str] = set()
     for rank in (0, ranks - 1):
         arena = Arena(Device("null"), None)

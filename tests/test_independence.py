@@ -197,10 +197,10 @@ BUDGETS = {
     "eagle3": 346,
     "qwen3": 641,
     "qwen3_5": 3229,
-    "deepseek_v4": 5055,
+    "deepseek_v4": 5045,
 }
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12879
+MAX_RECIPE_LINES = 12869
 
 
 def lines_of(folder: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,17 @@ SMALL = {
 }
 
 
+def nbytes_of(entry: Entry) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_published_sizes_have_their_inventory(size: str) -> None:
     config = Config.parse(config_json(size))
     entries = list(inventory(config, fp4_experts=True))
     tensors, nbytes, growth = PUBLISHED[size]
     assert len({entry.name for entry in entries}) == len(entries) == tensors
-    assert sum(entry.nbytes for entry in entries) == nbytes
+    assert sum(map(nbytes_of, entries)) == nbytes
     assert config.entry_page_bytes(2) == 128 * growth
     if size == "Flash":
         assert Counter(entry.dtype.name for entry in entries) == FLASH_DTYPES
@@ -70,7 +75,7 @@ def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
     names = list(weights.places.names())
     entries = list(inventory(config, fp4_experts=True))
     assert sorted(names) == sorted(entry.name for entry in entries)
-    assert arena.used == pytest.approx(sum(entry.nbytes for entry in entries), rel=1e-3)
+    assert arena.used == pytest.approx(sum(map(nbytes_of, entries)), rel=1e-3)
     plain = Weights.allocate(config, Arena(Device("null"), None), bfloat16, Format(fp4_experts=True))
     assert set(plain.places.names()) == {entry.name for entry in entries if not entry.name.startswith("mtp.")}
 
@@ -197,14 +202,14 @@ def write(path: Path, entries: list[Entry], scale: int = 120) -> None:
     header, offset, data = {}, 0, []
     for entry in entries:
         fill = scale if entry.dtype.name == "float8_e8m0fnu" else 0
-        data.append(np.full(entry.nbytes, fill, np.uint8).tobytes())
-        place = [offset, offset + entry.nbytes]
+        data.append(np.full(nbytes_of(entry), fill, np.uint8).tobytes())
+        place = [offset, offset + nbytes_of(entry)]
         header[entry.name] = {
             "dtype": dtypes.tag(entry.dtype),
             "shape": list(entry.shape),
             "data_offsets": place,
         }
-        offset += entry.nbytes
+        offset += nbytes_of(entry)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.mkdir()
@@ -233,7 +238,7 @@ def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_refused(tmp_path: Path) -> 
     config = Config.parse(SMALL)
     entries = list(inventory(config, fp4_experts=True))
     lost = [e for e in entries if e.name != "layers.2.attn.indexer.compressor.ape"]
-    added = [*entries, Entry("layers.0.attn.wk.weight", (2, 2), float32, "")]
+    added = [*entries, Entry("layers.0.attn.wk.weight", (2, 2), float32)]
     reshaped = [e._replace(shape=(3, 512)) if e.name == "hc_head_fn" else e for e in entries]
     problems = {
         "missing: layers.2.attn.indexer": lost,
