@@ -30,6 +30,7 @@ class DecodeRows(Generic[Owner]):
         """The last step in which a row can run, by the rows' lengths. Rows with drafts may end earlier."""
         self.calendar: dict[int, list[Seq[Owner]]] = {}
         """Rows that need blocks, by step. Stale: an entry under another step than seq.crossing."""
+        self._nearer = False  # accepted drafts brought rows closer to their ends than the horizon says
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +56,7 @@ class DecodeRows(Generic[Owner]):
         """Make the list. O(rows)."""
         self.listed = list(self.rows.values())
         self.horizon = max([seq.last_step for seq in self.rows], default=0)
+        self._nearer = False
         return self.listed
 
     # -- drafts --
@@ -64,6 +66,8 @@ class DecodeRows(Generic[Owner]):
 
         Every draft in flight counts as accepted, so no draft stands at a position from seq.max_len - 1 on, for which
         the row has no blocks."""
+        if not (wanted or self.drafts or self._nearer):
+            return  # most steps, where drafts do not pay
         drafts = {}
         for seq, count in wanted.items():
             if seq not in self.rows or count < 0:
@@ -114,6 +118,7 @@ class DecodeRows(Generic[Owner]):
                 seq.ahead -= drafts
                 seq.base += count - 1 - drafts
                 seq.last_step -= count - 1
+                self._nearer = self._nearer or count > 1
                 if seq.last_step > self.horizon:
                     self.horizon = seq.last_step
 
