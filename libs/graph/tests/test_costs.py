@@ -86,3 +86,33 @@ def test_drafts_beyond_the_largest_step_cost_what_that_costs():
     costs = made()
     costs.buckets = Buckets.up_to(8, 16, (1, 2, 4), 2)
     assert costs.decode(8, 2) == costs.seconds(costs.buckets.choose(16, 8, drafts=2))
+
+
+def test_uneven_steps_count_until_even_ones_have_run():
+    """The time of an uneven step has work for its neighbours in it."""
+    costs, drafting = made(predicted=False), BUCKETS.choose(4, 2, drafts=1, chunks=False)
+    for _ in range(8):
+        costs.took(drafting, 5.0, even=False)
+    assert costs.seconds(drafting) == 5.0
+    for _ in range(3):
+        costs.took(drafting, 2.0)
+    assert costs.seconds(drafting) == 5.0
+    costs.took(drafting, 2.0)
+    assert costs.seconds(drafting) == 2.0
+    costs.took(drafting, 5.0, even=False)
+    assert costs.seconds(drafting) == 2.0
+
+
+def test_a_predicted_plain_step_costs_what_even_steps_took():
+    costs, plain, drafting = made(), BUCKETS.choose(8, 8), BUCKETS.choose(16, 8, drafts=1, chunks=False)
+    for shape in (plain, drafting):
+        for _ in range(100):
+            costs.took(shape, 40.0, even=False)
+    assert costs.decode(8, 0) == 8.0  # else drafts would seem to cost little beside it
+    assert costs.decode(8, 1) == pytest.approx(32, rel=0.3)
+    assert not costs.sure(8)
+    for _ in range(4):
+        costs.took(plain, 12.0)
+    assert costs.sure(8)
+    assert not costs.sure(1)
+    assert costs.decode(8, 0) == pytest.approx(12)

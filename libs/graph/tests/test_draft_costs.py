@@ -2,7 +2,7 @@
 their own."""
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,17 +19,27 @@ FIELDS = SimpleNamespace(width=lambda name: 16, scatter=lambda *args: None)
 @dataclass(frozen=True)
 class Times:
     """Microseconds. decode: of steps by drafts. layers: what layers take after a step to make so many drafts; with 0
-    they write keys. late: to see the tokens of many steps. prompt: of a chunk beside decode rows."""
+    they write keys. late: to see the tokens of many steps. prompt: of a chunk beside decode rows. host: of the host
+    for a step by its drafts; join: for a row that joins; the device may have nothing to do meanwhile. predicted: of
+    decode steps by drafts, and of a chunk."""
 
     decode: tuple[int, int, int]
     layers: tuple[int, int, int]
     late: int
     prompt: int = 0
+    host: tuple[int, int, int] = (0, 0, 0)
+    join: int = 0
+    predicted: tuple[int, int, int, int] = ()
 
 
 DEMO_QWEN = Times((191, 331, 358), (17, 52, 98), 26)  # 32 rows
 DEMO_V4 = Times((320, 450, 550), (25, 60, 120), 32)
 SHORT_TEXTS = Times((150, 240, 310), (16, 47, 92), 20, prompt=250)  # 8 rows of Qwen3.5's demo
+# The same where the host takes longer than the device.
+SLOW_HOST = {
+    1: Times((100, 190, 230), (12, 40, 80), 16, 100, host=(119, 250, 330), predicted=(115, 214, 309, 150)),
+    8: Times((120, 220, 250), (16, 47, 90), 20, 100, host=(150, 287, 357), predicted=(178, 307, 412, 300)),
+}
 
 
 @dataclass
@@ -56,10 +66,17 @@ class Device:
             seq.slot = slot
         self.left = {seq: int(self.rng.integers(1, min(self.length, 1 << 20) + 1)) for seq in self.seqs}
         self.prompts, self.last = [], None
-        buckets = Buckets.up_to(self.rows, 256, (self.rows,), 2)
-        self.drafting = Drafting(buckets, None, StepCosts(buckets, StepPace()))
+        buckets, pace = Buckets.up_to(self.rows, 256, (self.rows,), 2), StepPace()
+        if self.times.predicted:
+            pace.predictions = {shape: self.prediction(shape) for shape in buckets.segments()}
+        self.drafting = Drafting(buckets, None, StepCosts(buckets, pace))
         if not self.drafts:
             self.drafting.worth.choose, self.drafting.places = lambda *args: 0, 0
+
+    def prediction(self, shape):
+        found = self.times.predicted[shape.drafts] / 1e6
+        found += (shape.longest != 1 + shape.drafts) * self.times.predicted[3] / 1e6
+        return SimpleNamespace(seconds=lambda kv_tokens, qk_pairs: found)
 
     def run(self, steps):
         """Microseconds of a token of each row."""
@@ -67,6 +84,8 @@ class Device:
         for _ in range(steps):
             self.launch()
             if len(self.flight) == 2:
+                self.read()
+            while self.flight and self.flight[0][-1] <= self.now:
                 self.read()
         return (self.now - now) / (self.tokens - tokens) * self.rows
 
@@ -80,7 +99,8 @@ class Device:
         rows = [Row(seq, 1 + drafts.get(seq, 0), True, None) for seq in decoding]
         rows += [Row(seq, 16, True, 0) for seq in self.prompts]
         changed, self.last = (drafts, self.prompts) != self.last, (drafts, self.prompts)
-        step = Step(self.step, rows, changed, len(decoding), (), (), (), drafts, self.now / 1e6)
+        step = Step(self.step, rows, changed, len(decoding), (), self.prompts, (), drafts, self.now / 1e6)
+        self.now += times.host[max(drafts.values(), default=0)] + times.join * len(self.prompts)
         late = drafting.catches_up(changed or drafting.unsettled)
         if changed or drafting.unsettled:
             total, chunks = sum(row.num_tokens for row in rows), bool(self.prompts)
@@ -89,7 +109,7 @@ class Device:
             self.plain = choose(total - sum(drafts.values()), len(rows)) if most else self.shape
         drafting.write(FIELDS, step)
         level = 2 if self.prompts and self.shape.drafts else self.shape.drafts
-        places, spent = drafting.launched(), drafting.spent(step, self.shape, self.plain)
+        places, spent = drafting.launched(step, self.shape), drafting.spent(step, self.shape, self.plain)
         self.busy = max(self.busy, self.now) + times.decode[level] + late * times.late
         self.busy += len(self.prompts) * times.prompt
         self.flight.append((step, self.shape, spent, self.busy))
@@ -101,7 +121,8 @@ class Device:
         self.prompts = []
 
     def read(self):
-        step, shape, spent, self.now = self.flight.popleft()
+        step, shape, spent, done = self.flight.popleft()
+        self.now = max(self.now, done)
         counts, waiting = (
             Counter(),
             {row.seq for flown in self.flight for row in flown[0].rows[flown[0].num_decode :]},
@@ -117,7 +138,8 @@ class Device:
             self.left[row.seq] -= 1 + brought
             counts.update([(drafts, right, brought)] if drafts else [])
             if not self.left[row.seq]:
-                self.left[row.seq] = self.length
+                spread = self.length // 2 if self.length < 1 << 20 else 0
+                self.left[row.seq] = self.length + int(self.rng.integers(-spread, spread + 1))
                 self.prompts.append(row.seq)
         if step.drafts:
             self.drafting.saw(counts)
@@ -153,3 +175,22 @@ def test_texts_of_a_few_tokens_are_hardly_slower_with_drafts():
     always = Device(8, SHORT_TEXTS, **shared)
     always.drafting.worth.choose = lambda *args: 2
     assert always.run(3000) > 1.06 * times[0]
+
+
+@pytest.mark.parametrize("predicted", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "length", "join"), [(1, 17, 0), (1, 33, 300), (8, 17, 0), (8, 17, 150), (8, 33, 150)]
+)
+def test_work_of_the_host_for_other_steps_is_not_taken_for_the_cost_of_plain_ones(
+    rows, length, join, predicted
+):
+    """The host prepares the next step while one runs, and plain steps among plain ones are rare here."""
+    times = replace(SLOW_HOST[rows], join=join)
+    times = times if predicted else replace(times, predicted=())
+    shared = {"right": (0.97, 0.7), "length": length}
+    runs = []
+    for drafts in (False, True):
+        device = Device(rows, times, drafts=drafts, **shared)
+        runs.append([device.run(1500) for _ in range(2)])
+    assert all(on < 1.03 * off for off, on in zip(*runs, strict=True))
+    assert device.counts["drafting"] > 0

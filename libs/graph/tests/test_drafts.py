@@ -9,6 +9,7 @@ import pytest
 
 from openinfer.graph import Buckets, Rows
 from openinfer.graph.runner import DraftCounts, Drafting, Sampling
+from openinfer.graph.runner.drafting import UNSURE
 from openinfer.graph.runner.verifying import (
     Proposals,
     draft_fields,
@@ -100,6 +101,12 @@ def seen(drafting):
     return drafting
 
 
+def costs_of(decode):
+    return SimpleNamespace(
+        decode=decode, sure=lambda rows: True, seconds=lambda shape: 1.0, took=lambda *args: None
+    )
+
+
 def view_of(*seqs, step=1):
     return SimpleNamespace(decoding=dict.fromkeys(seqs), step=step)
 
@@ -142,7 +149,7 @@ def test_drafts_leave_room_for_a_prompt():
 def launch(drafting, step):
     """As a runner does, without prompts; the step is to be read."""
     drafting.write(SimpleNamespace(width=lambda name: 16, scatter=lambda *args: None), step)
-    return drafting.launched()
+    return drafting.launched(step, BUCKETS.choose(1, 1))
 
 
 def read(drafting, step, accepted):
@@ -154,9 +161,9 @@ def read(drafting, step, accepted):
 
 def test_drafts_that_do_not_pay_are_left_out():
     """Layers draft for the step after the next, so a change of mind comes a step late."""
-    costs = SimpleNamespace(decode=lambda rows, drafts, chunks: 1.0 + 0.4 * drafts, took=lambda *_: None)
+    costs = costs_of(lambda rows, drafts, chunks: 1.0 + 0.4 * drafts)
     drafting, seq = Drafting(BUCKETS, None, costs), seq_of([1, 2, 3])
-    assert drafting.launched() == 1  # the first chunk of a prompt
+    assert drafting.launched(Step(0, [], True, 0, (), (), (), {}), BUCKETS.choose(1, 1)) == 1
     flight, chosen = deque[Step](), []
     for index in range(1, 1200):
         drafts = {}
@@ -176,7 +183,7 @@ def test_drafts_that_do_not_pay_are_left_out():
 
 
 def test_no_drafter_is_asked_where_drafts_do_not_pay():
-    costs = SimpleNamespace(decode=lambda rows, drafts, chunks: 1.0 + 0.4 * drafts)
+    costs = costs_of(lambda rows, drafts, chunks: 1.0 + 0.4 * drafts)
     asked = Drafting(BUCKETS, lambda: pytest.fail("a drafter is asked"), costs)
     for _ in range(100):
         asked.saw({(3, 0, 0): 1})
@@ -184,8 +191,8 @@ def test_no_drafter_is_asked_where_drafts_do_not_pay():
 
 
 def test_prompts_beside_do_not_make_drafts_cheap():
-    """A token that a draft brings saves a part of a decode step, and no part of a prompt."""
-    costs = SimpleNamespace(decode=lambda rows, drafts, chunks: 1.0 + 0.7 * drafts + 9.0 * chunks[1])
+    """A token that a draft brings saves its row's half of a decode step, and no part of a prompt."""
+    costs = costs_of(lambda rows, drafts, chunks: 1.0 + 0.35 * drafts + 9.0 * chunks[1])
     drafting, seq = (
         Drafting(Buckets.up_to(8, 64, (1,), 1), lambda: NGram(2, 3), costs),
         seq_of([5, 6, 7, 5, 6]),
@@ -198,8 +205,19 @@ def test_prompts_beside_do_not_make_drafts_cheap():
         assert drafting.num_drafts(view_of(seq)) == found
 
 
+def test_drafts_wait_until_plain_steps_have_shown_their_cost():
+    """A load may have no plain steps that show it, so they do not wait for ever."""
+    costs, seq = costs_of(lambda rows, drafts, chunks: 1.0 + 0.1 * drafts), seq_of([5, 6, 7, 5, 6])
+    for after in (3, 1000):
+        drafting, asked = seen(Drafting(BUCKETS, lambda: NGram(2, 3), costs)), []
+        costs.sure = lambda rows, after=after, asked=asked: asked.append(rows) or len(asked) > after
+        while not drafting.num_drafts(view_of(seq)):
+            pass
+        assert len(asked) == min(after, UNSURE) + 1
+
+
 def test_a_drafter_of_the_host_is_tried_again():
-    costs = SimpleNamespace(decode=lambda rows, drafts, chunks: 1.0 + 0.5 * drafts)
+    costs = costs_of(lambda rows, drafts, chunks: 1.0 + 0.5 * drafts)
     drafting, seq = Drafting(BUCKETS, lambda: NGram(2, 3), costs), seq_of([5, 6, 7, 5, 6])
     for _ in range(100):
         drafting.saw({(3, 0, 0): 1})
@@ -211,7 +229,7 @@ def test_a_drafter_of_the_host_is_tried_again():
 
 def test_a_step_is_expected_to_have_the_prompts_of_the_last():
     asked = []
-    costs = SimpleNamespace(decode=lambda rows, drafts, chunks: asked.append(chunks) or 1.0)
+    costs = costs_of(lambda rows, drafts, chunks: asked.append(chunks) or 1.0)
     drafting, seqs = Drafting(BUCKETS, None, costs), [seq_of([1]) for _ in range(3)]
     rows = [Row(seqs[0], 1, True, None), Row(seqs[1], 7, True, 0), Row(seqs[2], 5, False, 0)]
     for step in (Step(1, rows, True, 1, (), (), (), {}), Step(2, rows[:1], True, 1, (), (), (), {})):
@@ -248,9 +266,7 @@ def test_a_step_after_one_with_drafts_has_their_shape_where_states_lag_behind():
 
 def test_a_choice_that_finds_nothing_rests():
     """One step stands for those of a rest, and the loop does not ask before their end."""
-    costs = SimpleNamespace(
-        decode=lambda rows, drafts, chunks: 1.0 + drafts, seconds=lambda _: 1.0, took=lambda *_: None
-    )
+    costs = costs_of(lambda rows, drafts, chunks: 1.0 + drafts)
     drafting, seq, spent = Drafting(BUCKETS, None, costs), seq_of([1, 2, 3]), []
     for _ in range(100):
         drafting.saw({(1, 0, 0): 1})
@@ -261,8 +277,8 @@ def test_a_choice_that_finds_nothing_rests():
         if index >= drafting.rest_until:
             asked.append(index)
             drafting.num_drafts(view_of(seq, step=index))
-            drafting.launched()
         step = Step(index, [Row(seq, 1, True, None)], True, 1, (), (), ())
+        drafting.launched(step, shape)
         drafting.book(step, shape, drafting.spent(step, shape, shape))
     assert asked == [1, 6, 7, 71]
     assert spent == [5, 1, 64, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from openinfer.graph.buckets import Buckets, Shape
@@ -20,45 +19,82 @@ FRESH = 1 / 32
 
 
 @dataclass(slots=True)
+class _Seen:
+    """Steps of a shape that ran."""
+
+    steps: int = 0
+    average: float | None = None
+    """A ratio to the prediction, or seconds where nothing is predicted."""
+
+
+@dataclass(slots=True)
 class StepCosts:
     """Seconds of steps of an engine by their shapes.
 
     A prediction is multiplied by what steps of the shape took in terms of theirs. So the host's work counts where a
     step waits for it. Where nothing is predicted, the shape costs what its steps took.
+
+    A step is even if the steps before and after it are like it: the host prepares the next step while this one runs. So
+    rows that join count as time of the step before theirs, and so does the work for drafts. Uneven steps have an
+    average of their own, which counts until TRIED even ones have run.
     """
 
     buckets: Buckets
     pace: StepPace
-    # Ratios, or seconds where nothing is predicted.
-    _averages: dict[Shape, float] = field(default_factory=dict)
-    _steps: Counter[Shape] = field(default_factory=Counter)
+    _seen: dict[Shape, tuple[_Seen, _Seen]] = field(default_factory=dict)  # uneven steps, even ones
+    _shapes: dict[tuple[int, int, tuple[int, int]], Shape] = field(default_factory=dict)  # see decode
     _ratio: float = 1.0  # of all shapes
     _predicted: dict[Shape, tuple[int, float]] = field(default_factory=dict)  # cached tokens, and seconds
 
     def decode(self, rows: int, drafts: int, chunks: tuple[int, int] = (0, 0)) -> float | None:
         """Seconds of a step in which each of `rows` decode rows has `drafts` drafts; None: not known yet. chunks:
         tokens and rows of the prompts beside them."""
-        tokens = min(rows * (1 + drafts) + chunks[0], self.buckets.max_tokens)
-        rows = min(rows + chunks[1], self.buckets.max_rows)
-        return self.seconds(self.buckets.choose(tokens, rows, drafts=drafts, chunks=chunks[1] > 0))
+        return self.seconds(self._shape(rows, drafts, chunks))
+
+    def sure(self, rows: int) -> bool:
+        """Whether even plain steps of this many decode rows have shown what they cost."""
+        return self._of(self._shape(rows, 0, (0, 0)))[True].steps >= TRIED
 
     def seconds(self, shape: Shape) -> float | None:
         """Seconds of a step of a shape with the present cached tokens; None: not known yet."""
-        predicted, average = self._prediction(shape), self._averages.get(shape)
+        uneven, even = self._of(shape)
+        seen = even if even.steps >= TRIED or uneven.steps < TRIED else uneven
+        predicted = self._prediction(shape)
         if predicted is None:
-            return average if self._steps[shape] >= TRIED else None
-        return predicted * (self._ratio if average is None else average)
+            return seen.average if seen.steps >= TRIED else None
+        return predicted * (self._ratio if seen.average is None else seen.average)
 
-    def took(self, shape: Shape, seconds: float) -> None:
+    def took(self, shape: Shape, seconds: float, even: bool = True) -> None:
         """A step of a shape took so long, by the host's clock and with the step before done when it began."""
-        prediction, steps = self._prediction(shape), self._steps[shape]
+        prediction, seen = self._prediction(shape), self._of(shape)[even]
+        if prediction is not None and shape.longest == 1 and not even:
+            return  # a plain step that seems long makes drafts seem to pay, and the prediction is nearer
         value = seconds / (1.0 if prediction is None else prediction)
-        if steps:  # the first is often held up, because the device has not run the shape yet
-            average = self._averages.get(shape, value if prediction is None else self._ratio)
-            if prediction is not None:
+        if seen.steps:  # the first is often held up, because the device has not run the shape yet
+            average = seen.average
+            if average is None:
+                average = value if prediction is None else self._ratio
+            if prediction is not None and even:
                 self._ratio = _moved(self._ratio, value, RECENT)
-            self._averages[shape] = _moved(average, value, max(RECENT, 1 / steps))
-        self._steps[shape] += 1
+            seen.average = _moved(average, value, max(RECENT, 1 / seen.steps))
+        seen.steps += 1
+
+    def _of(self, shape: Shape) -> tuple[_Seen, _Seen]:
+        found = self._seen.get(shape)
+        if found is None:
+            found = self._seen[shape] = _Seen(), _Seen()
+        return found
+
+    def _shape(self, rows: int, drafts: int, chunks: tuple[int, int]) -> Shape:
+        asked = rows, drafts, chunks
+        found = self._shapes.get(asked)
+        if found is None:
+            tokens = min(rows * (1 + drafts) + chunks[0], self.buckets.max_tokens)
+            rows = min(rows + chunks[1], self.buckets.max_rows)
+            found = self.buckets.choose(tokens, rows, drafts=drafts, chunks=chunks[1] > 0)
+            if not chunks[1]:  # prompts have too many lengths to keep
+                self._shapes[asked] = found
+        return found
 
     def _prediction(self, shape: Shape) -> float | None:
         prediction = self.pace.predictions.get(shape)

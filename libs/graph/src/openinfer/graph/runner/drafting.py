@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from openinfer.graph.buckets import Buckets, Shape
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
 REST = 64
 """The most steps for which the choice rests, while the books of Worth allow no drafts. The choice takes host time,
 which steps of 0.1 ms wait for."""
+UNSURE = 256
+"""The most choices that wait for the cost of plain steps. With drafts in each step no other would show that cost. A
+load in which rows join in each step has no even ones."""
 
 
 @dataclass(slots=True)
@@ -64,10 +66,15 @@ class Drafting:
     """Plain decode steps, the last ones, whose tokens these layers have not seen."""
     rest_until: int = 0
     """See scheduler.Speculation."""
+    _unsure: int = 0  # choices that have waited, one after the other, for the cost of plain steps
     _under_way: int = 0  # steps with drafts that are not read yet
     _asked: int = 0  # the last step for which drafts were chosen, or none
     _brought: int = 0  # tokens of drafts since the last call of `book`
     _collected_at: float = 0.0  # time.monotonic() then
+    # Of the steps that were launched: shape and rows of the last, and since when they have its drafts, or are like it.
+    _kind: tuple[Shape, int] | None = None
+    _level_since: int = 0
+    _alike_since: int = 0
     layers: bool = field(init=False)
     """Whether layers of the model draft."""
     places: int = field(init=False)
@@ -123,16 +130,25 @@ class Drafting:
     def book(self, step: Step[Sampling], shape: Shape, spent: tuple[float, float, int] | None) -> None:
         """Note what a step that was read has cost, and what its drafts brought. spent: when it was launched."""
         began, self._collected_at = max(step.launched_at, self._collected_at), time.monotonic()
+        if spent is None and self._asked < step.index < self.rest_until:
+            return  # it has no drafts, and another step stands for it
         self._under_way -= bool(step.drafts)
-        if self.costs is not None and not self._asked < step.index < self.rest_until:
-            self.costs.took(shape, self._collected_at - began)
+        # A plain step beside drafts has host work for them in its time, and they could always be on.
+        if self.costs is not None and (shape.drafts or self._level_since < step.index):
+            self.costs.took(shape, self._collected_at - began, self._alike_since < step.index)
         if spent is not None:
             seconds, plain, steps = spent
-            self.worth.spent(step.num_decode, self._brought, seconds, plain, steps)
+            self.worth.spent(len(step.rows), self._brought, seconds, plain, steps)
         self._brought = 0
 
-    def launched(self) -> int:
+    def launched(self, step: Step[Sampling], shape: Shape) -> int:
         """A step is launched. The drafts that layers of the model make after it."""
+        kind = shape, len(step.rows)
+        if self._kind is None or shape.drafts != self._kind[0].drafts:
+            self._level_since = step.index
+        if kind != self._kind or step.joined:
+            self._alike_since = step.index
+        self._kind = kind
         self.made = self.places
         return self.made
 
@@ -152,9 +168,11 @@ class Drafting:
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
         """See scheduler.Speculation."""
         rows = len(view.decoding)
+        # A right draft saves its part of a step of all rows, those of prompts too, which decode later.
+        sharing = rows + self.chunks[1]
         cost, made = self._cost(rows), self.layers and self.made > 0
         self.worth.waiting = made or self._under_way > 0
-        most = self.worth.choose([self.max_drafts] * rows, rows, cost)
+        most = self.worth.choose([self.max_drafts] * rows, sharing, cost)
         if self.layers:
             self.places = most
         self._asked = self.rest_until = view.step
@@ -167,7 +185,7 @@ class Drafting:
             return self._fitting(ready, rows, self.made)
         found = {seq: self._available(seq, self.max_drafts) for seq in view.decoding}
         available = [count for count in found.values() if count > 0]
-        return self._fitting(found, rows, self.worth.choose(available, rows, cost))
+        return self._fitting(found, rows, self.worth.choose(available, sharing, cost))
 
     def _cost(self, rows: int) -> Callable[[int], float | None]:
         """Seconds of a step by its drafts, for Worth. The part of its prompts is left out. A token that a draft brings
@@ -175,16 +193,24 @@ class Drafting:
         costs, chunks = self.costs, self.chunks
         if costs is None:
             return lambda level: 1.0
-        if not chunks[1]:
-            return partial(costs.decode, rows, chunks=chunks)
-        alone, beside = costs.decode(rows, 0, chunks=(0, 0)), costs.decode(rows, 0, chunks=chunks)
-        if alone is None or beside is None:
+        if costs.sure(rows):
+            self._unsure = 0
+        elif self._unsure < UNSURE:
+            self._unsure += 1
             return lambda level: None
-        prompts = beside - alone
+        prompts = 0.0
+        if chunks[1]:
+            alone, beside = costs.decode(rows, 0, chunks=(0, 0)), costs.decode(rows, 0, chunks=chunks)
+            if alone is None or beside is None:
+                return lambda level: None
+            prompts = beside - alone
+        known: dict[int, float | None] = {}
 
         def cost(level: int) -> float | None:
-            found = costs.decode(rows, level, chunks=chunks)
-            return None if found is None else found - prompts
+            if level not in known:  # Worth asks for the same again
+                found = costs.decode(rows, level, chunks=chunks)
+                known[level] = None if found is None else found - prompts
+            return known[level]
 
         return cost
 

@@ -186,7 +186,7 @@ class Runner:
         self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)
         self.graphs.launch(forward)
-        places = self.drafting.launched() if self.drafting is not None else 0
+        places = self.drafting.launched(step, self._shape) if self.drafting is not None else 0
         spent = self.drafting.spent(step, self._shape, self._plain) if self.drafting is not None else None
         asked = self._constrained, self._wants_logprobs, self._shares
         self._launched.append(_Launched(step, self._shape, *asked, places, spent))
