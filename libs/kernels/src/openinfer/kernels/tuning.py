@@ -1,4 +1,5 @@
-"""Which kernel a matrix product uses: by measured tables, and by a rule where no table has an entry.
+"""Which kernel a matrix product uses: by measured tables, and by a rule where no table has an entry. Rings and
+clusters, kernels of CUDA C++ for few tokens, come before tables.
 
 A table is a file `tables/<gpu name>.json` of this package. The name is in lower case, with _ for characters that are
 not letters or digits. `openinfer tune` writes such tables too, and keeps them beside the compiled kernels:
