@@ -6,8 +6,6 @@ from openinfer.kernels.launch import Aligned, Launch, Scratch, TensorMap, launch
 from openinfer.kernels.tuning import Choice
 from openinfer.tensor import Tensor
 
-DEPTH = 64
-"""Columns of K of a stage. The kernel has this number too."""
 FEW = 16
 """Tokens up to which no more rows of x are copied, because fewer bytes pass."""
 
@@ -26,7 +24,7 @@ def cluster_product(
     The launch is early where the weight is a tensor: the kernel reads it at once, so no kernel ahead may write it."""
     (m, n), k = out.shape, x.shape[1]
     halves, parts = 2 if gated else 1, 2 if c.bm == 64 else 1
-    stage, row = (c.bm + halves * c.bn) * DEPTH * 2, halves * c.bn
+    stage, row = (c.bm + halves * c.bn) * c.bk * 2, halves * c.bn
     sums = parts * c.bm * (row + (40 - row % 32) % 32) * 4
     rows = FEW if m <= FEW else c.bm
     return launch_cuda(
@@ -36,8 +34,8 @@ def cluster_product(
         (-(-n // c.bn) * c.split,),
         {
             "out": out,
-            "x": TensorMap(x, (rows, DEPTH)),
-            "weight": TensorMap(weight, (c.bn, DEPTH)),
+            "x": TensorMap(x, (rows, c.bk)),
+            "weight": TensorMap(weight, (c.bn, c.bk)),
             "M": m,
             "N": Aligned(n),
             "K": Aligned(k),

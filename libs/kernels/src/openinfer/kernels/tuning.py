@@ -191,6 +191,8 @@ CLUSTERED = {1: 1.0, 2: 1.0, 4: 0.85}
 More clusters than run at once take twice as long (docs/lessons.md)."""
 CLUSTER_ROWS = 64
 """The fewest rows of the weight of a cluster, because each reads all tokens."""
+CLUSTER_DEPTH = 64
+"""Columns of K of a stage of the ring. The kernel has this number too."""
 MOST_SUMS = 144
 """The most sums that a thread of a cluster keeps."""
 
@@ -204,7 +206,7 @@ def cluster_choice(target: Target, op: str, m: int, n: int, k: int) -> Choice | 
     """The clusters for a product of few tokens, or None where their kernel does not take it. All of them run at once,
     and K has as few parts as that allows."""
     gated = op == "gate_up_silu"
-    if not target.nvrtc or target.arch != 90 or not 1 < m <= MOST_CLUSTER_TOKENS or k % 64:
+    if not target.nvrtc or target.arch != 90 or not 1 < m <= MOST_CLUSTER_TOKENS or k % CLUSTER_DEPTH:
         return None
     if op not in ("norm_linear", "linear_add", "gate_up_silu") or n % 16:
         return None
@@ -219,11 +221,8 @@ def cluster_choice(target: Target, op: str, m: int, n: int, k: int) -> Choice | 
         clusters = -(-n // halves // columns)
         if columns > 160 or halves * columns > 2 * MOST_SUMS or 4 * clusters * split < 3 * target.num_sms:
             return None
-        normed = (
-            0 if op == "linear_add" else 16 * bm + 4 * (k // split + 64)
-        )  # squares of tokens, and the gain
-        room = (shared_bytes(target.arch) - normed) // ((bm + halves * columns) * 128 + 24)
-        return Choice("cluster", bm, columns, 64, split, 8, min(16, room))
+        room = shared_bytes(target.arch) // ((bm + halves * columns) * CLUSTER_DEPTH * 2 + 16)
+        return Choice("cluster", bm, columns, CLUSTER_DEPTH, split, 8, min(16, room))
     return None
 
 
