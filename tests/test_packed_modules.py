@@ -159,7 +159,7 @@ def test_gptq_of_auto_round_has_no_index(plain: Tensors, tmp_path: Path) -> None
     ("change", "said", "why"),
     [
         ({"lm_head": "weight_scale_inv"}, fp8.QUANTIZED, "lm_head is FP8; take a checkpoint whose embedding"),
-        ({}, None, r"there is none, and the checkpoint has .*\.weight_scale_inv; take the publisher's"),
+        ({}, None, r"the key is missing, and the checkpoint has .*\.weight_scale_inv; take the publisher's"),
         (
             {"model.layers.0.self_attn.q_proj": None},
             fp8.QUANTIZED,

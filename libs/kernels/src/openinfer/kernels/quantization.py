@@ -83,7 +83,7 @@ def packed_in(packing: AnyPacking | None, checkpoint: Checkpoint) -> AnyPacking 
         odd = next((name for name in checkpoint.names if name.endswith(_OF_PACKED)), None)
         if odd is not None:
             raise UnsupportedQuantization(
-                f"there is none, and the checkpoint has {odd}; take the publisher's config.json"
+                f"the key is missing, and the checkpoint has {odd}; take the publisher's config.json"
             )
         return packing
     found = {name.removesuffix(packing.marker) for name in checkpoint.names if name.endswith(packing.marker)}

@@ -64,10 +64,10 @@ class Worth:
     def choose(self, available: Sequence[int], rows: int, cost: Callable[[int], float | None]) -> int:
         """The most drafts of a row in the next step, 0 or a level.
 
-        available: drafts that each row with any could have. rows: all decode rows. cost: seconds of a step with this
-        number of drafts a row; None: not known yet. A step of an unknown cost is taken, so that the cost gets known.
-        Above the first level it must pay if each draft costs what it costs at the level before, which must have been
-        tried.
+        available: drafts that each row with any could have. rows: all rows of the step, those of prompts too. cost:
+        seconds of a step with this number of drafts a row; None: not known yet. A step of an unknown cost is taken, so
+        that the cost gets known. Above the first level it must pay if each draft costs what it costs at the level
+        before, which must have been tried.
         """
         plain = cost(0)
         if not available or plain is None or self._overdrawn(plain) > 0:
@@ -125,8 +125,8 @@ class Worth:
                 self._chances[place] += (self._chances[place - 1] - chance) * FADING
 
     def spent(self, rows: int, accepted: int, seconds: float, plain: float, steps: int = 1) -> None:
-        """A step is over. accepted: drafts of all its decode rows. seconds: its cost; plain: without drafts. steps: the
-        number of such steps, none of which had drafts if there are more than one."""
+        """A step is over. rows: all of it. accepted: drafts of its decode rows. seconds: its cost; plain: without
+        drafts. steps: the number of such steps, none of which had drafts if there are more than one."""
         if seconds != plain:  # a shape with drafts
             seconds = max(seconds, CHEAPEST * plain)
         worth = plain * (1 + accepted / rows)  # the time that its tokens take without drafts
