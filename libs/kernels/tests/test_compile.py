@@ -1,11 +1,12 @@
 """Every kernel that representative plans ask for compiles, and fits the shared memory of its architecture.
 
-By default a third of the steps of one of two models, by the day: for sm_90, and every third day for another
-architecture too.
+By default kernels of a third of the steps of one of two models, one of each function, by the day: for sm_90, and every
+third day for another architecture too.
 OPENINFER_TEST_ARCHS=80,100 chooses; `-m slow` does all.
 """
 
 import datetime
+import itertools
 import os
 
 import numpy as np
@@ -115,8 +116,7 @@ def specs(arch, arena, models, steps):
     return list(found)
 
 
-def compile_all(arch, arena, cubins, models, steps):
-    wanted = specs(arch, arena, models, steps)
+def compile_all(arch, cubins, wanted):
     store = Store(arch, cubins, folders=[])
     store.prepare(wanted)
     too_large = {str(s): store.get(s).shared for s in wanted if store.get(s).shared > shared_bytes(arch)}
@@ -126,28 +126,36 @@ def compile_all(arch, arena, cubins, models, steps):
 
 @pytest.mark.parametrize("arch", archs_of_today())
 def test_kernels_compile(arch, arena, cubins):
-    compile_all(arch, arena, cubins, [FEW_MODELS[TODAY % 2]], [STEPS[0], *STEPS[1 + TODAY % 3 :: 3]])
+    by_function = {}
+    for spec in specs(arch, arena, [FEW_MODELS[TODAY % 2]], [STEPS[0], *STEPS[1 + TODAY % 3 :: 3]]):
+        by_function.setdefault(spec.function, []).append(spec)
+    compile_all(arch, cubins, [found[TODAY // 6 % len(found)] for found in by_function.values()])
 
 
-def test_attention_without_head_norms_compiles(arena, cubins):
-    pack, dim, int32 = NullPack(Target(90, SMS[90])), 128, np.dtype(np.int32)
-    for tokens, rows in ((4, 4), (64, 4)):
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_attention_without_head_norms_compiles(arena, cubins, shared):
+    """By default its kernels that no call with head norms has. shared: the others too."""
+    dim, int32, norm = 128, np.dtype(np.int32), arena.alloc((128,), bfloat16)
+    wanted, normed = NullPack(Target(90, SMS[90])), NullPack(Target(90, SMS[90]))
+    for (tokens, rows), (pack, norms) in itertools.product(
+        ((4, 4), (64, 4)), ((wanted, {}), (normed, {"q_norm": norm, "k_norm": norm}))
+    ):
         lengths = {"positions": tokens, "token_slots": tokens, "slots": rows, "q_starts": rows + 1}
         slots = {"seq_lens": SLOTS, "alive": SLOTS}
         norm_rope_attend(
             pack, out=arena.alloc((tokens, 4 * dim), bfloat16), qkv=arena.alloc((tokens, 8 * dim), bfloat16),
             kv=arena.alloc((9, 2, 2, 16, dim), bfloat16), cos_sin=arena.alloc((99, 2, dim // 2), float32),
             block_tables=arena.alloc((SLOTS, PAGES_A_ROW), int32), eps=1e-6, scale=1.0, window=0,
-            max_q_len=1 if tokens == rows else tokens,
+            max_q_len=1 if tokens == rows else tokens, **norms,
             **{name: arena.alloc((size,), int32) for name, size in {**lengths, **slots}.items()},
         )  # fmt: skip
-    wanted = pack.specs()
-    assert {"attend_new", "qk_norm_rope_write"} <= {spec.function for spec in wanted}
-    assert sum(("q_norm", None) in spec.constants for spec in wanted) == 2
-    Store(90, cubins, folders=[]).prepare(wanted)
+    own = set(wanted.specs()) - set(normed.specs())
+    assert sorted(spec.function for spec in own) == ["attend_new", "qk_norm_rope_write"]
+    assert all(("q_norm", None) in spec.constants for spec in own)
+    Store(90, cubins, folders=[]).prepare(wanted.specs() if shared else own)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_compile_for_every_architecture(arch, arena, cubins):
-    compile_all(arch, arena, cubins, MODELS, STEPS)
+    compile_all(arch, cubins, specs(arch, arena, MODELS, STEPS))
