@@ -2,6 +2,8 @@
 against a cache in bfloat16."""
 
 import dataclasses
+import datetime
+import itertools
 
 import numpy as np
 import pytest
@@ -88,9 +90,18 @@ def test_rows_that_fill_the_gpu_share_the_spare_parts(run_both, step, monkeypatc
     check(run_both, args, Target(90, 1, interpreted=True))
 
 
-@pytest.mark.parametrize(("page_size", "dim"), [(16, 64), (64, 128)])
-@pytest.mark.parametrize("window", [0, 30])
-def test_a_mixed_step(run_both, step, page_size, dim, window):
+TODAY = datetime.date.today().toordinal()
+
+
+def half(ones, others):
+    """Pairs of two parameters. Of two by two, a half is of the day, with each value once; the others are slow."""
+    for (n, one), (m, other) in itertools.product(enumerate(ones), enumerate(others)):
+        yield pytest.param(one, other, marks=() if (n + m + TODAY) % 2 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("sizes", "window"), [*half([(16, 64), (64, 128)], [0, 30])])
+def test_a_mixed_step(run_both, step, sizes, window):
+    page_size, dim = sizes
     lengths, before = [1, 40, 0, 1, 33, 1, 9], [100, 30, 7, 64, 0, 3, 130]
     args = step(
         lengths, before, dead=(3,), tokens=sum(lengths) + 20,
@@ -210,8 +221,7 @@ def over_widened_pages(call, tile, matrix, page_rows, num_sms, short, own):
     return launch(attention._DEVICE, "attend_long", (call.kv_heads, tiles), args, constants)
 
 
-@pytest.mark.parametrize("page_size", [16, 128])
-@pytest.mark.parametrize("blocks", [100, 2])
+@pytest.mark.parametrize(("page_size", "blocks"), [*half([16, 128], [100, 2])])
 def test_prompts_read_pages_that_were_widened(interpreted, reference, step, monkeypatch, page_size, blocks):
     """With room for all rows, and for the first of three."""
     monkeypatch.setattr(attention, "hopper_tile", lambda *_: HopperTile(64, 2, False, True))
