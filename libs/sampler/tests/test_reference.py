@@ -69,9 +69,9 @@ def assert_drawn_from(expected, tokens):
     assert stats.chisquare(counts[possible], expected[possible] * tokens.size).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("draws", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_frequencies_are_the_exact_distribution(setting):
-    draws = 10_000
+def test_frequencies_are_the_exact_distribution(setting, draws):
     logits = np.broadcast_to(LOGITS, (draws, LOGITS.size))
     tokens = sample_arrays(logits, *columns(draws, seed=11, **setting)).token_ids
     assert_drawn_from(distribution(LOGITS, **setting), tokens)
