@@ -148,11 +148,12 @@ def play(kind, seed, operations, policy):
     return history
 
 
+@pytest.mark.parametrize("operations", [500, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", POOLS)
-def test_a_history(kind):
+def test_a_history(kind, operations):
     seen = Counter()
     for seed, policy in enumerate(POLICIES):
-        history = play(kind, seed, 1000, policy)
+        history = play(kind, seed, operations, policy)
         stats = history.pool.stats
         seen.update(
             hits=history.num_hits, dry=history.num_dry, holds=history.num_holds, evicted=stats.evicted

@@ -328,11 +328,12 @@ def history(kind, seed, folder, faults=0.05):
             setup.close()
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_disk", [False, True], ids=["host", "disk"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_history_reads_what_is_not_there(kind, with_disk, tmp_path):
+def test_no_history_reads_what_is_not_there(kind, with_disk, count, tmp_path):
     found = collections.Counter()
-    for seed in range(12, 16):
+    for seed in range(12, 12 + count):
         with history(kind, seed, tmp_path / str(seed) if with_disk else None) as one:
             one.run(300)
         found += one.setup.totals
