@@ -3,6 +3,7 @@ test_MODEL_*.py."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,10 +18,21 @@ from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
 FOLDER = Path(__file__).parent / "goldens"
 
 
+TODAY = datetime.date.today().toordinal()
+
+
 class Suite(EngineConformance):
-    """The suite on a golden checkpoint; `compared`: whether the goldens are of an engine with these flags."""
+    """The suite on a golden checkpoint; `compared`: whether the goldens are of an engine with these flags. A third of
+    the options of requests are of the day; a slow test has all of them."""
 
     compared: ClassVar[bool] = True
+    share = (TODAY % 3, 3)
+
+    @pytest.mark.slow
+    def test_all_options(self) -> None:
+        self.share = (0, 1)  # of this test alone
+        self.test_any_two_options_in_any_company()
+        self.test_drafts_change_no_token()
 
 
 class TestQwen3(Suite):
