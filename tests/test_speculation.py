@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,9 +36,19 @@ FP8_MTP = MTP.replace("}", ', "quantization": "fp8"}')
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 
+TODAY = datetime.date.today().toordinal()
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        pytest.param([TODAY % 3], id="of the day"),
+        pytest.param(range(3), id="all", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3_5-tiny", "deepseek_v4-tiny"])
 def test_a_prefix_that_drafts_have_written_is_as_good_as_another(
-    session: Callable[..., Any], name: str
+    session: Callable[..., Any], name: str, starts: Sequence[int]
 ) -> None:
     """Outputs cross the edges of pages amid drafts, and end there. The next turn finds them in the cache."""
     flags = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
@@ -47,7 +58,7 @@ def test_a_prefix_that_drafts_have_written_is_as_good_as_another(
     drafted = session(GOLDENS / name, speculative_config=NGRAM, **flags)
     rng, answers = random.Random(1), list[list[int]]()
     drafted.engine.runner.drafting.make_drafter = lambda: Planted(answers)
-    for start in range(3):
+    for start in starts:
         prompt = [rng.randrange(3, 500) for _ in range(118 + start)]
         for turn in range(4):
             count = 9 + start + 3 * turn
@@ -155,11 +166,13 @@ PLAIN: dict[tuple[str, str], list[Any]] = {}
 @pytest.mark.parametrize(
     ("name", "ranks", "cache"),
     [
-        ("qwen3_5", 1, "auto"),
         pytest.param("qwen3_5", 1, "fp8", marks=pytest.mark.slow),
-        ("qwen3_5", 2, "auto"),
-        ("deepseek_v4", 1, "auto"),
-        ("deepseek_v4", 2, "auto"),
+        # One rank of one model and two of the other are of the day.
+        *(
+            pytest.param(name, ranks, "auto", marks=() if (number + ranks + TODAY) % 2 else pytest.mark.slow)
+            for number, name in enumerate(("qwen3_5", "deepseek_v4"))
+            for ranks in (1, 2)
+        ),
     ],
 )
 def test_drafts_of_the_models_own_layers_change_no_token(
@@ -416,7 +429,13 @@ def drafting_steps(
     return [*found, rows["drafts"].numpy()[1].copy(), model.batch.sampled.result[:3].numpy()[:, :2].copy()]
 
 
-@pytest.mark.parametrize("config", [MTP, FP8_MTP])
+CONFIGS = [
+    pytest.param(config, marks=() if number == TODAY % 2 else pytest.mark.slow)
+    for number, config in enumerate((MTP, FP8_MTP))
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_a_gpus_launches_of_drafts_in_the_interpreter(place: Callable[..., Any], config: str) -> None:
     target = Target(arch=90, num_sms=4, interpreted=True)
     regions = (Tensor.from_numpy(np.zeros(64 << 20, uint8)) for _ in range(2))
