@@ -4,7 +4,7 @@ test_MODEL_*.py."""
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,21 +23,27 @@ TODAY = datetime.date.today().toordinal()
 
 class Suite(EngineConformance):
     """The suite on a golden checkpoint; `compared`: whether the goldens are of an engine with these flags. A third of
-    the options of requests are of the day; a slow test has all of them."""
+    the options of requests are of the day; a slow test has all of them, with `more_chunks` and `more_seeds`."""
 
     compared: ClassVar[bool] = True
     share = (TODAY % 3, 3)
+    more_chunks: ClassVar[Sequence[int]] = ()
+    more_seeds: ClassVar[Sequence[int]] = ()
 
     @pytest.mark.slow
-    def test_all_options(self) -> None:
-        self.share = (0, 1)  # of this test alone
+    def test_all_options_chunks_and_seeds(self) -> None:
+        self.share, self.chunks, self.seeds = (0, 1), self.more_chunks, self.more_seeds  # of this test alone
         self.test_any_two_options_in_any_company()
         self.test_drafts_change_no_token()
+        self.test_the_goldens_in_chunks_of_any_size()
+        if self.seeds:
+            self.test_greedy_tokens_whatever_the_schedule()
 
 
 class TestQwen3(Suite):
     recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny"
-    chunks, seeds = (1, 3, 16, 17, 128, 352), (0, 1, 2)
+    chunks, more_chunks = (1, 17, 352), (3, 16, 128)
+    seeds, more_seeds = (TODAY % 3,), (0, 1, 2)
 
 
 @pytest.mark.slow
