@@ -24,6 +24,8 @@ from served_streams import (
 from openinfer.frontend.chat import DeepSeekV4Renderer
 
 TINY = Path(__file__).parent / "goldens" / "deepseek_v4-tiny"
+SMALL = ("--max-num-seqs", "9", "--max-num-batched-tokens", "96")
+"""The flags of one server that several tests share."""
 
 
 def test_greedy_tokens_are_the_goldens(deepseek: Any, start: Callable[..., Any]) -> None:
@@ -76,7 +78,7 @@ def test_chats_are_rendered_by_code_and_read_in_this_familys_format(
 def test_a_prefix_is_found_at_multiples_of_128_tokens(start: Callable[..., Any]) -> None:
     rng = random.Random(11)
     prompt = [rng.randrange(3, 540) for _ in range(300)]
-    with httpx.Client(base_url=start(TINY).url, timeout=60) as client:
+    with httpx.Client(base_url=start(TINY, *SMALL).url, timeout=60) as client:
         answers = [
             client.post("/v1/completions", json=body(ids, max_tokens=8)).json()
             for ids in (prompt, prompt, prompt[:257], prompt[:256], prompt[:100])
@@ -88,9 +90,20 @@ def test_a_prefix_is_found_at_multiples_of_128_tokens(start: Callable[..., Any])
 
 def test_answers_take_the_form_of_a_schema_and_have_log_probabilities(start: Callable[..., Any]) -> None:
     pytest.importorskip("llguidance")
-    check_schema_and_logprobs(start(TINY).url, thinking=False)
+    check_schema_and_logprobs(start(TINY, *SMALL).url, thinking=False)
 
 
-def test_32_mixed_streams_give_what_each_gives_alone_and_leave_nothing(start: Callable[..., Any]) -> None:
-    server, rng = start(TINY, "--max-num-seqs", "24", "--max-num-batched-tokens", "96"), random.Random(7)
-    check_streams(server, mixed(rng, prompts_that_begin_alike(rng, 540)), 32, rng)
+@pytest.mark.parametrize(
+    ("streams", "flags"),
+    [
+        (12, SMALL),
+        pytest.param(32, ("--max-num-seqs", "24", "--max-num-batched-tokens", "96"), marks=pytest.mark.slow),
+    ],
+)
+def test_mixed_streams_give_what_each_gives_alone_and_leave_nothing(
+    start: Callable[..., Any], streams: int, flags: tuple[str, ...]
+) -> None:
+    """More streams than rows, so that some wait."""
+    rng, server = random.Random(7), start(TINY, *flags)
+    requests = mixed(rng, prompts_that_begin_alike(rng, 540))
+    check_streams(server, requests, streams, rng)
