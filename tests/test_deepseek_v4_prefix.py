@@ -68,11 +68,11 @@ def test_a_lost_part_is_noticed(session, lost):
     """Negative controls: with one of the cached tensors changed, a request that starts from it says something else."""
     (prompt,) = chats(1, 260, seed=3)
     run = session(TINY, max_model_len=512, activation_quantization="off")
-    run.submit(prompt[:258], 24, ignore_eos=True, logprobs=1)
+    run.submit(prompt[:258], 8, ignore_eos=True, logprobs=1)
     run.finish()
     cached = getattr(run.engine.runner.model.cache, lost).numpy()
     cached[:] = np.roll(cached, 1, axis=-1) * np.float32(1.5)
-    run.submit(prompt[:258], 24, ignore_eos=True, logprobs=1)
+    run.submit(prompt[:258], 8, ignore_eos=True, logprobs=1)
     run.finish()
     assert run.outcomes[1].cached == 256
     before, after = ([entry.logprob for entry in run.outcomes[n].logprobs] for n in (0, 1))
@@ -82,7 +82,7 @@ def test_a_lost_part_is_noticed(session, lost):
 def test_a_long_sequence_holds_no_more_pages_than_its_window_needs(session):
     (prompt,) = chats(1, 300)
     run = session(TINY, max_model_len=1024)
-    run.submit(prompt, 200, ignore_eos=True)
+    run.submit(prompt, 100, ignore_eos=True)  # the page of 384 tokens ends
     pool, most, fullest = run.engine.pool, 0, 0
     while run.open:
         run.step()
