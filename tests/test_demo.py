@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import sys
@@ -131,6 +132,17 @@ def test_streamed_as_whole(ask: Callable[..., Any]) -> None:
     assert whole.endswith("The end.")
 
 
+OF_THE_DAY = datetime.date.today().toordinal() % len(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        pytest.param(family, marks=() if number == OF_THE_DAY else pytest.mark.slow)
+        for number, family in enumerate(FAMILIES)
+    ],
+    indirect=True,
+)
 def test_the_evaluation(url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A part of it: the whole is `openinfer bench eval demo/NAME`."""
     cases = (DEMO / "eval.jsonl").read_text().splitlines()[::40]
