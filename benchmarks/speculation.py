@@ -40,6 +40,7 @@ from openinfer.cli import recipes
 from openinfer.cli.plan_cost import StepCost
 from openinfer.cli.segments import Outline
 from openinfer.frontend.contract import Request
+from openinfer.graph.runner.trials import Trials
 from openinfer.kernels import GPUS, H200
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import build
@@ -225,6 +226,7 @@ def cases(args: argparse.Namespace, drafted: Any, texts: Sequence[Sequence[int]]
     def prepare(make_drafter: Any, most: int = levels[-1]) -> None:
         drafting.make_drafter, drafting.costs = make_drafter, costs
         drafting.worth = Worth([level for level in levels if level <= most])
+        drafting.trials = Trials()
 
     def always(make_drafter: Any, level: int) -> None:
         prepare(make_drafter)
@@ -238,10 +240,11 @@ def cases(args: argparse.Namespace, drafted: Any, texts: Sequence[Sequence[int]]
         return {f"{name}, {level}": (True, prepared, options) for level, prepared in chosen}
 
     if args.own is not None:
+        off, on = functools.partial(always, own, 0), functools.partial(prepare, own)
         return {
-            f"{name} {heat:g}": (drafts, functools.partial(prepare, own), {"temperature": heat})
+            f"{name} {heat:g}": (drafts, prepared, {"temperature": heat})
             for heat in args.own
-            for name, drafts in (("without", False), ("with", True))
+            for name, drafts, prepared in (("without", False, off), ("with", True, on))
         } | every_step("always", own, {"temperature": args.own[0]})
     options: dict[str, Any] = {"ignore_eos": True}
     options |= {"temperature": HOT} if args.varied else {"logit_bias": [(ANSWER, 100.0)]}

@@ -20,15 +20,15 @@ FIELDS = SimpleNamespace(width=lambda name: 16, scatter=lambda *args: None)
 class Times:
     """Microseconds. decode: of steps by drafts. layers: what layers take after a step to make so many drafts; with 0
     they write keys. late: to see the tokens of many steps. prompt: of a chunk beside decode rows. host: of the host
-    for a step by its drafts; join: for a row that joins; the device may have nothing to do meanwhile. predicted: of
-    decode steps by drafts, and of a chunk."""
+    for a step by its drafts; join: for a row that joins, and where the step's shape has drafts; the device may have
+    nothing to do meanwhile. predicted: of decode steps by drafts, and of a chunk."""
 
     decode: tuple[int, int, int]
     layers: tuple[int, int, int]
     late: int
     prompt: int = 0
     host: tuple[int, int, int] = (0, 0, 0)
-    join: int = 0
+    join: tuple[int, int] = (0, 0)
     predicted: tuple[int, int, int, int] = ()
 
 
@@ -100,13 +100,14 @@ class Device:
         rows += [Row(seq, 16, True, 0) for seq in self.prompts]
         changed, self.last = (drafts, self.prompts) != self.last, (drafts, self.prompts)
         step = Step(self.step, rows, changed, len(decoding), (), self.prompts, (), drafts, self.now / 1e6)
-        self.now += times.host[max(drafts.values(), default=0)] + times.join * len(self.prompts)
+        self.now += times.host[max(drafts.values(), default=0)]
         late = drafting.catches_up(changed or drafting.unsettled)
         if changed or drafting.unsettled:
             total, chunks = sum(row.num_tokens for row in rows), bool(self.prompts)
             choose, most = drafting.buckets.choose, drafting.level(step, self.lags)
             self.shape = choose(total, len(rows), drafts=most, chunks=chunks)
             self.plain = choose(total - sum(drafts.values()), len(rows)) if most else self.shape
+        self.now += times.join[bool(self.shape.drafts)] * len(self.prompts)
         drafting.write(FIELDS, step)
         level = 2 if self.prompts and self.shape.drafts else self.shape.drafts
         places, spent = drafting.launched(step, self.shape), drafting.spent(step, self.shape, self.plain)
@@ -185,7 +186,7 @@ def test_work_of_the_host_for_other_steps_is_not_taken_for_the_cost_of_plain_one
     rows, length, join, predicted
 ):
     """The host prepares the next step while one runs, and plain steps among plain ones are rare here."""
-    times = replace(SLOW_HOST[rows], join=join)
+    times = replace(SLOW_HOST[rows], join=(join, join))
     times = times if predicted else replace(times, predicted=())
     shared = {"right": (0.97, 0.7), "length": length}
     runs = []
@@ -194,3 +195,29 @@ def test_work_of_the_host_for_other_steps_is_not_taken_for_the_cost_of_plain_one
         runs.append([device.run(1500) for _ in range(2)])
     assert all(on < 1.03 * off for off, on in zip(*runs, strict=True))
     assert device.counts["drafting"] > 0
+
+
+NO_TRIALS = SimpleNamespace(took=lambda *args: None, drafts=True, rest=0)
+
+
+def us_of_a_token(times, trials=None, **options):
+    device = Device(1, times, right=(0.98, 0.6), **options)
+    device.drafting.trials = trials or device.drafting.trials
+    device.run(2000)
+    return device.run(3000)
+
+
+@pytest.mark.parametrize(("join", "lost"), [(600, 1.04), (1200, 1.2)])
+def test_what_drafts_cost_where_rows_join_is_seen(join, lost):
+    """The steps with drafts seem to pay by themselves."""
+    times = Times((114, 160, 200), (12, 40, 80), 16, 100, (100, 150, 160), (300, join), (114, 160, 200, 150))
+    off = us_of_a_token(times, length=22, drafts=False)
+    assert us_of_a_token(times, length=22) < 1.02 * off
+    assert us_of_a_token(times, NO_TRIALS, length=22) > lost * off
+
+
+def test_trials_hardly_slow_drafts_that_pay():
+    times = Times((114, 150, 180), (12, 40, 80), 16, 100, (100, 150, 160), (300, 300), (114, 150, 180, 150))
+    off, on = (us_of_a_token(times, length=200, drafts=drafts) for drafts in (False, True))
+    assert on < 0.88 * off
+    assert on < 1.01 * us_of_a_token(times, NO_TRIALS, length=200)

@@ -9,7 +9,7 @@ import pytest
 
 from openinfer.graph import Buckets, Rows
 from openinfer.graph.runner import DraftCounts, Drafting, Sampling
-from openinfer.graph.runner.drafting import UNSURE
+from openinfer.graph.runner.drafting import UNSURE, Spent
 from openinfer.graph.runner.verifying import (
     Proposals,
     draft_fields,
@@ -156,7 +156,8 @@ def read(drafting, step, accepted):
     """As a runner does, with this number of accepted drafts of each row."""
     if step.drafts:
         drafting.saw(Counter((drafts, accepted, accepted) for drafts in step.drafts.values()))
-    drafting.book(step, BUCKETS.choose(1, 1), (1.0 + 0.4 * max(step.drafts.values(), default=0), 1.0, 1))
+    decode = 1.0 + 0.4 * max(step.drafts.values(), default=0)
+    drafting.book(step, BUCKETS.choose(1, 1), Spent(decode, 1.0, 0.0, 1))
 
 
 def test_drafts_that_do_not_pay_are_left_out():

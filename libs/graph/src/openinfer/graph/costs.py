@@ -64,8 +64,9 @@ class StepCosts:
             return seen.average if seen.steps >= TRIED else None
         return predicted * (self._ratio if seen.average is None else seen.average)
 
-    def took(self, shape: Shape, seconds: float, even: bool = True) -> None:
-        """A step of a shape took so long, by the host's clock and with the step before done when it began."""
+    def took(self, shape: Shape, seconds: float, even: bool = True, steps: int = 1) -> None:
+        """A step of a shape took so long, by the host's clock and with the step before done when it began. steps: those
+        of which this is the mean."""
         prediction, seen = self._prediction(shape), self._of(shape)[even]
         if prediction is not None and shape.longest == 1 and not even:
             return  # a plain step that seems long makes drafts seem to pay, and the prediction is nearer
@@ -74,10 +75,11 @@ class StepCosts:
             average = seen.average
             if average is None:
                 average = value if prediction is None else self._ratio
+            recent = 1 - (1 - RECENT) ** steps
             if prediction is not None and even:
-                self._ratio = _moved(self._ratio, value, RECENT)
-            seen.average = _moved(average, value, max(RECENT, 1 / seen.steps))
-        seen.steps += 1
+                self._ratio = _moved(self._ratio, value, recent)
+            seen.average = _moved(average, value, max(recent, steps / (seen.steps + steps - 1)))
+        seen.steps += steps
 
     def _of(self, shape: Shape) -> tuple[_Seen, _Seen]:
         found = self._seen.get(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,5 +114,5 @@ class Readback:
 def _read(
     array: np.ndarray[Any, Any], start: int, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> np.ndarray[Any, Any]:
-    nbytes = int(np.prod(shape)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     return array[start : start + nbytes].view(dtype).reshape(shape).copy()

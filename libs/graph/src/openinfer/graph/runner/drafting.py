@@ -6,12 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.costs import StepCosts
 from openinfer.graph.rows import Rows
 from openinfer.graph.runner.model import Constraint
+from openinfer.graph.runner.trials import Trials
 from openinfer.graph.runner.verifying import DraftCounts, kept_tokens, write_drafts
 from openinfer.scheduler import Drafter, Seq, Step, View, Worth
 
@@ -25,6 +26,16 @@ which steps of 0.1 ms wait for."""
 UNSURE = 256
 """The most choices that wait for the cost of plain steps. With drafts in each step no other would show that cost. A
 load in which rows join in each step has no even ones."""
+
+
+class Spent(NamedTuple):
+    """Seconds of a step that is launched, as predicted. decode: of its decode rows; plain: of these without drafts; 0
+    if there are none. prompts: of its prompts. steps: those that this one stands for; 0: another one stands for it."""
+
+    decode: float
+    plain: float
+    prompts: float
+    steps: int
 
 
 @dataclass(slots=True)
@@ -88,6 +99,10 @@ class Drafting:
     chunks: tuple[int, int] = (0, 0)
     """Tokens and rows of the last step's prompts. The next step is expected to have as many."""
     worth: Worth = field(init=False)
+    trials: Trials = field(default_factory=Trials)
+    # Of a rest: the last step's shape, decode rows and Spent; its last even steps, and their seconds.
+    _spent: tuple[Shape, int, Spent | None] | None = None
+    _rested: tuple[int, float] = (0, 0.0)
 
     def __post_init__(self) -> None:
         self.worth, self.places = Worth(self.buckets.draft_levels), self.buckets.draft_levels[0]
@@ -116,30 +131,48 @@ class Drafting:
         self.unseen = 0 if found else self.unseen
         return found
 
-    def spent(self, step: Step[Sampling], shape: Shape, plain: Shape) -> tuple[float, float, int] | None:
-        """Seconds of a step of a shape, those of its decode rows without drafts, and the steps that this one stands
-        for. The part of its prompts is in neither. None: not known, or another step stands for this one."""
-        if self._asked < step.index < self.rest_until or self.costs is None or not step.num_decode:
+    def spent(self, step: Step[Sampling], shape: Shape, plain: Shape) -> Spent | None:
+        """What a step of a shape takes, and without drafts a step of the shape `plain`. None: not known yet."""
+        costs, known, num_decode = self.costs, self._spent, step.num_decode
+        if costs is None:
             return None
-        alone, without = self.costs.decode(step.num_decode, 0, chunks=(0, 0)), self.costs.seconds(plain)
-        seconds = without if shape == plain else self.costs.seconds(shape)
+        if self._asked < step.index < self.rest_until:
+            # The steps of a rest are mostly alike, and the host has little time for each.
+            if known is None or known[:2] != (shape, num_decode):
+                without = costs.seconds(shape)
+                alone = costs.decode(num_decode, 0, chunks=(0, 0)) if num_decode else 0.0
+                found = None if alone is None or without is None else Spent(alone, alone, without - alone, 0)
+                known = self._spent = shape, num_decode, found
+            return known[2]
+        without = costs.seconds(plain)
+        seconds = without if shape == plain else costs.seconds(shape)
+        alone = costs.decode(num_decode, 0, chunks=(0, 0)) if num_decode else 0.0
         if alone is None or without is None or seconds is None:
             return None
-        return alone + (seconds - without), alone, max(self.rest_until - step.index, 1)
+        drafts = seconds - without if num_decode else 0.0
+        return Spent(alone + drafts, alone, without - alone, max(self.rest_until - step.index, 1))
 
-    def book(self, step: Step[Sampling], shape: Shape, spent: tuple[float, float, int] | None) -> None:
+    def book(self, step: Step[Sampling], shape: Shape, spent: Spent | None) -> None:
         """Note what a step that was read has cost, and what its drafts brought. spent: when it was launched."""
         began, self._collected_at = max(step.launched_at, self._collected_at), time.monotonic()
-        if spent is None and self._asked < step.index < self.rest_until:
-            return  # it has no drafts, and another step stands for it
+        seconds, brought = self._collected_at - began, self._brought
+        self._brought = 0
+        if spent is not None:
+            worth = spent.prompts + spent.plain * (1 + brought / max(step.num_decode, 1))
+            self.trials.took(seconds, worth, bool(step.drafts))
+            if not spent.steps:
+                even = self._alike_since < step.index
+                self._rested = (self._rested[0] + 1, self._rested[1] + seconds) if even else (0, 0.0)
+                return
         self._under_way -= bool(step.drafts)
         # A plain step beside drafts has host work for them in its time, and they could always be on.
         if self.costs is not None and (shape.drafts or self._level_since < step.index):
-            self.costs.took(shape, self._collected_at - began, self._alike_since < step.index)
-        if spent is not None:
-            seconds, plain, steps = spent
-            self.worth.spent(len(step.rows), self._brought, seconds, plain, steps)
-        self._brought = 0
+            even, (rested, before) = self._alike_since < step.index, self._rested
+            steps = 1 + rested if even else 1
+            self.costs.took(shape, (seconds + before) / steps if even else seconds, even, steps)
+        self._rested = 0, 0.0
+        if spent is not None and spent.plain:
+            self.worth.spent(len(step.rows), brought, spent.decode, spent.plain, spent.steps)
 
     def launched(self, step: Step[Sampling], shape: Shape) -> int:
         """A step is launched. The drafts that layers of the model make after it."""
@@ -178,7 +211,7 @@ class Drafting:
         self._asked = self.rest_until = view.step
         if not (most or made):
             if not self.worth.waiting:
-                self.rest_until += min(self.worth.idle(cost), REST)
+                self.rest_until += min(self.trials.rest or self.worth.idle(cost), REST)
             return {}  # no drafter is asked
         if self.layers:
             ready = {seq: self._available(seq, self.made) for seq in view.decoding}
@@ -193,6 +226,8 @@ class Drafting:
         costs, chunks = self.costs, self.chunks
         if costs is None:
             return lambda level: 1.0
+        if not self.trials.drafts:
+            return lambda level: None
         if costs.sure(rows):
             self._unsure = 0
         elif self._unsure < UNSURE:

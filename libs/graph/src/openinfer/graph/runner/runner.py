@@ -13,7 +13,7 @@ from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
 from openinfer.graph.runner.batch import prompt_ids
-from openinfer.graph.runner.drafting import Drafting
+from openinfer.graph.runner.drafting import Drafting, Spent
 from openinfer.graph.runner.follower import Leader
 from openinfer.graph.runner.host import recorded
 from openinfer.graph.runner.masking import Constrained, Masking, accept, constrained_rows
@@ -63,7 +63,7 @@ class _Launched(NamedTuple):
     shares: Sequence[Share]
     places: int
     """Drafts that layers make after it."""
-    spent: tuple[float, float, int] | None
+    spent: Spent | None
     """See Drafting.spent."""
 
 

@@ -1,0 +1,71 @@
+"""Trials: whether drafts save time, by what steps with and without them took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SPAN = 32
+"""Steps of a span."""
+UNDER_WAY = 4
+"""Steps at the start of a span that do not count, because they were chosen before it."""
+HELD_UP = 16.0
+"""A step counts as at most this many times its worth: something else held it up."""
+PART = 0.004
+"""The part of the time that spans of the worse way may lose."""
+LEAST, MOST = 8, 256
+"""Spans until the other way is tried again."""
+
+
+@dataclass(slots=True)
+class Trials:
+    """Compares spans of steps with drafts and spans without, and lets the better way go on.
+
+    The cost of a step with drafts leaves out what they cost elsewhere. Steps of prompts take longer, the host has more
+    to do, and rows end with drafts under way. The time of a span has all of it. It is divided by the span's worth: what
+    its prompts and tokens would take without drafts, as predicted. So spans may have other rows.
+    """
+
+    drafts: bool = True
+    """Whether steps may have drafts. A span in which few of them have any is of neither way."""
+    _ratios: dict[bool, float] = field(default_factory=dict)
+    """Time over worth, with drafts and without."""
+    _seen: bool = False  # a span with drafts, since the ways were compared
+    _trying: bool = False  # the other way
+    _left: int = 0  # spans of this way
+    _steps: int = 0
+    _drafted: int = 0
+    _seconds: float = 0.0
+    _worth: float = 0.0
+
+    @property
+    def rest(self) -> int:
+        """Steps that surely have no drafts; 0: the next one may have some."""
+        return 0 if self.drafts else SPAN * self._left - self._steps
+
+    def took(self, seconds: float, worth: float, drafted: bool) -> None:
+        """A step took so long. drafted: with drafts."""
+        self._steps += 1
+        if self._steps > UNDER_WAY:
+            self._drafted += drafted
+            self._worth += worth
+            self._seconds += min(seconds, HELD_UP * worth)
+        if self._steps == SPAN:
+            self._end()
+
+    def _end(self) -> None:
+        many = 2 * self._drafted > SPAN
+        if many or not self._drafted:
+            ratio = self._seconds / self._worth
+            self._ratios[many] = (ratio + self._ratios.get(many, ratio)) / 2
+            self._seen |= many
+        self._steps = self._drafted = 0
+        self._seconds = self._worth = 0.0
+        self._left -= 1
+        if self._left > 0 or (self.drafts and not self._seen):
+            return
+        if self._trying and len(self._ratios) == 2:
+            on, off = self._ratios[True], self._ratios[False]
+            self.drafts, self._trying, self._seen = on <= off, False, False
+            self._left = min(max(round((max(on, off) / min(on, off) - 1) / PART), LEAST), MOST)
+        else:
+            self.drafts, self._trying, self._left = not self.drafts, True, 1
