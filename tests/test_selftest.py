@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 
 from openinfer.cli import gate, recipes, selftest_model, selftest_packed
 from openinfer.cli.selftest_ops import check
+from openinfer.kernels import H200
 from openinfer.kernels.benchmark import Memory
 from openinfer.kernels.ops import route
 from openinfer.kernels.packs.cpu import CpuPack
+from openinfer.kernels.tuning import choose, cluster_choice
 from openinfer.recipes.deepseek_v4.ops.cases import cases as attention_cases
 from openinfer.recipes.engine.startup import build
 from openinfer.tensor import Device
@@ -92,6 +95,20 @@ def test_stages_of_a_model_need_one(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "need --model DIR" in done.stderr
+
+
+def test_products_of_the_wide_model_go_to_clusters() -> None:
+    wide, target = selftest_packed.WIDE, dataclasses.replace(H200, nvrtc=True)
+    hidden, heads = wide["hidden_size"], wide["num_attention_heads"] * wide["head_dim"]
+    rows = heads + 2 * wide["num_key_value_heads"] * wide["head_dim"]
+    inter = wide["intermediate_size"]
+    shapes = {"norm_linear": [(rows, hidden)], "linear_add": [(hidden, heads), (hidden, inter)]}
+    shapes["gate_up_silu"] = [(2 * inter, hidden)]
+    for op, weights in shapes.items():
+        for n, k in weights:
+            for tokens in (2, 8, 64, 128):
+                assert cluster_choice(target, op, tokens, n, k, codes=True) is not None
+            assert choose(target, op, 8, n, k).kind == "cluster"
 
 
 @pytest.mark.slow

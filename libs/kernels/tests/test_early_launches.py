@@ -18,12 +18,12 @@ from openinfer.kernels import (
     norm_linear,
     norm_rope_attend,
 )
+from openinfer.kernels.norms import norm
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.interp import InterpDriver
-from openinfer.kernels.products import norm
 from openinfer.kernels.reference import normed
 from openinfer.kernels.testing import INTERPRETED
-from openinfer.tensor import Tensor, bfloat16
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
 
 TARGET = dataclasses.replace(H200, nvrtc=True)
 
@@ -76,6 +76,23 @@ def test_each_kernel_that_may_start_early_waits(arena, norm_rope_args, rows, dra
             (flag,) = {"EARLY", "RELEASE"} & set(constants)
             assert constants[flag]
             assert f"    if {flag}:\n        gdc_launch_dependents()\n        gdc_wait()\n" in text
+
+
+@pytest.mark.parametrize("coding", ["block", "token"])
+def test_kernels_that_make_codes_wait_too(arena, tmp_path, coding):
+    pack, tokens, n, k = NullPack(TARGET), 8, 6144, 2560
+    x, gain, out = (arena.alloc(shape, bfloat16) for shape in ((tokens, k), (k,), (tokens, n)))
+    blocks = (n // 128, k // 128) if coding == "block" else (n, 1)
+    more = {"weight": arena.alloc((n, k), float8_e4m3fn), "scales": arena.alloc(blocks, float32)}
+    more |= {"coding": coding}
+    norm_linear(pack, out=out, x=x, norm_weight=gain, eps=1e-6, **more)
+    linear_add(pack, x=out, h=x, **more)
+    specs = [c.spec for call in pack.calls for c in call.commands if c.early]
+    names = [spec.function for spec in specs]
+    assert names == ["norm_codes", "cluster_product", "code_rows", "cluster_product"]
+    for spec in specs[::2]:
+        assert "    if EARLY:\n        gdc_launch_dependents()\n        gdc_wait()\n" in source_of(spec)
+    assert Store(90, tmp_path, folders=[]).prepare(specs[::2]) == (2, 2)
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -25,6 +25,11 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512, "vocab_size": 1024,
     "max_position_embeddings": 1024, "tie_word_embeddings": False,
 }  # fmt: skip
+WIDE = CONFIG | {
+    "hidden_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 4096,
+}  # fmt: skip
+"""A model whose products of few tokens go to clusters of blocks (openinfer.kernels.tuning.cluster_choice)."""
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 ROWS = {
@@ -57,16 +62,21 @@ FORMATS = {
     "FP8 cache": Format(None, {"kv_cache_dtype": "fp8"}),
 }
 
+CODES = ("INT4 with zero points", "FP8 in blocks, activations too", "FP8 by row, activations too")
+"""The formats whose products of few tokens multiply codes."""
+
 
 def _recipe() -> Recipe[Any]:
     return bench_idle.recipes_that_can()["qwen3"]
 
 
-def checks(folder: Path, name: str, device: str = "auto") -> tuple[list[Check], list[Check]]:
+def checks(
+    folder: Path, name: str, device: str = "auto", config: Mapping[str, Any] = CONFIG
+) -> tuple[list[Check], list[Check]]:
     """The verdicts on every path of a format, and those on engines that are wrong on purpose."""
     quantization, flags = FORMATS[name]
-    config = CONFIG | ({"quantization_config": quantization} if quantization else {})
-    model = write_random_checkpoint(recipe := _recipe(), folder, config)
+    written = dict(config) | ({"quantization_config": quantization} if quantization else {})
+    model = write_random_checkpoint(recipe := _recipe(), folder, written)
     references = selftest_model.references(recipe, model, **flags)
     built = build(
         recipe, model, device=device, **{**selftest_model.SMALL, **flags}, kv_cache_memory_bytes=1 << 28
@@ -133,7 +143,9 @@ def _write_adapter(model: Path, folder: Path, seed: int) -> None:
 
 
 def every(folder: Path, device: str = "auto") -> Iterator[tuple[str, list[Check], list[Check]]]:
-    """Each format, with its verdicts and those of its controls; then adapters."""
+    """Each format, with its verdicts and those of its controls; codes in a wide model too; then adapters."""
     for number, name in enumerate(FORMATS):
         yield name, *checks(folder / str(number), name, device)
+        if name in CODES:
+            yield f"{name}, wide", *checks(folder / f"{number}-wide", name, device, WIDE)
     yield "adapters", *adapters(folder / "adapters", device)

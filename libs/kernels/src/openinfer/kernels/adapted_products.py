@@ -9,8 +9,9 @@ from typing import NamedTuple
 from openinfer.kernels.formats import Coding
 from openinfer.kernels.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.low_rank import MOST_PARTS, Lora
+from openinfer.kernels.norms import norm, silu_mul
 from openinfer.kernels.ops.add_lora import add_lora
-from openinfer.kernels.products import norm, normed_product, product, silu_mul
+from openinfer.kernels.products import normed_product, product
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, measured, rule
 from openinfer.tensor import Tensor, bfloat16, float32, int32

@@ -20,6 +20,7 @@ from openinfer.kernels.launch import (
     power_of_two,
 )
 from openinfer.kernels.target import Target
+from openinfer.kernels.tuning import Choice, cluster_choice
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 
 FEW_TOKENS, FEW_IN_BLOCKS = 128, 64
@@ -87,22 +88,28 @@ def tile(target: Target, tokens: int, n: int, k: int, *, sets: int = 1) -> Tile:
     return Tile(rows, bm, split)
 
 
-def coded_rows(x: Tensor | Scratch, coding: Coding, x_scale: Tensor | None) -> tuple[Launch, Coded]:
-    """The command that quantises x [T, K], and its result."""
+def coded_clusters(target: Target, op: str, tokens: int, weight: Tensor) -> Choice | None:
+    """The clusters that multiply codes, or None where another kernel does."""
+    return cluster_choice(target, op, tokens, *weight.shape, codes=True)
+
+
+def coded_rows(
+    x: Tensor | Scratch, coding: Coding, x_scale: Tensor | None, *, early: bool = False
+) -> tuple[Launch, Coded]:
+    """The command that quantises x [T, K], and its result. early: as for norms.norm."""
     (tokens, width), made = x.shape, _empty(x.shape, coding)
     blocks = -(-width // SCALE_BLOCK)
     size = power_of_two(blocks) if coding == "token" else min(8, power_of_two(blocks))
     args: dict[str, Arg] = {**_places(made), "x": x, **_sizes(made, x_scale, width, tokens)}
     grid = (tokens, -(-blocks // size))
-    return launch(
-        _DEVICE, "code_rows", grid, args, _constants(size, coding), num_warps=8 if size > 16 else 4
-    ), made
+    constants, warps = _constants(size, coding, early), 8 if size > 16 else 4
+    return launch(_DEVICE, "code_rows", grid, args, constants, num_warps=warps, early=early), made
 
 
 def normed_codes(
-    x: Tensor, gain: Tensor, eps: float, coding: Coding, x_scale: Tensor | None
+    x: Tensor, gain: Tensor, eps: float, coding: Coding, x_scale: Tensor | None, *, early: bool = False
 ) -> tuple[Launch, Coded]:
-    """The command that quantises rms_norm(x; gain, eps), and its result."""
+    """The command that quantises rms_norm(x; gain, eps), and its result. early: as for norms.norm."""
     (tokens, width), made = x.shape, _empty(x.shape, coding)
     size = power_of_two(-(-width // SCALE_BLOCK))
     args: dict[str, Arg] = {
@@ -112,9 +119,8 @@ def normed_codes(
         **_sizes(made, x_scale, width, tokens),
         "eps": eps,
     }
-    return launch(
-        _DEVICE, "norm_codes", (tokens,), args, _constants(size, coding), num_warps=8 if size > 16 else 4
-    ), made
+    constants, warps = _constants(size, coding, early), 8 if size > 16 else 4
+    return launch(_DEVICE, "norm_codes", (tokens,), args, constants, num_warps=warps, early=early), made
 
 
 def coded_product(
@@ -197,5 +203,5 @@ def _sizes(made: Coded, x_scale: Tensor | None, width: int, tokens: int) -> dict
     }
 
 
-def _constants(size: int, coding: Coding) -> dict[str, int | bool]:
-    return {"SIZE": size, "BLOCKS": coding == "block", "STATIC": coding == "tensor"}
+def _constants(size: int, coding: Coding, early: bool) -> dict[str, int | bool]:
+    return {"SIZE": size, "BLOCKS": coding == "block", "STATIC": coding == "tensor", "EARLY": early}

@@ -18,6 +18,9 @@ from typing import Any
 
 from openinfer.kernels.store import cuda_source
 
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "u8": 1, "i32": 4}
+"""By Triton's names of a map's elements."""
+
 
 def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]]:
     """Compile one kernel; returns the cubin and the facts that a launch needs."""
@@ -81,9 +84,14 @@ def compile_cuda(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]
 
 def tensor_maps(signature: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
     """The maps among the arguments of a kernel of CUDA C++. Only tiles with rows of 128 bytes are swizzled."""
-    kinds = [kind for _, kind in signature if kind.startswith("tensordesc<bf16[")]
-    blocks = [[int(n) for n in kind[len("tensordesc<bf16[") : -len("]>")].split(",")] for kind in kinds]
-    return [{"swizzle": 3 if cols == 64 else 0, "block_size": [rows, cols]} for rows, cols in blocks]
+    found = []
+    for _, kind in signature:
+        if kind.startswith("tensordesc<"):
+            element, _, block = kind[len("tensordesc<") : -len("]>")].partition("[")
+            rows, cols = (int(n) for n in block.split(","))
+            swizzled = cols * ELEMENT_BYTES[element] == 128
+            found.append({"swizzle": 3 if swizzled else 0, "block_size": [rows, cols]})
+    return found
 
 
 def _with_layout(kind: str) -> str:

@@ -19,7 +19,7 @@ from openinfer.kernels.launch import (
     launch,
     power_of_two,
 )
-from openinfer.kernels.products import norm
+from openinfer.kernels.norms import norm
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import MOST_OF_TWO, MOST_PUSHED, NCCL, Exchange, choose_exchange
 from openinfer.tensor import Tensor, bfloat16

@@ -1,10 +1,14 @@
-"""Products with INT4 weights as commands: one kernel for few tokens; for many, the weight is made bf16 first."""
+"""Products with INT4 weights as commands: one kernel for few tokens. For many, the weight is made bf16 first."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from openinfer.kernels.coded_products import Tile
 from openinfer.kernels.errors import ContractError
+from openinfer.kernels.int4_cluster import int4_choice, int4_cluster
 from openinfer.kernels.launch import Aligned, Arg, Command, Scratch, launch, power_of_two
+from openinfer.kernels.norms import silu_mul
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -18,10 +22,30 @@ PACKED_GROUP = 128
 
 
 def few(
+    target: Target,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch,
+    weight: Tensor,
+    words: Tensor,
+    *,
+    add: bool,
+    gated: bool,
+) -> Iterator[Command]:
+    """out [M, N] = x [M, K] @ weight^T, or out += with `add`, or the gated product, for M up to FEW_TOKENS. Raises
+    ContractError for x of another dtype than bfloat16."""
+    choice = int4_choice(target, out, weight, words, gated=gated)
+    if choice is not None:
+        yield int4_cluster(choice, out, x, weight, words, add=add, gated=gated)
+        return
+    whole = Scratch((out.shape[0], weight.shape[0]), bfloat16) if gated else out
+    yield _project(target, whole, x, weight, words, add=add)
+    if gated:
+        yield silu_mul(out, whole)
+
+
+def _project(
     target: Target, out: Tensor | Scratch, x: Tensor | Scratch, weight: Tensor, words: Tensor, *, add: bool
 ) -> Command:
-    """out [M, N] = x [M, K] @ weight^T, or out += with `add`, for M up to FEW_TOKENS. Raises
-    ContractError for x of another dtype than bfloat16."""
     if x.dtype != bfloat16:
         raise ContractError(f"x is {x.dtype.name}; products of INT4 weights on a GPU are of bfloat16")
     (m, n), k = out.shape, x.shape[1]
@@ -50,8 +74,8 @@ def few(
 
 
 def few_tile(target: Target, m: int, n: int, k: int) -> Tile:
-    """The tile of `few`, as measured on an H200 for the weights of Qwen3-4B. K is split until the programs fill the GPU
-    once, and twice with up to 32 tokens."""
+    """The tile of `_project`, as measured on an H200 for the weights of Qwen3-4B. K is split until the programs fill
+    the GPU once, and twice with up to 32 tokens."""
     bm = min(64, max(16, power_of_two(m)))
     rows = 128 if bm == 16 and n >= 128 * target.num_sms else 64
     programs, split, fill = -(-n // rows) * -(-m // bm), 1, (2 if bm <= 32 else 1) * target.num_sms

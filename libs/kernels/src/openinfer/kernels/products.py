@@ -11,6 +11,7 @@ from openinfer.kernels.cluster_product import cluster_product
 from openinfer.kernels.coded_products import (
     CUBLAS_WORKSPACE,
     Coded,
+    coded_clusters,
     coded_product,
     coded_rows,
     expect_coded,
@@ -20,8 +21,10 @@ from openinfer.kernels.coded_products import (
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
 from openinfer.kernels.int4 import is_int4
+from openinfer.kernels.int4_cluster import int4_choice
 from openinfer.kernels.int4_products import FEW_TOKENS, few, widened
 from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
+from openinfer.kernels.norms import norm, silu_mul
 from openinfer.kernels.ring import group_ring, ring_product
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, choose, scaled_rule
@@ -31,7 +34,6 @@ GROUP = 8
 """Row tiles that run side by side, so that the weights they share are read from memory once."""
 
 _LINEAR = "openinfer.kernels.device.linear"
-_NORM = "openinfer.kernels.device.norm"
 
 NORMING_PROGRAMS = 64
 """Programs an SM up to which a product of one token normalises the token in each program. With more, a kernel for that
@@ -65,7 +67,8 @@ def normed_product(
         hidden: Tensor | Coded = x
         if gain is not None and eps is not None:
             expect_coded(target, x)
-            command, hidden = normed_codes(x, gain, eps, coding, x_scale)
+            early = coded_clusters(target, op, x.shape[0], weight) is not None
+            command, hidden = normed_codes(x, gain, eps, coding, x_scale, early=early)
             yield command
         yield from _coded(target, op, out, hidden, weight, scales, coding, x_scale, gated=gated)
         return
@@ -98,7 +101,8 @@ def normed(
         yield ring_product(choice, target.num_sms, out, x, weight, gated=gated, norm=(gain, eps))
         return
     hidden = Scratch(x.shape, x.dtype)
-    yield norm(hidden, x, gain, eps, early=choice.kind == "cluster")
+    early = choice.kind == "cluster" or int4_choice(target, out, weight, scales, gated=gated) is not None
+    yield norm(hidden, x, gain, eps, early=early)
     yield from _product(choice, target, op, out, hidden, weight, scales, gated=gated)
 
 
@@ -145,10 +149,14 @@ def _coded(
         raise ContractError("x is to be quantised and weight is not float8; on a GPU both are float8")
     if not isinstance(x, Coded):
         expect_coded(target, x)
-        command, x = coded_rows(x, coding, x_scale)
+        early = coded_clusters(target, op, x.shape[0], weight) is not None
+        command, x = coded_rows(x, coding, x_scale, early=early)
         yield command
     tokens, k = x.codes.shape
-    if tokens == 1 and not target.batch_invariant and (k % SCALE_BLOCK == 0 or coding != "block"):
+    clusters = coded_clusters(target, op, tokens, weight)
+    if clusters is not None:
+        yield cluster_product(clusters, out, x.codes, weight, (x.scales, scales), add=add, gated=gated)
+    elif tokens == 1 and not target.batch_invariant and (k % SCALE_BLOCK == 0 or coding != "block"):
         choice = scaled_rule(target, op, 1, *weight.shape)
         yield _gemv(choice, out, x.codes, weight, scales, add=add, gated=gated, x_scales=x.scales)
     elif gated and for_cublas(target, tokens, weight, scales, gated=True):
@@ -184,7 +192,7 @@ def _product(
     wide: Tensor | Scratch = weight
     if scales is not None and is_int4(scales):
         if x.shape[0] <= FEW_TOKENS and not target.batch_invariant:
-            yield from _few(target, out, x, weight, scales, add=add, gated=gated)
+            yield from few(target, out, x, weight, scales, add=add, gated=gated)
             return
         wide = Scratch((weight.shape[0], x.shape[1]), bfloat16)
         yield widened(wide, weight, scales)
@@ -197,25 +205,6 @@ def _product(
         yield from gated_matmul(choice, target, out, x, wide, scales)
     else:
         yield matmul(choice, target, out, x, wide, scales, add=add)
-
-
-def _few(
-    target: Target,
-    out: Tensor | Scratch,
-    x: Tensor | Scratch,
-    weight: Tensor,
-    words: Tensor,
-    *,
-    add: bool,
-    gated: bool,
-) -> Iterator[Command]:
-    """The product of a few tokens with an INT4 weight."""
-    if not gated:
-        yield few(target, out, x, weight, words, add=add)
-        return
-    both = Scratch((out.shape[0], weight.shape[0]), bfloat16)
-    yield few(target, both, x, weight, words, add=False)
-    yield silu_mul(out, both)
 
 
 def matmul(
@@ -266,26 +255,10 @@ def gated_matmul(
         yield silu_mul(out, both)
 
 
-def silu_mul(out: Tensor | Scratch, both: Tensor | Scratch) -> Command:
-    """out [M, N] = silu(g) * u, where both [M, 2 N] is g and then u."""
-    (m, width), block = out.shape, 1024
-    args: dict[str, Arg] = {"out": out, "both": both, "width": Aligned(width)}
-    return launch(_NORM, "silu_mul", (m, -(-width // block)), args, {"BLOCK": block})
-
-
 def expect_float8(target: Target, scales: Tensor | None) -> None:
     """Raise ContractError if a weight has scales and the target cannot read float8."""
     if scales is not None and target.arch < 89:
         raise ContractError(f"weights of float8 are given for sm_{target.arch}; float8 is for sm_89 and up")
-
-
-def norm(out: Tensor | Scratch, x: Tensor, gain: Tensor, eps: float, *, early: bool = False) -> Command:
-    """out = rms_norm(x; gain, eps). early: see launch.Launch; the kernel behind it may be early, too."""
-    rows, width = x.shape
-    block, warps = 1 << (width - 1).bit_length(), 8 if width > 2048 else 4
-    args: dict[str, Arg] = {"out": out, "x": x, "weight": gain, "width": Aligned(width), "eps": eps}
-    constants = {"BLOCK": block, "EARLY": early}
-    return launch(_NORM, "rms_norm", (rows,), args, constants, num_warps=warps, early=early)
 
 
 def _dequantize(out: Scratch, weight: Tensor, scales: Tensor, part: int) -> Command:

@@ -186,15 +186,17 @@ def _ring_of_tokens(target: Target, op: str, m: int, n: int, k: int) -> Choice |
 CLUSTER_TOKENS = 64
 """The most tokens of any product by clusters. More are for products whose weight is large beside their tokens."""
 MOST_CLUSTER_TOKENS = 128
+FEW_CLUSTER_TOKENS = 16
+"""Tokens up to which clusters copy no more than these rows of x."""
 CLUSTERED = {1: 1.0, 2: 1.0, 4: 0.85}
 """The part of the SMs that clusters fill, by their blocks. SMs are in groups of at most 18, and a cluster lies in one.
 More clusters than run at once take twice as long (docs/lessons.md)."""
 CLUSTER_ROWS = 64
 """The fewest rows of the weight of a cluster, because each reads all tokens."""
-CLUSTER_DEPTH = 64
-"""Columns of K of a stage of the ring. The kernel has this number too."""
+ROW_BYTES = 128
+"""Bytes of a row of a stage of the ring: 64 columns of K in bf16, 128 in float8. The kernel has this number too."""
 MOST_SUMS = 144
-"""The most sums that a thread of a cluster keeps."""
+"""The most sums that a thread of a cluster keeps. With codes it has those of one stage besides."""
 
 
 def releases(target: Target, tokens: int) -> bool:
@@ -202,27 +204,36 @@ def releases(target: Target, tokens: int) -> bool:
     return target.nvrtc and target.arch == 90 and tokens <= CLUSTER_TOKENS
 
 
-def cluster_choice(target: Target, op: str, m: int, n: int, k: int) -> Choice | None:
+def copied_tokens(m: int) -> int:
+    """The rows of x that clusters copy for m tokens. A warpgroup multiplies 64."""
+    return next(n for n in (FEW_CLUSTER_TOKENS, CLUSTER_TOKENS, MOST_CLUSTER_TOKENS) if m <= n)
+
+
+@functools.cache
+def cluster_choice(target: Target, op: str, m: int, n: int, k: int, *, codes: bool = False) -> Choice | None:
     """The clusters for a product of few tokens, or None where their kernel does not take it. All of them run at once,
-    and K has as few parts as that allows."""
-    gated = op == "gate_up_silu"
-    if not target.nvrtc or target.arch != 90 or not 1 < m <= MOST_CLUSTER_TOKENS or k % CLUSTER_DEPTH:
+    and K has as few parts as that allows. `codes`: x and the weight are float8."""
+    gated, depth = op == "gate_up_silu", ROW_BYTES if codes else ROW_BYTES // 2
+    if not target.nvrtc or target.arch != 90 or not 1 < m <= MOST_CLUSTER_TOKENS or k % depth:
         return None
-    if op not in ("norm_linear", "linear_add", "gate_up_silu") or n % 16:
+    if op not in ("norm_linear", "linear_add", "gate_up_silu") or n % 16 or target.batch_invariant:
         return None
-    if m > CLUSTER_TOKENS and not gated and k <= 2 * n:
+    if m > CLUSTER_TOKENS and not gated and not codes and k <= 2 * n:
         return None
     bm, halves = CLUSTER_TOKENS if m <= CLUSTER_TOKENS else MOST_CLUSTER_TOKENS, 2 if gated else 1
+    most_columns, copied = 128 if codes else 160, copied_tokens(m)
     for split, share in CLUSTERED.items():
         most = int(target.num_sms * share) // split
         columns = max(40, -(-n // halves // most // 8) * 8)
         if halves * columns < CLUSTER_ROWS:
             continue
-        clusters = -(-n // halves // columns)
-        if columns > 160 or halves * columns > 2 * MOST_SUMS or 4 * clusters * split < 3 * target.num_sms:
+        clusters, sums = -(-n // halves // columns), (halves + codes) * columns
+        if columns > most_columns or sums > 2 * MOST_SUMS or 4 * clusters * split < 3 * target.num_sms:
             return None
-        room = shared_bytes(target.arch) // ((bm + halves * columns) * CLUSTER_DEPTH * 2 + 16)
-        return Choice("cluster", bm, columns, CLUSTER_DEPTH, split, 8, min(16, room))
+        steps = -(-k // depth // split)
+        held = (2 * halves + copied) * steps * 4 if codes else 0  # scales
+        room = (shared_bytes(target.arch) - held) // ((copied + halves * columns) * ROW_BYTES + 16)
+        return Choice("cluster", bm, columns, depth, split, 8, min(16, steps, room))
     return None
 
 

@@ -29,8 +29,8 @@ load in which rows join in each step has no even ones."""
 
 
 class Spent(NamedTuple):
-    """Seconds of a step that is launched, as predicted. decode: of its decode rows; plain: of these without drafts; 0
-    if there are none. prompts: of its prompts. steps: those that this one stands for; 0: another one stands for it."""
+    """Seconds of a step that is launched, as predicted. decode: of its decode rows, 0 without any. plain: of these
+    without drafts. prompts: of its prompts. steps: those that this one stands for; 0: another one stands for it."""
 
     decode: float
     plain: float
@@ -132,7 +132,7 @@ class Drafting:
         return found
 
     def spent(self, step: Step[Sampling], shape: Shape, plain: Shape) -> Spent | None:
-        """What a step of a shape takes, and without drafts a step of the shape `plain`. None: not known yet."""
+        """The predicted seconds of a step of a shape, which is `plain` without drafts. None: not known yet."""
         costs, known, num_decode = self.costs, self._spent, step.num_decode
         if costs is None:
             return None

@@ -1,28 +1,28 @@
-// out [M, N] = x [M, K] @ weight [N, K]^T in bf16 for at most TOKENS tokens, float32 sums.
+// out [M, N] = x [M, K] @ weight [N, K]^T for at most TOKENS tokens, float32 sums; out is bf16.
 //
 // A cluster of SPLIT blocks has COLUMNS rows of the weight, and each of its blocks a part of K. So the blocks are one wave
 // with equal parts of the weight, and a block reads a part of x alone. A warp copies the weight into a ring and another one
 // x. The first does not wait for the kernel ahead. Two warpgroups multiply: of 128 tokens each has 64, and of 64 tokens
 // each has a half of every stage's depth. Their sums lie in shared memory, and each block adds up those of its tokens, in
 // the order of K. ADD: out += the product. GATED: weight is [2 N, K], gate and then up; out = silu(gate) * up.
+//
+// CODES: 0: x and weight are bf16. Else they are codes of e4m3 with scales. 1: x_scales [K / 128, M] and scales
+// [ceil(N / 128), K / 128], twice that if GATED. 2: x_scales [M] and scales [N], or [2 N]. The tensor cores add up codes with
+// some 14 bits, so every stage of 128 columns has a sum of its own, which is added in float32.
 
 #include "gpu.cuh"
 #include "tensor_cores.cuh"
 
-constexpr int DEPTH = 64, HALVES = GATED ? 2 : 1, PARTS = TOKENS == 64 ? 2 : 1;
-constexpr int X_BYTES = TOKENS * DEPTH * 2, WEIGHT_BYTES = COLUMNS * DEPTH * 2, STAGE = X_BYTES + HALVES * WEIGHT_BYTES;
-constexpr int COPIED = STAGE - (TOKENS - ROWS) * DEPTH * 2;  // ROWS: of x that are copied; what lies behind them is never stored
+constexpr int DEPTH = CODES ? 128 : 64, HALVES = GATED ? 2 : 1, PARTS = TOKENS == 64 ? 2 : 1;
+// ROWS: of x that are copied. Of few tokens the products read on into the weight, and what they make of it is never stored.
+constexpr int X_BYTES = ROWS * 128, WEIGHT_BYTES = COLUMNS * 128, STAGE = X_BYTES + HALVES * WEIGHT_BYTES;
 constexpr int PITCH = HALVES * COLUMNS + (40 - HALVES * COLUMNS % 32) % 32;  // rows that follow each other have other banks
 constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
-constexpr int QUADS = COLUMNS / 4, PRODUCTS = DEPTH / 16 / PARTS;  // of a warpgroup and stage
+constexpr int QUADS = COLUMNS / 4, PRODUCTS = 4 / PARTS;  // of a warpgroup and stage
 static_assert(TOKENS == 64 || TOKENS == 128, "a warpgroup multiplies 64 tokens");
-
-__device__ __forceinline__ float4 of_block(u32 address, u32 rank) {
-  float4 v;
-  asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [r];\n}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address), "r"(rank) : "memory");
-  return v;
-}
+constexpr int HELD = CODES == 1 ? (HALVES * 2 + ROWS) * STEPS * 4 : 0;  // scales of a block's stages, at most STEPS
+static_assert(STAGE >= TOKENS * 128, "products read no further than their stage");
+static_assert(CODES != 1 || COLUMNS <= 128, "a block's rows have the scales of two blocks of 128");
 
 // The sums over K of four neighbouring columns; `at`: their place in each block's first part.
 __device__ __forceinline__ float4 total(u32 at) {
@@ -34,17 +34,36 @@ __device__ __forceinline__ float4 total(u32 at) {
   return sum;
 }
 
+// Another SM may have written it while this kernel was already resident.
+__device__ __forceinline__ float fresh_float(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ float4 scaled(float4 v, float of_token, const float* of_rows) {
+  float4 s = *(const float4*)of_rows;
+  return make_float4(v.x * (of_token * s.x), v.y * (of_token * s.y), v.z * (of_token * s.z), v.w * (of_token * s.w));
+}
+
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(384, 1)
-cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, int M, int N, int K) {
+cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+#if CODES
+                const float* x_scales, const float* scales,
+#endif
+                int M, int N, int K) {
   extern __shared__ __align__(1024) unsigned char ring[];
   u64 *full = (u64*)(ring + ROOM), *empty = full + STAGES;
+#if CODES == 1
+  float *of_weight = (float*)(empty + STAGES), *of_x = of_weight + HALVES * 2 * STEPS;  // [HALVES, 2, STEPS], [STEPS, ROWS]
+#endif
   int group = threadIdx.x / 128, self = threadIdx.x % 128, column = blockIdx.x / SPLIT * COLUMNS;
   int rank = blockIdx.x % SPLIT, steps = K / DEPTH, first = steps * rank / SPLIT;
   steps = steps * (rank + 1) / SPLIT - first;
   u64 policy = evict_first();
   auto copy_weight = [&](int step) {
     int stage = step % STAGES;
-    barrier_expect(&full[stage], COPIED);
+    barrier_expect(&full[stage], STAGE);
 #pragma unroll
     for (int h = 0; h < HALVES; h++)
       copy_tile(ring + stage * STAGE + X_BYTES + h * WEIGHT_BYTES, &weight, &full[stage], column + h * N, (first + step) * DEPTH,
@@ -75,13 +94,56 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    float sum[HALVES][COLUMNS / 2];
+    float sum[HALVES][COLUMNS / 2] = {};
     int lane = self % 32, row = (PARTS == 1 ? group * 64 : 0) + self / 32 * 16 + lane / 4, at = PARTS == 2 ? group * PRODUCTS : 0;
+#if CODES
+    float part[COLUMNS / 2] = {};
+#endif
+#if CODES == 1
+    // A sum must not wait for a scale from memory, so all of a block's come first.
+    int blocks = (N + 127) / 128, block = column / 128, edge = 128 - column % 128;  // from column `edge` on the next block
+    for (int i = threadIdx.x; i < HALVES * 2 * steps; i += 256) {
+      int of = i / steps, at = of / 2 * blocks + min(block + of % 2, blocks - 1);
+      of_weight[of * STEPS + i % steps] = scales[(size_t)at * (K / 128) + first + i % steps];
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int i = threadIdx.x; i < steps * M; i += 256) of_x[i / M * ROWS + i % M] = fresh_float(x_scales + (size_t)first * M + i);
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+#endif
     for (int step = 0; step < steps; step++) {
       int stage = step % STAGES;
       barrier_wait(&full[stage], step / STAGES & 1);
       u32 tokens = shared_address(ring + stage * STAGE), weights = tokens + X_BYTES + at * 32;
       tokens += (PARTS == 1 ? group * 64 * 128 : 0) + at * 32;
+#if CODES == 1
+      float of_token[2], of_rows[HALVES][2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        of_token[i] = of_x[step * ROWS + min(row + 8 * i, ROWS - 1)];
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) of_rows[h][i] = of_weight[(h * 2 + i) * STEPS + step];
+      }
+#endif
+#if CODES
+#pragma unroll
+      for (int h = 0; h < HALVES; h++) {
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; i++)
+          multiply_codes(part, operand(tokens + i * 32), operand(weights + h * WEIGHT_BYTES + i * 32), i != 0);
+        products_commit();
+        products_wait<0>();
+        results(part);
+        if (h == HALVES - 1 && self == 0) barrier_arrive(&empty[stage]);
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 2; j++)
+#if CODES == 1
+          sum[h][j] += part[j] * (of_token[j / 2 % 2] * (j / 4 * 8 < edge ? of_rows[h][0] : of_rows[h][1]));
+#else
+          sum[h][j] += part[j];
+#endif
+      }
+#else
       products_begin();
 #pragma unroll
       for (int i = 0; i < PRODUCTS; i++)
@@ -91,6 +153,7 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
       products_commit();
       products_wait<1>();  // so the stage before is free
       if (step && self == 0) barrier_arrive(&empty[(step - 1) % STAGES]);
+#endif
     }
     products_wait<0>();
     asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the ring any more
@@ -116,8 +179,15 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
       uint2 old = make_uint2(0, 0);
       if (ADD) asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(old.x), "=r"(old.y) : "l"(to));
       float4 value = total(at);
+#if CODES == 2
+      float of_token = fresh_float(x_scales + token);
+      value = scaled(value, of_token, scales + column + quad);
+#endif
       if (GATED) {
         float4 up = total(at + COLUMNS * 4);
+#if CODES == 2
+        up = scaled(up, of_token, scales + N + column + quad);
+#endif
         value = make_float4(gated(value.x, up.x), gated(value.y, up.y), gated(value.z, up.z), gated(value.w, up.w));
       }
       if (ADD) value.x += low(old.x), value.y += high(old.x), value.z += low(old.y), value.w += high(old.y);

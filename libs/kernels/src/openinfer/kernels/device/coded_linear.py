@@ -8,6 +8,7 @@ own, which is added in float32.
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.norm import gated, weighted
 
@@ -43,10 +44,13 @@ def _store_codes(
 @triton.jit
 def code_rows(
     codes, scales, x, x_scale, width, TOKENS,
-    SIZE: tl.constexpr, BLOCKS: tl.constexpr, STATIC: tl.constexpr,
+    SIZE: tl.constexpr, BLOCKS: tl.constexpr, STATIC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x [T, width] as codes and scales, SIZE * 128 columns a program; all columns without BLOCKS. STATIC: the scale is
-    x_scale. Grid (T, cdiv(width, SIZE * 128))."""
+    x_scale. EARLY: as for norm.rms_norm. Grid (T, cdiv(width, SIZE * 128))."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -57,9 +61,13 @@ def code_rows(
 @triton.jit
 def norm_codes(
     codes, scales, x, weight, x_scale, width, TOKENS, eps,
-    SIZE: tl.constexpr, BLOCKS: tl.constexpr, STATIC: tl.constexpr,
+    SIZE: tl.constexpr, BLOCKS: tl.constexpr, STATIC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """x [T, width] / rms(x) weighted and rounded, as codes and scales; width <= SIZE * 128. Grid (T,)."""
+    """x [T, width] / rms(x) weighted and rounded, as codes and scales; width <= SIZE * 128. EARLY: as for
+    norm.rms_norm. Grid (T,)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, SIZE)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]

@@ -18,6 +18,14 @@ __device__ __forceinline__ void barrier_arrive_at(u64* barrier, u32 rank) {
                ::"r"(shared_address(barrier)), "r"(rank) : "memory");
 }
 
+// Four numbers at the same place of another block's shared memory.
+__device__ __forceinline__ float4 of_block(u32 address, u32 rank) {
+  float4 v;
+  asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [r];\n}"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address), "r"(rank) : "memory");
+  return v;
+}
+
 // The tile whose first element is at `row` and `column`.
 __device__ __forceinline__ void copy_tile(void* to, const TensorMap* map, u64* barrier, int row, int column) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
@@ -57,15 +65,25 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// What follows reads the results after the wait before, not ahead of it.
+template <int COUNT>
+__device__ __forceinline__ void results(float (&d)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // multiply: d [64, N] (+)= a [64, 16] @ b [N, 16]^T, of bf16; without `add` what was there is forgotten. N is a multiple of
-// 8 from 40 to 160. PLACES and NUMBERS are the N / 2 registers of d; A, B and ADDS the numbers of what follows.
-#define PRODUCT(N, A, B, ADDS, PLACES, NUMBERS)                                                           \
-  __device__ __forceinline__ void multiply(float (&d)[N / 2], u64 a, u64 b, int add) {                    \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADDS ", 0;\n"                                     \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NUMBERS "}, %" #A ", %" #B \
-                 ", p, 1, 1, 0, 0;\n}"                                                                    \
-                 : PLACES : "l"(a), "l"(b), "r"(add));                                                    \
+// 8 from 40 to 160. multiply_codes: the same of 32 numbers of e4m3. PLACES and NUMBERS are the N / 2 registers of d; A, B
+// and ADDS the numbers of what follows.
+#define PRODUCT_OF(NAME, KINDS, MAJOR, N, A, B, ADDS, NUMBERS, ...)                                                        \
+  __device__ __forceinline__ void NAME(float (&d)[N / 2], u64 a, u64 b, int add) {                                        \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADDS ", 0;\n"                                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #N KINDS " {" NUMBERS "}, %" #A ", %" #B ", p, 1, 1" MAJOR ";\n}"    \
+                 : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                                               \
   }
+#define PRODUCT(N, A, B, ADDS, PLACES, NUMBERS)                                               \
+  PRODUCT_OF(multiply, "k16.f32.bf16.bf16", ", 0, 0", N, A, B, ADDS, NUMBERS, PLACES)        \
+  PRODUCT_OF(multiply_codes, "k32.f32.e4m3.e4m3", "", N, A, B, ADDS, NUMBERS, PLACES)
 #define PLACES_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PLACES_20 PLACES_4(0), PLACES_4(4), PLACES_4(8), PLACES_4(12), PLACES_4(16)
 #define NUMBERS_20 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"

@@ -13,9 +13,10 @@ from openinfer.kernels.formats import dequantized, halves
 from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.mixture import Pairs
+from openinfer.kernels.norms import norm
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.plain_experts import PlainExperts, tile
-from openinfer.kernels.products import expect_float8, norm
+from openinfer.kernels.products import expect_float8
 from openinfer.kernels.reference import Array, f32, matmul_nt, normed, rounded, silu
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32

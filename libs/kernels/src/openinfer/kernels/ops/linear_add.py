@@ -16,8 +16,9 @@ from openinfer.kernels.formats import Coding, coded, dequantized
 from openinfer.kernels.int4 import group_words
 from openinfer.kernels.launch import Collective, Command, Scratch
 from openinfer.kernels.low_rank import Lora, expect_lora, lora_numbers, lora_sums
+from openinfer.kernels.norms import norm
 from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.products import norm, product
+from openinfer.kernels.products import product
 from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
 from openinfer.kernels.reference import normed as normed_of
 from openinfer.kernels.target import Target

@@ -1,0 +1,216 @@
+// out [M, N] = x [M, K] @ W^T for at most TOKENS tokens, W in INT4 (openinfer.kernels.int4) with groups of 128 columns.
+//
+// Blocks, clusters, copies, ADD and GATED are as in cluster_product.cu. A cluster has ROWS rows of W, or as many of the
+// gate and of up. A stage has 256 columns of K. The weight is the left operand, in registers, so each thread has the
+// zero points and scales of its own rows. A tile is 64 rows. Warpgroups share a block's tiles (SIDES), and a stage's
+// groups (PARTS).
+//
+// A thread reads two bytes at a time. Their low halves are two neighbours of the operand, and so are their high halves,
+// 16 columns further. A group's sum is scaled in float32. Rows of a tile that do not exist are never stored.
+
+#include "gpu.cuh"
+#include "tensor_cores.cuh"
+
+constexpr int DEPTH = 256, HALVES = GATED ? 2 : 1, USED = HALVES * ROWS, TILES = (USED + 63) / 64;
+constexpr int X_TILE = TOKENS * 128, CODES = USED * DEPTH / 2;  // x: tiles of 64 columns
+constexpr int STAGE = CODES + DEPTH / 64 * X_TILE, HELD = TILES * 64 * WORDS * 4;
+constexpr int PITCH = USED + (20 - USED % 16) % 16;  // sums that a warp stores at once have different banks
+constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
+constexpr int EACH = (TILES + SIDES - 1) / SIDES, LAST = TILES - (SIDES - 1) * EACH;  // tiles of a warpgroup
+constexpr int QUADS = ROWS / 4, THREADS = SIDES * PARTS * 128;
+// Of a thread. An SM has 65,536, and one block.
+constexpr int REGISTERS = THREADS == 256 ? 232 : THREADS == 384 ? 152 : 104, PRODUCER_REGISTERS = 40;
+static_assert(ROWS % 8 == 0 && LAST > 0, "rows are swizzled by 8, and each warpgroup has a tile");
+static_assert((TILES * 64 - USED) * 128 <= DEPTH / 64 * X_TILE + HELD, "all rows of a tile lie in shared memory");
+
+#define NUMBERS_4 "%0, %1, %2, %3"
+#define NUMBERS_8 NUMBERS_4 ", %4, %5, %6, %7"
+#define NUMBERS_16 NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PLACES_8 PLACES_4(0), PLACES_4(4)
+#define PLACES_16 PLACES_8, PLACES_4(8), PLACES_4(12)
+// multiply of tensor_cores.cuh, with a in registers, of the numbers A0 to A3.
+#define PRODUCT_OF_REGISTERS(N, A0, A1, A2, A3, B, ADDS, PLACES, NUMBERS)                                  \
+  __device__ __forceinline__ void multiply(float (&d)[N / 2], const u32 (&a)[4], u64 b, int add) {         \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADDS ", 0;\n"                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NUMBERS "}, "                \
+                 "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, 0;\n}"                       \
+                 : PLACES : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                 \
+  }
+PRODUCT_OF_REGISTERS(8, 4, 5, 6, 7, 8, 9, PLACES_4(0), NUMBERS_4)
+PRODUCT_OF_REGISTERS(16, 8, 9, 10, 11, 12, 13, PLACES_8, NUMBERS_8)
+PRODUCT_OF_REGISTERS(32, 16, 17, 18, 19, 20, 21, PLACES_16, NUMBERS_16)
+PRODUCT_OF_REGISTERS(64, 32, 33, 34, 35, 36, 37, PLACES_32, NUMBERS_32)
+
+__device__ __forceinline__ u32 difference(u32 a, u32 b) {
+  u32 pair;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+
+// A lane's part of 32 columns as two operands, from its bytes of the first row. A code is 128 + code at first, and so
+// is a zero point.
+__device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsigned char* from,
+                                       const u32 (&zero)[2]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {  // rows 8 apart, then bytes 8 apart
+    u32 two = __byte_perm(*(const unsigned short*)(from + i % 2 * 1024 + i / 2 * 8), 0, 0x4140);
+    low[i] = difference(two & 0x000f000fu | 0x43004300u, zero[i % 2]);
+    high[i] = difference(two >> 4 & 0x000f000fu | 0x43004300u, zero[i % 2]);
+  }
+}
+
+// Multiply `COUNT` tiles from `tile` on, and leave the sums in the ring.
+template <int COUNT>
+__device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u64* full, u64* empty, int tile,
+                                        int part, int steps, int M) {
+  int lane = threadIdx.x % 32, row = tile * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const u32* of_row = words + row * WORDS + part;
+  int at[4];  // of a group's runs of 32 columns
+#pragma unroll
+  for (int i = 0; i < 4; i++) at[i] = row * 128 + (part * 4 + i ^ lane / 4) * 16 + lane % 4 * 2;
+  float sum[COUNT][TOKENS / 2], product[TOKENS / 2], scale[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; i++) {
+    product[i] = 0;
+#pragma unroll
+    for (int t = 0; t < COUNT; t++) sum[t][i] = 0;
+  }
+  for (int step = 0; step < steps; step++) {
+    int stage = step % STAGES;
+    barrier_wait(&full[stage], step / STAGES & 1);
+    const unsigned char* codes = ring + stage * STAGE;
+    u32 tokens = shared_address(codes) + CODES + part * 2 * X_TILE;
+#pragma unroll
+    for (int unit = 0; unit < 2 / PARTS * COUNT; unit++) {
+      int g = unit / COUNT, t = unit % COUNT, before = (t + COUNT - 1) % COUNT;
+      u32 word[2], zero[2], low[4][4], high[4][4];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        word[r] = of_row[(t * 64 + r * 8) * WORDS + step * 2 + g];
+        zero[r] = __byte_perm(word[r] & 15 | 0x4300, 0, 0x1010);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) unpack(low[i], high[i], codes + t * 8192 + (at[i] ^ g * 64), zero);
+      products_wait<0>();  // of the group before, whose codes were read long ago
+      results(product);
+      if (unit == 0 && step && lane == 0) barrier_arrive(&empty[(step - 1) % STAGES]);
+#pragma unroll
+      for (int i = 0; i < TOKENS / 2; i++) sum[before][i] += product[i] * scale[i / 2 % 2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) scale[r] = __uint_as_float(word[r] & ~15u);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u32 of_x = tokens + (g * 2 + i / 2) * X_TILE + i % 2 * 64;
+        if (i == 2)
+#pragma unroll
+          for (int j = 2; j < 4; j++) unpack(low[j], high[j], codes + t * 8192 + (at[j] ^ g * 64), zero);
+        if (i % 2 == 0) products_begin();
+        multiply(product, low[i], operand(of_x), i != 0);
+        multiply(product, high[i], operand(of_x + 32), 1);
+        if (i % 2) products_commit();
+      }
+    }
+  }
+  products_wait<0>();
+  results(product);
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // nobody reads the ring any more
+  float* mine = (float*)ring + (part * TOKENS + lane % 4 * 2) * PITCH + row;
+#pragma unroll
+  for (int t = 0; t < COUNT; t++)
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) {
+      if (t == COUNT - 1) sum[t][i] += product[i] * scale[i / 2 % 2];
+      int token = i / 4 * 8 + i % 2, below = t * 64 + i / 2 % 2 * 8;
+      if (row + below < USED && token + lane % 4 * 2 < M) mine[token * PITCH + below] = sum[t][i];
+    }
+}
+
+// The sums over K of four neighbouring columns; `at`: their place in each block's first part.
+__device__ __forceinline__ float4 total(u32 at) {
+  float4 found[SPLIT * PARTS], sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < SPLIT * PARTS; i++) found[i] = of_block(at + i % PARTS * TOKENS * PITCH * 4, i / PARTS);
+#pragma unroll
+  for (int i = 0; i < SPLIT * PARTS; i++) {
+    sum.x += found[i].x, sum.y += found[i].y;
+    sum.z += found[i].z, sum.w += found[i].w;
+  }
+  return sum;
+}
+
+extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS + 128, 1)
+int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+             const u32* words, int M, int N, int K) {
+  extern __shared__ __align__(1024) unsigned char ring[];
+  u32* held = (u32*)(ring + ROOM);  // words of the block's rows and part of K
+  u64 *full = (u64*)(held + TILES * 64 * WORDS), *empty = full + STAGES;
+  int group = threadIdx.x / 128, self = threadIdx.x % 128, row = blockIdx.x / SPLIT * ROWS;
+  int rank = blockIdx.x % SPLIT, steps = K / DEPTH, first = steps * rank / SPLIT;
+  steps = steps * (rank + 1) / SPLIT - first;
+  u64 policy = evict_first();
+  auto copy_codes = [&](int step) {
+    int stage = step % STAGES;
+    barrier_expect(&full[stage], STAGE);
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+      copy_tile(ring + stage * STAGE + h * ROWS * 128, &weight, &full[stage], row + h * N, (first + step) * DEPTH / 2,
+                policy);
+  };
+  if (threadIdx.x == THREADS) {
+    for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], THREADS / 32);
+    asm volatile("fence.mbarrier_init.release.cluster;");
+    for (int step = 0; step < min(STAGES, steps); step++) copy_codes(step);
+  }
+  __syncthreads();
+  if (group == THREADS / 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    if (self == 0) {
+      for (int step = STAGES; step < steps; step++) {
+        barrier_wait(&empty[step % STAGES], (step / STAGES & 1) ^ 1);
+        copy_codes(step);
+      }
+      // All loads are under way, so those of the next kernel take no bandwidth from them.
+      asm volatile("griddepcontrol.launch_dependents;");
+    } else if (self == 32) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      for (int step = 0; step < steps; step++) {
+        int stage = step % STAGES;
+        barrier_wait(&empty[stage], (step / STAGES & 1) ^ 1);
+        for (int i = 0; i < DEPTH / 64; i++)
+          copy_tile(ring + stage * STAGE + CODES + i * X_TILE, &x, &full[stage], 0, (first + step) * DEPTH + i * 64);
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+    int side = group / PARTS, part = group % PARTS;
+    int count = steps * 2;  // no bulk copy: a block's first word may lie at any 8 bytes
+    for (int i = threadIdx.x; i < USED * count; i += THREADS) {
+      int r = i / count, at = min(row + r % ROWS, N - 1) + r / ROWS * N;
+      held[r * WORDS + i % count] = words[(size_t)at * (K / 128) + first * 2 + i % count];
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    if (side < SIDES - 1 || LAST == EACH) consume<EACH>(ring, held, full, empty, side * EACH, part, steps, M);
+    else consume<LAST>(ring, held, full, empty, side * EACH, part, steps, M);
+  }
+  cluster_sync();
+  if (group < THREADS / 128) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // before what the kernel ahead wrote is read
+    int count = (M - rank + SPLIT - 1) / SPLIT * QUADS;
+    for (int item = threadIdx.x; item < count; item += THREADS) {
+      int token = rank + item / QUADS * SPLIT, quad = item % QUADS * 4;
+      if (row + quad >= N) continue;
+      bf16* to = out + (size_t)token * N + row + quad;
+      u32 at = shared_address((float*)ring + token * PITCH + quad);
+      uint2 old = make_uint2(0, 0);
+      if (ADD) asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(old.x), "=r"(old.y) : "l"(to));
+      float4 value = total(at);
+      if (GATED) {
+        float4 up = total(at + ROWS * 4);
+        value = make_float4(gated(value.x, up.x), gated(value.y, up.y), gated(value.z, up.z), gated(value.w, up.w));
+      }
+      if (ADD) value.x += low(old.x), value.y += high(old.x), value.z += low(old.y), value.w += high(old.y);
+      *(uint2*)to = make_uint2(bf16_pair(value.x, value.y), bf16_pair(value.z, value.w));
+    }
+  }
+  cluster_sync();  // another block may still read this one's sums
+}

@@ -1,0 +1,169 @@
+"""Products of a few tokens with INT4 weights by clusters: which calls take them, their resources and their results."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    H200,
+    ContractError,
+    CudaSpec,
+    NullPack,
+    Store,
+    Target,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+)
+from openinfer.kernels.int4 import group_words, pack
+from openinfer.kernels.int4_cluster import int4_choice, int4_cluster, shares, words_of
+from openinfer.kernels.testing import copied, run_on_gpu, run_reference
+from openinfer.kernels.tuning import shared_bytes
+from openinfer.tensor import bfloat16, float32, int32, uint8
+
+TARGET = dataclasses.replace(H200, nvrtc=True)
+SHAPES = {  # op, rows of the weight, columns
+    "qkv": (norm_linear, 6144, 2560),
+    "o": (linear_add, 2560, 4096),
+    "gate_up": (gate_up_silu, 19456, 2560),
+    "down": (linear_add, 2560, 9728),
+    "8B qkv": (norm_linear, 6144, 4096),
+    "8B o": (linear_add, 4096, 4096),
+    "8B gate_up": (gate_up_silu, 24576, 4096),
+    "8B down": (linear_add, 4096, 12288),
+}
+
+
+def commands(arena, name, tokens, target=TARGET, group=128):
+    """The commands of a product."""
+    (op, n, k), pack_ = SHAPES[name], NullPack(target)
+    weight, words = arena.alloc((n, k // 2), uint8), arena.alloc((n, k // group), int32)
+    x, gain = arena.alloc((tokens, k), bfloat16), arena.alloc((k,), bfloat16)
+    out = arena.alloc((tokens, n // 2 if op is gate_up_silu else n), bfloat16)
+    if op is linear_add:
+        linear_add(pack_, x=out, h=x, weight=weight, scales=words)
+    else:
+        op(pack_, out=out, x=x, norm_weight=gain, weight=weight, scales=words, eps=1e-6)
+    return [command for call in pack_.calls for command in call.commands]
+
+
+def names(*args, **options):
+    return [command.spec.function for command in commands(*args, **options) if hasattr(command, "spec")]
+
+
+@pytest.mark.parametrize("tokens", [2, 8, 9, 32, 33, 64])
+@pytest.mark.parametrize("name", SHAPES)
+def test_few_tokens_take_clusters_that_run_at_once(arena, name, tokens):
+    found = commands(arena, name, tokens)
+    normed = [] if SHAPES[name][0] is linear_add else ["rms_norm"]
+    assert [command.spec.function for command in found] == [*normed, "int4_cluster"]
+    assert all(command.early for command in found)
+    constants, blocks = dict(found[-1].spec.constants), found[-1].grid[0]
+    assert 0.75 * 132 <= blocks <= (112 if constants["SPLIT"] == 4 else 132)
+    assert found[-1].spec.shared <= shared_bytes(90)
+    assert constants["TOKENS"] >= tokens
+    assert constants["STAGES"] >= 2
+
+
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_other_numbers_of_tokens_do_not(arena, tokens):
+    assert all("int4_cluster" not in names(arena, name, tokens) for name in SHAPES)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        H200,
+        dataclasses.replace(TARGET, arch=100),
+        dataclasses.replace(TARGET, arch=89),
+        dataclasses.replace(TARGET, batch_invariant=True),
+    ],
+)
+def test_other_targets_choose_as_without_it(arena, target):
+    for name in SHAPES:
+        without = names(arena, name, 32, dataclasses.replace(target, nvrtc=False))
+        assert names(arena, name, 32, target) == without
+        assert "int4_cluster" not in without
+
+
+def test_groups_of_another_size_do_not(arena):
+    for group in (32, 64):
+        assert names(arena, "down", 8, group=group) == ["project_int4"]
+
+
+@pytest.mark.parametrize(("n", "k"), [(2560, 10880), (2560, 512), (2568, 4096), (65536, 4096)])
+def test_sizes_that_the_kernel_does_not_take(arena, n, k):
+    """Stages of half a group, few columns, rows that are no multiple of 16, and more rows than one wave has."""
+    out, weight = arena.alloc((8, n), bfloat16), arena.alloc((n, k // 2), uint8)
+    assert int4_choice(TARGET, out, weight, arena.alloc((n, k // 128), int32), gated=False) is None
+
+
+def test_x_of_another_dtype_is_refused(arena):
+    weight, words = arena.alloc((2560, 2048), uint8), arena.alloc((2560, 32), int32)
+    out, x = arena.alloc((8, 2560), bfloat16), arena.alloc((8, 4096), float32)
+    choice = int4_choice(TARGET, out, weight, words, gated=False)
+    with pytest.raises(ContractError, match="x is float32"):
+        int4_cluster(choice, out, x, weight, words)
+
+
+def test_words_of_neighbouring_rows_are_in_other_banks():
+    for k in range(256, 32768, 256):
+        for split in (1, 2, 4):
+            words = words_of(k, split)
+            assert words * 128 * split >= k
+            assert len({row * words % 32 // 4 for row in range(8)}) == 8
+
+
+@pytest.mark.parametrize("tokens", [8, 32, 64])
+def test_each_tile_has_a_warpgroup(tokens):
+    for tiles in range(1, 7):
+        sides, parts = shares(tokens, 64 * tiles - 8)
+        each = -(-tiles // sides)
+        assert (sides - 1) * each < tiles <= sides * each
+        assert 2 <= sides * parts <= 4
+
+
+def test_clusters_compile_without_spills(arena, cubins, resources):
+    specs = {commands(arena, name, tokens)[-1].spec for name in SHAPES for tokens in (2, 16, 17, 64)}
+    kernels = Store(90, cubins, folders=[])
+    kernels.prepare(specs)
+    for spec in specs:
+        compiled = kernels.get(spec)
+        used = resources(compiled.cubin)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert used["REG"] * spec.threads <= 65536
+        assert [made["swizzle"] for made in compiled.tensor_maps] == [3, 3]  # x and codes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 5, 16, 17, 33, 64])
+@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
+def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tokens, name):
+    target, driver, _, stream = gpu
+    if target.arch != 90:
+        pytest.skip("the kernel is for sm_90")
+    target = Target(target.arch, target.num_sms, target.cublas, target.gpu, nvrtc=True)
+    op, n, k = SHAPES[name]
+    codes, zeros = rng.integers(0, 16, (n, k)), rng.integers(0, 16, (n, k // 128))
+    scales = (rng.uniform(0.1, 4, zeros.shape) * k**-0.5 / 5).astype(np.float16)
+    args = {"weight": pack(codes), "scales": group_words(scales, zeros)}
+    if op is linear_add:
+        written, args = "x", {"x": normal(tokens, n), "h": normal(tokens, k), **args}
+    else:
+        out = normal(tokens, n // 2 if op is gate_up_silu else n)
+        gain = (1 + normal(k, scale=0.1).astype(float32)).astype(bfloat16)
+        written, args = "out", {"out": out, "x": normal(tokens, k), "norm_weight": gain, **args, "eps": 1e-6}
+    spec = op.plan(target, copied(args)[1])[-1].spec
+    assert isinstance(spec, CudaSpec)
+    assert spec.function == "int4_cluster"
+    found = [run_on_gpu(op, args, target, driver, stream)[written] for _ in range(2)]
+    np.testing.assert_array_equal(found[0], found[1])
+    some = np.unique(np.r_[0, tokens - 1, rng.integers(0, tokens, 6)])
+    tensors = {key: value[some].copy() if key in ("x", "h", "out") else value for key, value in args.items()}
+    want, got = run_reference(op, tensors)[written].astype(float32), found[0][some].astype(float32)
+    error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() < 1e-2  # of each token by itself
+    wrong = {**tensors, "scales": np.roll(args["scales"], 1, axis=1)}  # negative control
+    other = run_reference(op, wrong)[written].astype(float32)
+    assert (np.linalg.norm(got - other, axis=1) > 0.05 * np.linalg.norm(other, axis=1)).all()
