@@ -42,6 +42,7 @@ from openinfer.recipes.engine import Source
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3 import published as qwen3
 from openinfer.recipes.qwen3_5 import published as qwen3_5
+from openinfer.tensor import Checkpoint
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
@@ -688,3 +689,12 @@ def test_bench_names_its_yardsticks(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in bench.YARDSTICKS)
     assert bench.main(["speed"]) == 2
     assert "not one of serve, step, ops, kernels, eval, host" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["qwen3-tiny", "qwen3_5-tiny"])
+def test_random_prompts_have_ids_of_the_models_vocabulary(model: str) -> None:
+    """Qwen3.5's config.json has its text model one level down."""
+    found = bench_serve._vocab_size(TINY.parent / model)
+    with Checkpoint(TINY.parent / model) as weights:
+        (embedding,) = [name for name in weights.names if name.endswith("embed_tokens.weight")]
+        assert found == weights.info(embedding).shape[0]

@@ -239,7 +239,8 @@ def counters(api: Api) -> dict[str, float]:
 def _vocab_size(model_dir: Path | None) -> int:
     if model_dir is None:
         return 32000
-    return int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
+    config = json.loads((model_dir / "config.json").read_text())
+    return int(config.get("text_config", config)["vocab_size"])
 
 
 def summary(load: Load, run: Run, goodput: dict[str, float]) -> dict[str, Any]:
