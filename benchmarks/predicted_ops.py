@@ -61,18 +61,24 @@ LEDGERS = (
     ),
 )
 """The points of V4-Flash are those of one rank of several."""
-DENSE_POINTS = (
-    *(f"decode:{rows},1024" for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
-    *(f"prefill:{tokens}" for tokens in (32, 64, 128, 256, 512, 1024, 2048)),
+FEW_TOKENS = (
+    *(f"decode:{rows},1024" for rows in (1, 2, 4, 8, 16, 32, 64, 128)),
+    *(f"prefill:{tokens}" for tokens in (32, 64, 128)),
+)
+MANY_TOKENS = (
+    "decode:256,1024",
+    *(f"prefill:{tokens}" for tokens in (256, 512, 1024, 2048)),
     *(f"mixed:{rows - 1},1024,{tokens - rows + 1}" for rows in (8, 64, 256) for tokens in (512, 1024, 2048)),
 )
 DENSE_LEDGERS = tuple(
-    Ledger(f"ops-{name}-2026-11-23-h200.json", model, 1, (), DENSE_POINTS)
+    Ledger(f"ops-{name}-2026-11-23-h200{day}.json", model, 1, (), points)
     for name, model in (("qwen3-4b", "qwen3-4B"), ("qwen3_5-4b", "qwen3_5-4B"))
+    for day, points in (("-one-commit", FEW_TOKENS), ("", MANY_TOKENS))
 )
+"""Steps of up to 128 tokens have other kernels since the older ledgers."""
 DENSE_STEPS = {
-    "qwen3-4B": ("qwen3-4b/2026-11-23-h200-step-later.json", "qwen3-4b/2026-11-23-h200-step.json"),
-    "qwen3_5-4B": ("qwen3_5-4b/2026-11-23-h200-step.json",),
+    "qwen3-4B": ("qwen3-4b/2026-11-23-h200-step-one-commit.json",),
+    "qwen3_5-4B": ("qwen3_5-4b/2026-11-23-h200-step-one-commit.json",),
 }
 """Recorded steps of these kernels. Ops in a step take longer than alone; lines of Qwen's ops have that too (`Pace`)."""
 

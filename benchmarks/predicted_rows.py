@@ -28,15 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "planning.md"
 TWO_RANKS = ("--max-num-seqs", "128", "--max-model-len", "8192")
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "qwen3-4b/2026-11-23-h200-serve.json": ("qwen3-4B", 1, ()),
-    "qwen3-4b/2026-11-23-h200-serve-later.json": ("qwen3-4B", 1, ()),
-    "qwen3-4b/2026-11-23-h200-serve-tip.json": ("qwen3-4B", 1, ()),
-    "qwen3-4b/2026-11-23-h200-serve-tip-2.json": ("qwen3-4B", 1, ()),
-    "qwen3_5-4b/2026-11-23-h200-serve.json": ("qwen3_5-4B", 1, ()),
-    "qwen3_5-4b/2026-11-23-h200-serve-later.json": ("qwen3_5-4B", 1, ()),
+    "qwen3-4b/2026-11-23-h200-serve-one-commit.json": ("qwen3-4B", 1, ()),
+    "qwen3_5-4b/2026-11-24-h200-serve-one-commit.json": ("qwen3_5-4B", 1, ()),
     "served-deepseek_v4-flash-2-gpus-2026-11-23-h200.json": ("deepseek_v4-Flash", 2, TWO_RANKS),
 }
-"""The model, GPUs and flags of each run of servers."""
+"""The model, GPUs and flags of each run of servers. Earlier runs had other kernels for steps of up to 128 tokens."""
 TWO_GPUS = "two-gpus-2026-11-23-h200.json"
 ONE_OF_SEVERAL = (
     "rank-deepseek_v4-flash-of-2-2026-11-23-h200.json",

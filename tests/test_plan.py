@@ -325,7 +325,7 @@ def test_the_speeds_are_those_of_the_recorded_steps() -> None:
 def test_recorded_steps_refit_the_speeds_and_a_plan_takes_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = ROOT / "benchmarks" / "results" / "qwen3-4b" / "2026-11-22-h200-step.json"
+    steps = ROOT / "benchmarks" / "results" / "qwen3-4b" / "2026-11-23-h200-step-one-commit.json"
     out = tmp_path / "speeds.json"
     assert tune.main(["qwen3-4B", "--from-trace", str(steps), "--out", str(out)]) == 0
     assert "10 steps:" in capsys.readouterr().out
