@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 REST = 64
 """The most steps for which the choice rests, while the books of Worth allow no drafts. The choice takes host time,
 which steps of 0.1 ms wait for."""
+RUN = 16
+"""The most steps of a rest that are noted together."""
 UNSURE = 256
 """The most choices that wait for the cost of plain steps. With drafts in each step no other would show that cost. A
 load in which rows join in each step has no even ones."""
@@ -36,6 +38,20 @@ class Spent(NamedTuple):
     plain: float
     prompts: float
     steps: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """Steps of a rest that are alike. The host has little time for each, so they are noted together."""
+
+    shape: Shape
+    spent: Spent
+    first: float
+    """Seconds of the first one, which has the work for what changed in it."""
+    steps: int = 0
+    """Steps behind it."""
+    seconds: float = 0.0
+    """Their seconds."""
 
 
 @dataclass(slots=True)
@@ -100,9 +116,10 @@ class Drafting:
     """Tokens and rows of the last step's prompts. The next step is expected to have as many."""
     worth: Worth = field(init=False)
     trials: Trials = field(default_factory=Trials)
-    # Of a rest: the last step's shape, decode rows and Spent; its last even steps, and their seconds.
-    _spent: tuple[Shape, int, Spent | None] | None = None
-    _rested: tuple[int, float] = (0, 0.0)
+    _known: tuple[Shape, int, Spent | None] | None = (
+        None  # of the last step of a rest, by shape and decode rows
+    )
+    _run: _Run | None = None
 
     def __post_init__(self) -> None:
         self.worth, self.places = Worth(self.buckets.draft_levels), self.buckets.draft_levels[0]
@@ -132,47 +149,61 @@ class Drafting:
         return found
 
     def spent(self, step: Step[Sampling], shape: Shape, plain: Shape) -> Spent | None:
-        """The predicted seconds of a step of a shape, which is `plain` without drafts. None: not known yet."""
-        costs, known, num_decode = self.costs, self._spent, step.num_decode
+        """The predicted seconds of a step of a shape, which is `plain` without drafts. None: not known yet. Steps of a
+        rest that are alike get the same object."""
+        costs, num_decode, known = self.costs, step.num_decode, self._known
         if costs is None:
             return None
-        if self._asked < step.index < self.rest_until:
-            # The steps of a rest are mostly alike, and the host has little time for each.
-            if known is None or known[:2] != (shape, num_decode):
-                without = costs.seconds(shape)
-                alone = costs.decode(num_decode, 0, chunks=(0, 0)) if num_decode else 0.0
-                found = None if alone is None or without is None else Spent(alone, alone, without - alone, 0)
-                known = self._spent = shape, num_decode, found
+        rests = self._asked < step.index < self.rest_until
+        if rests and known is not None and known[0] is shape and known[1] == num_decode:
             return known[2]
         without = costs.seconds(plain)
         seconds = without if shape == plain else costs.seconds(shape)
         alone = costs.decode(num_decode, 0, chunks=(0, 0)) if num_decode else 0.0
-        if alone is None or without is None or seconds is None:
-            return None
-        drafts = seconds - without if num_decode else 0.0
-        return Spent(alone + drafts, alone, without - alone, max(self.rest_until - step.index, 1))
+        found = None
+        if not (alone is None or without is None or seconds is None):
+            decode = alone + (seconds - without if num_decode else 0.0)
+            steps = 0 if rests else max(self.rest_until - step.index, 1)
+            found = Spent(decode, alone, without - alone, steps)
+        self._known = (shape, num_decode, found) if rests else None
+        return found
 
     def book(self, step: Step[Sampling], shape: Shape, spent: Spent | None) -> None:
         """Note what a step that was read has cost, and what its drafts brought. spent: when it was launched."""
-        began, self._collected_at = max(step.launched_at, self._collected_at), time.monotonic()
-        seconds, brought = self._collected_at - began, self._brought
-        self._brought = 0
-        if spent is not None:
-            worth = spent.prompts + spent.plain * (1 + brought / max(step.num_decode, 1))
-            self.trials.took(seconds, worth, bool(step.drafts))
-            if not spent.steps:
-                even = self._alike_since < step.index
-                self._rested = (self._rested[0] + 1, self._rested[1] + seconds) if even else (0, 0.0)
-                return
+        now = time.monotonic()
+        seconds = now - max(step.launched_at, self._collected_at)
+        self._collected_at, run = now, self._run
+        if spent is not None and not spent.steps:
+            if run is None or run.spent is not spent:
+                self._settle()
+                self._run = _Run(shape, spent, seconds)
+            else:
+                run.steps += 1
+                run.seconds += seconds
+                if run.steps == RUN:
+                    self._settle()
+            return
+        self._settle()
+        brought, self._brought = self._brought, 0
         self._under_way -= bool(step.drafts)
         # A plain step beside drafts has host work for them in its time, and they could always be on.
         if self.costs is not None and (shape.drafts or self._level_since < step.index):
-            even, (rested, before) = self._alike_since < step.index, self._rested
-            steps = 1 + rested if even else 1
-            self.costs.took(shape, (seconds + before) / steps if even else seconds, even, steps)
-        self._rested = 0, 0.0
-        if spent is not None and spent.plain:
-            self.worth.spent(len(step.rows), brought, spent.decode, spent.plain, spent.steps)
+            self.costs.took(shape, seconds, self._alike_since < step.index)
+        if spent is not None:
+            worth = spent.prompts + spent.plain * (1 + brought / max(step.num_decode, 1))
+            self.trials.took(seconds, worth, bool(step.drafts))
+            if spent.plain:
+                self.worth.spent(len(step.rows), brought, spent.decode, spent.plain, spent.steps)
+
+    def _settle(self) -> None:
+        """Note the steps of a rest since the last call."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        steps, worth = 1 + run.steps, run.spent.prompts + run.spent.plain
+        self.trials.took(run.first + run.seconds, steps * worth, False, steps)
+        if run.steps and self.costs is not None:
+            self.costs.took(run.shape, run.seconds / run.steps, True, run.steps)
 
     def launched(self, step: Step[Sampling], shape: Shape) -> int:
         """A step is launched. The drafts that layers of the model make after it."""
@@ -200,6 +231,7 @@ class Drafting:
 
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
         """See scheduler.Speculation."""
+        self._settle()
         rows = len(view.decoding)
         # A right draft saves its part of a step of all rows, those of prompts too, which decode later.
         sharing = rows + self.chunks[1]

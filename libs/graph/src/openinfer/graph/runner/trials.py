@@ -40,16 +40,16 @@ class Trials:
     @property
     def rest(self) -> int:
         """Steps that surely have no drafts; 0: the next one may have some."""
-        return 0 if self.drafts else SPAN * self._left - self._steps
+        return 0 if self.drafts else max(SPAN * self._left - self._steps, 1)
 
-    def took(self, seconds: float, worth: float, drafted: bool) -> None:
-        """A step took so long. drafted: with drafts."""
-        self._steps += 1
+    def took(self, seconds: float, worth: float, drafted: bool, steps: int = 1) -> None:
+        """A step took so long, or some steps in sum. drafted: with drafts."""
+        self._steps += steps
         if self._steps > UNDER_WAY:
             self._drafted += drafted
             self._worth += worth
             self._seconds += min(seconds, HELD_UP * worth)
-        if self._steps == SPAN:
+        if self._steps >= SPAN:
             self._end()
 
     def _end(self) -> None:
