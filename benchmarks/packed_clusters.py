@@ -29,7 +29,7 @@ class Tokens(Bench):
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
-        self.tokens = Arena(self.device, 64 << 20)
+        self.tokens = Arena(self.device, 128 << 20)
 
     def use(self, m: int) -> None:
         self.at = {name: self.tokens.alloc((m, width), bfloat16) for name, width in WIDTHS.items()}

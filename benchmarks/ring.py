@@ -137,7 +137,7 @@ class Bench:
         }
         self.reset()
         self.wanted: dict[str, np.ndarray[Any, Any]] = {}
-        scratch, zeroed = arena.alloc((160 << 20,), uint8), arena.alloc((1 << 20,), uint8)
+        scratch, zeroed = arena.alloc((400 << 20,), uint8), arena.alloc((1 << 20,), uint8)
         zeroed.zero_(self.stream)
         cublas = CublasLt() if self.target.cublas else None
         driver = CudaDriver(self.device, self.stream, self.store, cublas)

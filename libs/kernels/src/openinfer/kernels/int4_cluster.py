@@ -12,13 +12,18 @@ from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import CLUSTERED, shared_bytes
 from openinfer.tensor import Tensor, bfloat16
 
-MOST_TOKENS = 64
+MOST_TOKENS, BLOCK_TOKENS = 256, 128
+"""The most tokens of a call, and of a block. More tokens than those of a block are several waves."""
+LARGE = 20 << 20
+"""Numbers of a weight from which two waves cost less than making the weight bf16."""
 DEPTH, GROUP, TILE = 256, 128, 64
 """Columns of K of a stage and of a group, and rows of a tile of the weight. The kernel has these numbers too."""
 FEWEST_ROWS, FEWEST_STAGES = 32, 3
 """A block has no fewer, because what a tile reads of rows that do not exist must lie in shared memory."""
-MOST_TILES, MOST_STAGES = 6, 12
-"""The most tiles of a block, whose sums are in registers, and the most stages of its ring."""
+FEW_TOKENS = 64
+"""With more tokens there are no registers for the sums of a group, so the kernel scales the weight in bf16."""
+MOST_TILES, MOST_FOLDED_TILES, MOST_STAGES = 6, 4, 12
+"""The most tiles of a block, whose sums are in registers, also of such tokens, and the most stages of its ring."""
 MOST_COPIED = 256
 """The most rows of a tile that is copied."""
 
@@ -42,7 +47,9 @@ def int4_choice(
         return None
     if not target.nvrtc or target.arch != 90 or k % DEPTH or k != GROUP * words.shape[1] or n % 16:
         return None
-    return _choose(target.num_sms, max(8, power_of_two(m)), n, k, gated)
+    if m > BLOCK_TOKENS and weight.shape[0] * k < LARGE:
+        return None
+    return _choose(target.num_sms, min(BLOCK_TOKENS, max(8, power_of_two(m))), n, k, gated)
 
 
 @functools.cache
@@ -58,7 +65,8 @@ def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool) -> Clusters 
             cost += 4 * tokens * rows
         room = (shared_bytes(90) - _held(rows, k, split)) // (_stage(tokens, rows) + 16)
         stages = min(MOST_STAGES, -(-k // DEPTH // split), room)
-        fits = rows <= MOST_TILES * TILE and columns <= MOST_COPIED and stages >= 2
+        most = MOST_TILES if tokens <= FEW_TOKENS else MOST_FOLDED_TILES
+        fits = rows <= most * TILE and columns <= MOST_COPIED and stages >= 2
         if fits and k >= split * FEWEST_STAGES * DEPTH:
             found[cost] = Clusters(tokens, columns, split, stages)
     return found[min(found)] if found else None
@@ -83,7 +91,9 @@ def _stage(tokens: int, rows: int) -> int:
 def shares(tokens: int, rows: int) -> tuple[int, int]:
     """Into how many parts warpgroups divide a block's tiles, and the groups of a stage."""
     tiles = -(-rows // TILE)
-    if tokens == MOST_TOKENS:  # more than two warpgroups have too few registers
+    if tokens > FEW_TOKENS and tiles == 3:
+        return 3, 1
+    if tokens >= FEW_TOKENS:  # more than two warpgroups have too few registers
         return (2, 1) if tiles > 1 else (1, 2)
     return (tiles if tiles < 5 else 3), (2 if tiles < 3 else 1)
 
@@ -111,7 +121,7 @@ def int4_cluster(
         "openinfer.kernels.device",
         "int4_cluster.cu",
         "int4_cluster",
-        (-(-n // c.columns) * c.split,),
+        (-(-n // c.columns) * c.split, -(-m // c.tokens)),
         {
             "out": out,
             "x": TensorMap(x, (c.tokens, 64)),

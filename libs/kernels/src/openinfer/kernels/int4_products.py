@@ -13,12 +13,21 @@ from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 FEW_TOKENS = 64
-"""Tokens up to which the codes are unpacked in the product. With more tokens each code would be unpacked for several
-tiles, and a product of bf16 weights costs less, with the pass that makes them."""
+"""Tokens up to which Triton's kernel unpacks the codes in the product. With more tokens each code would be unpacked for
+several tiles, and a product of bf16 weights costs less, with the pass that makes them."""
 
 _DEVICE = "openinfer.kernels.device.int4"
 PACKED_GROUP = 128
 """Columns of a group whose codes go to the tensor cores without a detour through shared memory."""
+
+
+def unpacked_in_product(
+    target: Target, out: Tensor | Scratch, weight: Tensor, words: Tensor, *, gated: bool
+) -> bool:
+    """Whether the product's kernel unpacks the codes."""
+    if int4_choice(target, out, weight, words, gated=gated) is not None:
+        return True
+    return out.shape[0] <= FEW_TOKENS and not target.batch_invariant
 
 
 def few(
@@ -31,8 +40,8 @@ def few(
     add: bool,
     gated: bool,
 ) -> Iterator[Command]:
-    """out [M, N] = x [M, K] @ weight^T, or out += with `add`, or the gated product, for M up to FEW_TOKENS. Raises
-    ContractError for x of another dtype than bfloat16."""
+    """out [M, N] = x [M, K] @ weight^T, or out += with `add`, or the gated product, where
+    `unpacked_in_product`. Raises ContractError for x of another dtype than bfloat16."""
     choice = int4_choice(target, out, weight, words, gated=gated)
     if choice is not None:
         yield int4_cluster(choice, out, x, weight, words, add=add, gated=gated)

@@ -22,7 +22,7 @@ from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
 from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.int4_cluster import int4_choice
-from openinfer.kernels.int4_products import FEW_TOKENS, few, widened
+from openinfer.kernels.int4_products import few, unpacked_in_product, widened
 from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
 from openinfer.kernels.norms import norm, silu_mul
 from openinfer.kernels.ring import group_ring, ring_product
@@ -191,7 +191,7 @@ def _product(
     many tokens only."""
     wide: Tensor | Scratch = weight
     if scales is not None and is_int4(scales):
-        if x.shape[0] <= FEW_TOKENS and not target.batch_invariant:
+        if unpacked_in_product(target, out, weight, scales, gated=gated):
             yield from few(target, out, x, weight, scales, add=add, gated=gated)
             return
         wide = Scratch((weight.shape[0], x.shape[1]), bfloat16)

@@ -1,4 +1,4 @@
-// out [M, N] = x [M, K] @ W^T for at most TOKENS tokens, W in INT4 (openinfer.kernels.int4) with groups of 128 columns.
+// out [M, N] = x [M, K] @ W^T, W in INT4 (openinfer.kernels.int4) with groups of 128 columns.
 //
 // Blocks, clusters, copies, ADD and GATED are as in cluster_product.cu. A cluster has ROWS rows of W, or as many of the
 // gate and of up. A stage has 256 columns of K. The weight is the left operand, in registers, so each thread has the
@@ -6,7 +6,10 @@
 // groups (PARTS).
 //
 // A thread reads two bytes at a time. Their low halves are two neighbours of the operand, and so are their high halves,
-// 16 columns further. A group's sum is scaled in float32. Rows of a tile that do not exist are never stored.
+// 16 columns further. A group's sum is scaled in float32. With more than 64 tokens there are no registers for a sum of a
+// group, so weights are scaled in bf16 (FOLDED). Rows of a tile that do not exist are never stored.
+//
+// Blocks with another blockIdx.y have the next TOKENS tokens.
 
 #include "gpu.cuh"
 #include "tensor_cores.cuh"
@@ -18,6 +21,7 @@ constexpr int PITCH = USED + (20 - USED % 16) % 16;  // sums that a warp stores 
 constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int EACH = (TILES + SIDES - 1) / SIDES, LAST = TILES - (SIDES - 1) * EACH;  // tiles of a warpgroup
 constexpr int QUADS = ROWS / 4, THREADS = SIDES * PARTS * 128;
+constexpr bool FOLDED = TOKENS > 64;
 // Of a thread. An SM has 65,536, and one block.
 constexpr int REGISTERS = THREADS == 256 ? 232 : THREADS == 384 ? 152 : 104, PRODUCER_REGISTERS = 40;
 static_assert(ROWS % 8 == 0 && LAST > 0, "rows are swizzled by 8, and each warpgroup has a tile");
@@ -40,6 +44,7 @@ PRODUCT_OF_REGISTERS(8, 4, 5, 6, 7, 8, 9, PLACES_4(0), NUMBERS_4)
 PRODUCT_OF_REGISTERS(16, 8, 9, 10, 11, 12, 13, PLACES_8, NUMBERS_8)
 PRODUCT_OF_REGISTERS(32, 16, 17, 18, 19, 20, 21, PLACES_16, NUMBERS_16)
 PRODUCT_OF_REGISTERS(64, 32, 33, 34, 35, 36, 37, PLACES_32, NUMBERS_32)
+PRODUCT_OF_REGISTERS(128, 64, 65, 66, 67, 68, 69, PLACES_64, NUMBERS_64)
 
 __device__ __forceinline__ u32 difference(u32 a, u32 b) {
   u32 pair;
@@ -47,15 +52,22 @@ __device__ __forceinline__ u32 difference(u32 a, u32 b) {
   return pair;
 }
 
+__device__ __forceinline__ u32 multiplied(u32 a, u32 b) {
+  u32 pair;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+
 // A lane's part of 32 columns as two operands, from its bytes of the first row. A code is 128 + code at first, and so
-// is a zero point.
-__device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsigned char* from,
-                                       const u32 (&zero)[2]) {
+// is a zero point. `scale` is of pairs and counts if FOLDED.
+__device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsigned char* from, const u32 (&zero)[2],
+                                       const u32 (&scale)[2]) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // rows 8 apart, then bytes 8 apart
     u32 two = __byte_perm(*(const unsigned short*)(from + i % 2 * 1024 + i / 2 * 8), 0, 0x4140);
     low[i] = difference(two & 0x000f000fu | 0x43004300u, zero[i % 2]);
     high[i] = difference(two >> 4 & 0x000f000fu | 0x43004300u, zero[i % 2]);
+    if (FOLDED) low[i] = multiplied(low[i], scale[i % 2]), high[i] = multiplied(high[i], scale[i % 2]);
   }
 }
 
@@ -70,11 +82,9 @@ __device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u
   for (int i = 0; i < 4; i++) at[i] = row * 128 + (part * 4 + i ^ lane / 4) * 16 + lane % 4 * 2;
   float sum[COUNT][TOKENS / 2], product[TOKENS / 2], scale[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; i++) {
-    product[i] = 0;
+  for (int t = 0; t < COUNT; t++)
 #pragma unroll
-    for (int t = 0; t < COUNT; t++) sum[t][i] = 0;
-  }
+    for (int i = 0; i < TOKENS / 2; i++) sum[t][i] = product[i] = 0;
   for (int step = 0; step < steps; step++) {
     int stage = step % STAGES;
     barrier_wait(&full[stage], step / STAGES & 1);
@@ -83,43 +93,52 @@ __device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u
 #pragma unroll
     for (int unit = 0; unit < 2 / PARTS * COUNT; unit++) {
       int g = unit / COUNT, t = unit % COUNT, before = (t + COUNT - 1) % COUNT;
-      u32 word[2], zero[2], low[4][4], high[4][4];
+      u32 word[2], zero[2], pair[2], low[4][4], high[4][4];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         word[r] = of_row[(t * 64 + r * 8) * WORDS + step * 2 + g];
         zero[r] = __byte_perm(word[r] & 15 | 0x4300, 0, 0x1010);
+        pair[r] = bf16_pair(__uint_as_float(word[r] & ~15u), __uint_as_float(word[r] & ~15u));
       }
 #pragma unroll
-      for (int i = 0; i < 2; i++) unpack(low[i], high[i], codes + t * 8192 + (at[i] ^ g * 64), zero);
+      for (int i = 0; i < 2; i++) unpack(low[i], high[i], codes + t * 8192 + (at[i] ^ g * 64), zero, pair);
       products_wait<0>();  // of the group before, whose codes were read long ago
-      results(product);
       if (unit == 0 && step && lane == 0) barrier_arrive(&empty[(step - 1) % STAGES]);
+      if (!FOLDED) {
+        results(product);
 #pragma unroll
-      for (int i = 0; i < TOKENS / 2; i++) sum[before][i] += product[i] * scale[i / 2 % 2];
+        for (int i = 0; i < TOKENS / 2; i++) sum[before][i] += product[i] * scale[i / 2 % 2];
 #pragma unroll
-      for (int r = 0; r < 2; r++) scale[r] = __uint_as_float(word[r] & ~15u);
+        for (int r = 0; r < 2; r++) scale[r] = __uint_as_float(word[r] & ~15u);
+      }
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         u32 of_x = tokens + (g * 2 + i / 2) * X_TILE + i % 2 * 64;
         if (i == 2)
 #pragma unroll
-          for (int j = 2; j < 4; j++) unpack(low[j], high[j], codes + t * 8192 + (at[j] ^ g * 64), zero);
+          for (int j = 2; j < 4; j++) unpack(low[j], high[j], codes + t * 8192 + (at[j] ^ g * 64), zero, pair);
         if (i % 2 == 0) products_begin();
-        multiply(product, low[i], operand(of_x), i != 0);
-        multiply(product, high[i], operand(of_x + 32), 1);
+        multiply(FOLDED ? sum[t] : product, low[i], operand(of_x), FOLDED || i != 0);
+        multiply(FOLDED ? sum[t] : product, high[i], operand(of_x + 32), 1);
         if (i % 2) products_commit();
       }
     }
   }
   products_wait<0>();
-  results(product);
+  if (FOLDED) {
+#pragma unroll
+    for (int t = 0; t < COUNT; t++) results(sum[t]);
+  } else {
+    results(product);
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) sum[COUNT - 1][i] += product[i] * scale[i / 2 % 2];
+  }
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // nobody reads the ring any more
   float* mine = (float*)ring + (part * TOKENS + lane % 4 * 2) * PITCH + row;
 #pragma unroll
   for (int t = 0; t < COUNT; t++)
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) {
-      if (t == COUNT - 1) sum[t][i] += product[i] * scale[i / 2 % 2];
       int token = i / 4 * 8 + i % 2, below = t * 64 + i / 2 % 2 * 8;
       if (row + below < USED && token + lane % 4 * 2 < M) mine[token * PITCH + below] = sum[t][i];
     }
@@ -142,6 +161,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
              const u32* words, int M, int N, int K) {
   extern __shared__ __align__(1024) unsigned char ring[];
+  int before = blockIdx.y * TOKENS;
+  M = min(M - before, TOKENS), out += (size_t)before * N;
   u32* held = (u32*)(ring + ROOM);  // words of the block's rows and part of K
   u64 *full = (u64*)(held + TILES * 64 * WORDS), *empty = full + STAGES;
   int group = threadIdx.x / 128, self = threadIdx.x % 128, row = blockIdx.x / SPLIT * ROWS;
@@ -177,7 +198,7 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
         int stage = step % STAGES;
         barrier_wait(&empty[stage], (step / STAGES & 1) ^ 1);
         for (int i = 0; i < DEPTH / 64; i++)
-          copy_tile(ring + stage * STAGE + CODES + i * X_TILE, &x, &full[stage], 0, (first + step) * DEPTH + i * 64);
+          copy_tile(ring + stage * STAGE + CODES + i * X_TILE, &x, &full[stage], before, (first + step) * DEPTH + i * 64);
       }
     }
   } else {
