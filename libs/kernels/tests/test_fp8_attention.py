@@ -17,7 +17,6 @@ from openinfer.kernels import (
     Target,
     Workload,
     attention,
-    coded_attention,
     long_attention,
     norm_rope_attend,
     widened,
@@ -285,10 +284,14 @@ def rows_of(step, rows, **sizes):
     return step([1] * rows, [3] * rows, **{"kv_heads": 8, "heads": 32, "dim": 128, **sizes})
 
 
-def test_a_step_with_many_rows_takes_the_kernel_of_cuda(step):
-    assert kernels_of(rows_of(step, 24)) == ["qk_norm_rope_write", "attend_codes"]
-    assert kernels_of(rows_of(step, 24, dim=256)) == ["qk_norm_rope_write", "attend_codes"]
-    assert kernels_of(rows_of(step, 23)) == ["attend_new"]
+@pytest.mark.parametrize("rows", [1, 24, 200])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_a_decode_step_takes_the_kernel_of_cuda(step, rows, dim):
+    """Both kernels are early: the second one reads cached keys while the first one runs."""
+    pack = NullPack(CUDA)
+    norm_rope_attend(pack, **as_tensors(rows_of(step, rows, dim=dim)))
+    found = [(command.spec.function, command.early) for command in pack.calls[0].commands]
+    assert found == [("qk_norm_rope_write", True), ("attend_codes", True)]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +321,7 @@ def test_the_kernel_of_cuda_compiles_without_spills(step, cubins, resources, dim
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("lengths", ["short", "one long", "many"])
-def test_attention_of_codes_on_a_gpu(gpu, reference, step, rng, monkeypatch, dim, lengths):
+def test_attention_of_codes_on_a_gpu(gpu, reference, step, rng, dim, lengths):
     """Rows of all lengths, one that many programs share, dead rows, and the same bits again."""
     target, driver, _, stream = gpu
     if target.arch != 90:
@@ -329,7 +332,6 @@ def test_attention_of_codes_on_a_gpu(gpu, reference, step, rng, monkeypatch, dim
         "many": rng.integers(0, 900, 200).tolist(),
     }[lengths]
     args = step([1] * len(before), before, heads=16, kv_heads=4, dim=dim, dead=(3, len(before) - 1))
-    monkeypatch.setattr(coded_attention, "FEWEST", 1)
     own = dataclasses.replace(target, nvrtc=True)
     found = [run_on_gpu(norm_rope_attend, args, own, driver, stream) for _ in range(2)]
     np.testing.assert_array_equal(found[0]["out"].view(np.uint16), found[1]["out"].view(np.uint16))

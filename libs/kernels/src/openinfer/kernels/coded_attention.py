@@ -12,8 +12,6 @@ from openinfer.tensor import float32, int32
 if TYPE_CHECKING:
     from openinfer.kernels.attention import Call
 
-FEWEST = 192
-"""Key heads of all rows from which the kernel is the fastest one: of Qwen3-4B, 24 rows (docs/lessons.md)."""
 BLOCK, WARPS = 128, 8
 """Keys of a block, and warps that multiply. The kernel has these numbers too."""
 MOST_ROWS = 256
@@ -36,16 +34,17 @@ def takes(target: Target, call: Call) -> bool:
         and call.dim in (128, 256)
         and call.group <= MOST_GROUP
         and call.page_size % 16 == 0
-        and call.rows * call.kv_heads >= FEWEST
     )
 
 
 def attend_codes(target: Target, call: Call) -> Launch:
-    """The launch; the keys and values of the step's tokens are in the cache already."""
+    """The launch. The kernel ahead puts the keys and values of the step's tokens into the cache. The rest of the cache
+    and the tensors of rows are read before that kernel ends. So they are written before the last launch that is not
+    early, or before the step."""
     merged = WARPS * call.group * (call.dim + 2) * 4
     rows = max(MOST_ROWS, power_of_two(call.rows))
     stage = BLOCK * (2 * call.dim + 2)
-    other = merged + (rows + 2) * 4
+    other = merged + (4 * rows + 3) * 4
     stages = (shared_bytes(target.arch) - other) // (stage + 16)
     programs, parts = target.num_sms, 2 * target.num_sms
     args: dict[str, Arg] = {

@@ -158,8 +158,9 @@ Spec = KernelSpec | CudaSpec
 class Launch:
     """One kernel launch: `args` in the order of the spec's signature. `branch`: see beside.
 
-    `early`: the kernel may start before the one ahead has ended (programmatic dependent launch). The kernel executes
-    griddepcontrol.wait before it reads or writes what a kernel of the step writes. A launch in a branch is not early.
+    `early`: the kernel may start before the one ahead has ended (programmatic dependent launch), and before those ahead
+    of that if it is early too. All launches before the last one that is not early have ended. Before the kernel writes,
+    or reads what others write, it executes griddepcontrol.wait. A launch in a branch is not early.
     """
 
     spec: Spec

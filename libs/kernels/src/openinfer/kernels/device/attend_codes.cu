@@ -4,6 +4,9 @@
 // the GPU is full whatever the lengths are. A copying warp keeps a ring of STAGES blocks; 8 warps take 16 keys each of a
 // block. A row's head that several programs share is merged by the last of them to finish, in a fixed order.
 //
+// The program starts while the kernels ahead still run. Rows, lengths and tables are from before the step's forward
+// pass. Cached keys are copied at once; only the 16 keys among which the step's own is wait for the kernel ahead.
+//
 // Scores are products of codes and queries in f16, with float32 sums. The tall operand is 16 keys, or 16 channels of the
 // values; the 8 columns are query heads, of which GROUP are real. A key's weight is 2^(score + e), where 2^e is the scale
 // of its value. These weights share a maximum, and so they fit f16; the sum of weights is of 2^score.
@@ -14,7 +17,8 @@
 #include "gpu.cuh"
 
 constexpr int BLOCK = 128, WARPS = 8, HEAD = BLOCK * D, STAGE = 2 * HEAD + 2 * BLOCK, TILES = D / 16, WORDS = D / 64;
-constexpr float LOW = -1e30f, RAISED = 10;  // weights up to 2^10: f16 has more numbers below that than below 1
+constexpr float LOW = -1e30f;
+constexpr float RAISED = 10, LOWERED = 0x1p-10f;  // weights up to 2^10: f16 has more numbers below that than below 1
 
 __device__ __forceinline__ void together() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 
@@ -31,10 +35,21 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
   return other;
 }
 
-__device__ __forceinline__ float2 fresh_pair(const float* p) {
-  float2 v;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
-  return v;
+// 16 bytes into shared memory, of which the barrier does not count the bytes. A bulk copy costs the copying unit as much
+// time for 16 bytes as for 2,048.
+__device__ __forceinline__ void copy_16(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// Arrive when this thread's copies of 16 bytes have.
+__device__ __forceinline__ void arrive_after_copies(u64* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ float power_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 __device__ __forceinline__ u32 byte_of(const unsigned char* p) { return *p; }
@@ -42,8 +57,16 @@ __device__ __forceinline__ u32 byte_of(const unsigned char* p) { return *p; }
 // 2^(byte - 127), for a byte below 254.
 __device__ __forceinline__ float power(u32 byte) { return __uint_as_float(byte ? byte << 23 : 0x400000); }
 
+struct Row {  // the token is -1 where it has none, and the length 0 where it is not to be attended to
+  int slot, token, length;
+};
+
 struct Part {  // a run of blocks of one row's head
   int row, head, first, last, blocks;
+};
+
+struct Item {  // a row's head: where it begins in the line, and the programs that have a part of it
+  int at, first, last;
 };
 
 // The part of the line that begins at `at` and ends before `end`. starts: blocks of a head in the rows before each row.
@@ -58,6 +81,11 @@ __device__ __forceinline__ Part part_at(const int* starts, int rows, int heads, 
   return {low, inside / blocks, first, min(blocks, first + end - at), blocks};
 }
 
+__device__ __forceinline__ Item item_of(const int* starts, int heads, const Part& part, int line, int programs) {
+  int at = starts[part.row] * heads + part.head * part.blocks;
+  return {at, ((at + 1) * programs - 1) / line, ((at + part.blocks) * programs - 1) / line};
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
 attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned char* kv_scales, const int* slots,
              const int* q_starts, const int* seq_lens, const int* alive, const int* block_tables, float* partial,
@@ -67,23 +95,23 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
   float* merged = (float*)(ring + STAGES * STAGE);  // [WARPS, GROUP, D], then maxima and sums [WARPS, GROUP]
   float *tops = merged + WARPS * GROUP * D, *totals = tops + WARPS * GROUP;
   u64 *full = (u64*)(totals + WARPS * GROUP), *empty = full + STAGES;
-  int* starts = (int*)(empty + STAGES);  // [ROWS + 1], then whether this program merges
+  Row* of_rows = (Row*)(empty + STAGES);  // [ROWS]
+  int* starts = (int*)(of_rows + ROWS);   // [ROWS + 1], then whether this program merges each of two heads
   int* merges = starts + ROWS + 1;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");  // its blocks take the SMs that these leave
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], WARPS);
+    for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 33), barrier_init(&empty[i], WARPS);
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
-  for (int row = threadIdx.x; row < rows; row += WARPS * 32 + 32) {
-    int slot = slots[row], token = q_starts[row], count = q_starts[row + 1] - token, blocks = 0;
-    if (count && alive[slot]) blocks = (seq_lens[slot] + BLOCK) / BLOCK;  // of seq_lens + 1 keys
-    starts[row + 1] = blocks;
-    if (count && !blocks && row % gridDim.x == blockIdx.x)
-      for (int i = 0; i < heads * GROUP * D / 2; i++) ((u32*)(out + (size_t)token * heads * GROUP * D))[i] = 0;
-  }
   size_t past = (size_t)q_starts[rows] * heads * GROUP * D / 2, stop = (size_t)tokens * heads * GROUP * D / 2;
-  for (size_t i = past + blockIdx.x * blockDim.x + threadIdx.x; i < stop; i += gridDim.x * blockDim.x) ((u32*)out)[i] = 0;
+  for (int row = threadIdx.x; row < rows; row += WARPS * 32 + 32) {
+    int slot = slots[row], token = q_starts[row], length = 0;
+    if (q_starts[row + 1] == token) token = -1;
+    else if (alive[slot]) length = seq_lens[slot] + 1;
+    of_rows[row] = {slot, token, length};
+    starts[row + 1] = (length + BLOCK - 1) / BLOCK;
+  }
   __syncthreads();
   if (warp == 0) {
     int before = 0;
@@ -99,41 +127,68 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
     if (lane == 0) starts[0] = 0;
   }
   __syncthreads();
-  long long line = (long long)starts[rows] * heads;
-  int programs = (int)min((long long)gridDim.x, line);  // those with a block or more
-  if ((int)blockIdx.x >= programs) return;
-  int begin = (int)(blockIdx.x * line / programs), end = (int)((blockIdx.x + 1) * line / programs);
+  // Its product with the number of programs fits an int: a cache of 2^23 blocks would have 270 GB in one layer.
+  int line = starts[rows] * heads, programs = min((int)gridDim.x, line);  // those with a block or more
+  int nth = blockIdx.x, begin = 0, end = 0;
+  if (nth < programs) begin = nth * line / programs, end = (nth + 1) * line / programs;
   if (warp == WARPS) {
-    int chunk = lane % 8, kind = lane / 8, done = 0;  // kinds: keys, values, scales of keys, scales of values
-    for (int at = begin; at < end;) {
-      Part part = part_at(starts, rows, heads, at, end);
-      int slot = slots[part.row], length = seq_lens[slot] + 1, head = part.head + (kind & 1) * heads;
-      const int* table = block_tables + (size_t)slot * table_width;
-      const unsigned char* from = kind < 2 ? kv + (size_t)head * PAGE * D : kv_scales + (size_t)head * PAGE;
-      int width = kind < 2 ? D : 1;
-      int ahead = table[min(part.first * BLOCK + chunk * 16, length - 1) / PAGE];
-      for (int block = part.first; block < part.last; block++, done++) {
-        int key = block * BLOCK + chunk * 16, page = ahead, stage = done % STAGES;
-        ahead = table[min(key + BLOCK, length - 1) / PAGE];
-        int chunks = min(8, (length - block * BLOCK + 15) / 16);
-        barrier_wait(&empty[stage], (done / STAGES & 1) ^ 1);
-        if (lane == 0) barrier_expect(&full[stage], chunks * 32 * (D + 1));
-        __syncwarp();
-        unsigned char* to = ring + stage * STAGE + (kind < 2 ? kind * HEAD : 2 * HEAD + (kind - 2) * BLOCK);
-        if (chunk < chunks)
-          copy_rows(to + chunk * 16 * width, from + (size_t)page * page_stride + key % PAGE * width, 16 * width,
-                    &full[stage], 0x12F0000000000000ull);  // the policy evict_first
+    int chunk = lane % 8, kind = lane / 8;  // kinds: keys, values, scales of keys, scales of values
+    int width = kind < 2 ? D : 1;
+    u64 policy = evict_first();
+    // The blocks from place `from` on: the pages that other steps have filled, or those that this step writes, or both.
+    auto copy = [&](int from, int until, bool old, bool own) {
+      for (int done = from; done < until;) {
+        Part part = part_at(starts, rows, heads, begin + done, begin + until);
+        Row of = of_rows[part.row];
+        if (!old && part.last < part.blocks) {
+          done += part.last - part.first;
+          continue;
+        }
+        const unsigned char* source = kind < 2 ? kv + (size_t)(part.head + kind * heads) * PAGE * D
+                                               : kv_scales + (size_t)(part.head + (kind - 2) * heads) * PAGE;
+        const int* table = block_tables + (size_t)of.slot * table_width;
+        int ahead = table[min(part.first * BLOCK + chunk * 16, of.length - 1) / PAGE];
+        for (int block = part.first; block < part.last; block++, done++) {
+          int key = block * BLOCK + chunk * 16, page = ahead, stage = done % STAGES;
+          ahead = table[min(key + BLOCK, of.length - 1) / PAGE];
+          int chunks = min(8, (of.length - block * BLOCK + 15) / 16);
+          if (old) {
+            barrier_wait(&empty[stage], (done / STAGES & 1) ^ 1);
+            if (lane == 0) barrier_expect(&full[stage], chunks * 32 * D);
+            __syncwarp();
+          }
+          if (!(key / 16 == (of.length - 1) / 16 ? own : old)) continue;
+          unsigned char* to = ring + stage * STAGE + (kind < 2 ? kind * HEAD : 2 * HEAD + (kind - 2) * BLOCK);
+          const unsigned char* at = source + (size_t)page * page_stride + key % PAGE * width;
+          if (chunk < chunks) {
+            if (kind < 2) copy_rows(to + chunk * 16 * width, at, 16 * width, &full[stage], policy);
+            else copy_16(to + chunk * 16, at);
+          }
+          arrive_after_copies(&full[stage]);
+        }
       }
-      at += part.last - part.first;
-    }
+    };
+    // Pages of other steps are there before the kernel ahead has written this one's.
+    int ready = min(STAGES, end - begin);
+    copy(0, ready, true, false);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    copy(0, ready, false, true);
+    copy(ready, end - begin, true, true);
     return;
   }
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  for (int row = nth; row < rows; row += gridDim.x)
+    if (of_rows[row].token >= 0 && !of_rows[row].length)
+      for (int i = threadIdx.x; i < heads * GROUP * D / 2; i += WARPS * 32)
+        ((u32*)(out + (size_t)of_rows[row].token * heads * GROUP * D))[i] = 0;
+  for (size_t i = past + nth * WARPS * 32 + threadIdx.x; i < stop; i += gridDim.x * WARPS * 32) ((u32*)out)[i] = 0;
+  if (begin == end) return;
   int g = lane / 4, t = lane % 4, done = 0;
   for (int at = begin; at < end;) {
     Part part = part_at(starts, rows, heads, at, end);
-    int slot = slots[part.row], length = seq_lens[slot] + 1, token = q_starts[part.row];
+    int length = of_rows[part.row].length, token = of_rows[part.row].token;
     u32 query[WORDS][8];  // this lane's channels of query head g: 16 at (4 i + t) * 16
-    const bf16* own = q + ((size_t)token * heads * GROUP + part.head * GROUP + min(g, GROUP - 1)) * D;
+    const bf16* own = q + (((size_t)token * heads + part.head) * GROUP + min(g, GROUP - 1)) * D;
 #pragma unroll
     for (int i = 0; i < WORDS; i++)
 #pragma unroll
@@ -152,7 +207,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
       const unsigned char *keys = ring + stage * STAGE + warp * 16 * D, *values = keys + HEAD;
       const unsigned char* scales = ring + stage * STAGE + 2 * HEAD + warp * 16;
       if (key < length) {
-        float score[4] = {0, 0, 0, 0};
+        float score[4] = {0, 0, 0, 0}, other[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
           uint4 va = *(const uint4*)(keys + g * D + (4 * i + t) * 16);
@@ -160,9 +215,11 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
           u32 a[4] = {va.x, va.y, va.z, va.w}, b[4] = {vb.x, vb.y, vb.z, vb.w};
 #pragma unroll
           for (int j = 0; j < 4; j++)
-            multiply(score, halves(a[j]), halves(b[j]), halves(a[j] >> 16), halves(b[j] >> 16), query[i][2 * j],
-                     query[i][2 * j + 1]);
+            multiply(i % 2 ? other : score, halves(a[j]), halves(b[j]), halves(a[j] >> 16), halves(b[j] >> 16),
+                     query[i][2 * j], query[i][2 * j + 1]);
         }
+#pragma unroll
+        for (int i = 0; i < 4; i++) score[i] += other[i];
         float plain[4], weight[4];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -183,10 +240,10 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          float now = fmaxf(top[i], most[i]), decay = exp2f(top[i] - now);
+          float now = fmaxf(top[i], most[i]), decay = power_of(top[i] - now);
           top[i] = now;
-          weight[i] = exp2f(weight[i] - now + RAISED), weight[i + 2] = exp2f(weight[i + 2] - now + RAISED);
-          total[i] = total[i] * decay + exp2f(plain[i] - now) + exp2f(plain[i + 2] - now);
+          weight[i] = power_of(weight[i] - now + RAISED), weight[i + 2] = power_of(weight[i + 2] - now + RAISED);
+          total[i] = total[i] * decay + power_of(plain[i] - now) + power_of(plain[i + 2] - now);
 #pragma unroll
           for (int j = 0; j < TILES; j++) sum[j][i] *= decay, sum[j][i + 2] *= decay;
         }
@@ -198,9 +255,8 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
           for (int i = 0; i < 4; i++) {
             int nth = 2 * t + i % 2 + i / 2 * 8;
             uint4 word = *(const uint4*)(values + nth * D + h * 128 + 16 * g);
-            bool seen = key + nth < length;  // what was never written may be NaN
-            v[i][0] = seen ? word.x : 0, v[i][1] = seen ? word.y : 0;
-            v[i][2] = seen ? word.z : 0, v[i][3] = seen ? word.w : 0;
+            v[i][0] = word.x, v[i][1] = word.y, v[i][2] = word.z, v[i][3] = word.w;
+            if (key + 16 > length && key + nth >= length) v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0;  // it may be NaN
           }
 #pragma unroll
           for (int j = 0; j < 4; j++)
@@ -229,58 +285,56 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
 #pragma unroll
         for (int j = 0; j < TILES; j++) {
           int channel = j / 8 * 128 + 16 * g + j % 8 * 2;
-          merged[(warp * GROUP + of) * D + channel] = sum[j][i] * exp2f(-RAISED);
-          merged[(warp * GROUP + of) * D + channel + 1] = sum[j][i + 2] * exp2f(-RAISED);
+          merged[(warp * GROUP + of) * D + channel] = sum[j][i] * LOWERED;
+          merged[(warp * GROUP + of) * D + channel + 1] = sum[j][i + 2] * LOWERED;
         }
       }
     }
     together();
-    // Of the programs that share this head, who begin with which block of the line.
-    long long item = (long long)starts[part.row] * heads + (long long)part.head * part.blocks;
-    int from = (int)(((item + 1) * programs - 1) / line), until = (int)(((item + part.blocks) * programs - 1) / line);
-    bf16* to = out + ((size_t)token * heads + part.head) * GROUP * D;
-    int counter = part.row * heads + part.head, place = 2 * blockIdx.x + (item >= begin);
+    Item item = item_of(starts, heads, part, line, programs);
+    int began = item.at >= begin, place = 2 * nth + began;
     for (int i = threadIdx.x; i < GROUP * D; i += WARPS * 32) {
       int of = i / D;
       float most = LOW, value = 0, all = 0;
       for (int w = 0; w < WARPS; w++) most = fmaxf(most, tops[w * GROUP + of]);
       for (int w = 0; w < WARPS; w++) {
-        float share = exp2f(tops[w * GROUP + of] - most);
+        float share = power_of(tops[w * GROUP + of] - most);
         value += share * merged[w * GROUP * D + i], all += share * totals[w * GROUP + of];
       }
-      if (from == until) {
-        to[i] = to_bf16(value / all);
+      if (item.first == item.last) {
+        out[((size_t)token * heads + part.head) * GROUP * D + i] = to_bf16(value / all);
       } else {
         partial[(size_t)place * GROUP * D + i] = value;
         if (i % D == 0) *(float2*)(weights + (place * GROUP + of) * 2) = make_float2(most, all);
       }
     }
-    if (from != until) {
-      __threadfence();
-      together();
-      if (threadIdx.x == 0) *merges = atomicAdd(&arrived[counter], 1) == until - from;
-      together();
-      if (*merges) {
-        __threadfence();
-        for (int i = threadIdx.x; i < GROUP * D; i += WARPS * 32) {
-          float most = LOW, value = 0, all = 0;
-          for (int pass = 0; pass < 2; pass++)
-            for (int c = from; c <= until; c++) {
-              int theirs = 2 * c + (item >= (int)(c * line / programs));
-              float2 of = fresh_pair(weights + (theirs * GROUP + i / D) * 2);
-              if (pass == 0) {
-                most = fmaxf(most, of.x);
-              } else {
-                float share = exp2f(of.x - most);
-                value += share * __ldcg(partial + (size_t)theirs * GROUP * D + i), all += share * of.y;
-              }
-            }
-          to[i] = to_bf16(value / all);
-        }
-        if (threadIdx.x == 0) arrived[counter] = 0;
-      }
-    }
     together();  // merged is free for the next head
+    if (item.first != item.last && threadIdx.x == 0) {
+      __threadfence();
+      merges[began] = atomicAdd(&arrived[part.row * heads + part.head], 1) == item.last - item.first;
+      __threadfence();
+    }
     at += part.last - part.first;
+  }
+  // Who has come last to a head merges it. A program shares at most its first head and its last, and ends with both.
+  together();
+  for (int last = 0; last < 2; last++) {
+    Part part = part_at(starts, rows, heads, last ? end - 1 : begin, end);
+    Item item = item_of(starts, heads, part, line, programs);
+    if (item.first == item.last || !merges[item.at >= begin] || last && item.at <= begin) continue;
+    bf16* to = out + ((size_t)of_rows[part.row].token * heads + part.head) * GROUP * D;
+    for (int i = threadIdx.x; i < GROUP * D; i += WARPS * 32) {
+      float most = LOW, value = 0, all = 0;
+#pragma unroll 8
+      for (int c = item.first; c <= item.last; c++) {
+        int place = 2 * c + (item.at >= c * line / programs);
+        float2 of = __ldcg((const float2*)(weights + (place * GROUP + i / D) * 2));
+        float value_of = __ldcg(partial + (size_t)place * GROUP * D + i);
+        float now = fmaxf(most, of.x), old = power_of(most - now), share = power_of(of.x - now);
+        value = value * old + value_of * share, all = all * old + of.y * share, most = now;
+      }
+      to[i] = to_bf16(value / all);
+    }
+    if (threadIdx.x == 0) arrived[part.row * heads + part.head] = 0;
   }
 }

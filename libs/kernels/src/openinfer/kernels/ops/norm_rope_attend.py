@@ -109,7 +109,7 @@ def _launches(
         yield new_tokens(call, choice, new, left_out, eps)
         return
     writing: Mapping[str, Any] = {name: rest.get(name) for name in WRITING}
-    yield write_launch(target, q=q, **writing)
+    yield write_launch(target, q=q, early_behind=one and choice.decode is not None, **writing)
     yield from launches(call, choice, max_q_len)
 
 

@@ -147,8 +147,9 @@ def write_launch(
     token_slots: Tensor,
     block_tables: Tensor,
     eps: float,
+    early_behind: bool = False,
 ) -> Launch:
-    """The op's kernel; q may be scratch."""
+    """The op's kernel; q may be scratch. early_behind: the kernel behind it starts early."""
     tokens, heads, dim = _shape(q, kv, qkv)
     kv_heads, page_size = kv.shape[2:4]
     require(
@@ -160,7 +161,7 @@ def write_launch(
     given, left_out = norm_args(q_norm, k_norm)
     scales: dict[str, Arg] = {} if kv_scales is None else {"kv_scales": kv_scales}
     without = {"kv_scales": None} if kv_scales is None else {}
-    release = releases(target, tokens)
+    release = early_behind or releases(target, tokens)
     parts = [power_of_two(rotary // 2), power_of_two(dim - rotary) if rotary < dim else 0]
     return launch(
         "openinfer.kernels.device.qk_norm_rope_write",
