@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 from test_eagle3 import speculation, write_head
 
-from openinfer.cli import recipes
-from openinfer.cli.segments import Outline
+from openinfer.cli import recipes, steps
+from openinfer.cli.segments import Outline, Placed
 from openinfer.frontend.contract import LoadAdapter, Rejected, UnloadAdapter
 from openinfer.frontend.errors import Unsupported
 from openinfer.kernels import H200
@@ -363,3 +363,21 @@ def test_models_without_adapters_refuse_the_flag(small: Made) -> None:
     llama = GOLDENS.parents[1] / "examples" / "llama" / "golden" / "llama-tiny"
     with pytest.raises(ValueError, match="--enable-lora: this model's recipe runs no adapters"):
         small.engine(llama, enable_lora=True)
+
+
+def test_a_benchmark_gives_rows_adapters(small: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its step has none of an adapter's work. Dummy weights have dummy adapters."""
+    session = small.engine(small.model, enable_lora=True, max_loras=2, load_format="dummy")
+    engine: Any = session.engine
+    assert [state.name for state in engine.stats().adapters] == ["dummy-1", "dummy-2"]
+    asked: list[str] = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: (asked.append(request.adapter), submit(request))[1])
+    steps.run(engine, small.prompts[:3], 4)
+    assert asked == ["dummy-2", "dummy-1", "dummy-2"]
+    placed = Placed(engine, [8, 8, 0], [4, 4, 4], np.random.default_rng(0))
+    rows = engine.runner.model.batch.rows["adapters"]
+    placed.step([1, 2, 3], 4)
+    assert rows.numpy()[:4].tolist() == [0, 1, 2, 1]
+    placed.leave()
+    engine.close()

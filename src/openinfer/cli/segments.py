@@ -121,8 +121,8 @@ class Outline:
 class Placed:
     """Sequences of random tokens in an engine's slots, put there by real prefill. A step can take any of them.
 
-    Slots 1, 2, ... hold `lengths[0]`, `lengths[1]`, ... tokens and can grow by `room`. The engine must be idle;
-    `leave` gives it back. Raises NoRoom.
+    Slots 1, 2, ... hold `lengths[0]`, `lengths[1]`, ... tokens and can grow by `room`. They take the engine's adapters
+    in turn, if it has any. The engine must be idle; `leave` gives it back. Raises NoRoom.
     """
 
     def __init__(
@@ -130,10 +130,13 @@ class Placed:
     ) -> None:
         self._runner, self._forced = engine.runner, Forced(engine)
         chunk, vocab = self._runner.buckets.max_tokens, engine.info.vocab_size
+        places = min(len(engine.stats().adapters), engine.info.max_adapters)
         self._seqs = []
         for slot, (length, more) in enumerate(zip(lengths, room, strict=True), start=1):
             tokens = rng.integers(0, vocab, length + more + MARGIN).tolist()
             seq = self._forced.join(slot, tokens)
+            if places:
+                seq.seq.owner.place = 1 + (slot - 1) % places
             self._forced.feed(seq, length, chunk)
             self._seqs.append(seq)
         for seq, length, more in zip(self._seqs, lengths, room, strict=True):

@@ -204,14 +204,20 @@ class StepBench:
 def run(
     engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[float, list[float], float]:
-    """Submit the prompts at once, greedy, each for num_tokens. Wall seconds to the moment when all have begun, of every
-    step after that in which all got a token, and of the whole."""
+    """Submit the prompts at once, greedy, each for num_tokens, with the engine's adapters in turn. Wall seconds to the
+    moment when all have begun, of every step after that in which all got a token, and of the whole."""
     params = SamplingParams(temperature=0.0, ignore_eos=True)
+    adapters = [state.name for state in engine.stats().adapters] or [""]
     start = time.perf_counter()
     for n, prompt in enumerate(prompts, start=1):
         engine.submit(
             Request(
-                id=-n, prompt_token_ids=list(prompt), sampling=params, max_tokens=num_tokens, arrival=start
+                id=-n,
+                prompt_token_ids=list(prompt),
+                sampling=params,
+                max_tokens=num_tokens,
+                arrival=start,
+                adapter=adapters[n % len(adapters)],
             )
         )
     begun: set[int] = set()

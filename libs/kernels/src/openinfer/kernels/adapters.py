@@ -23,6 +23,8 @@ __all__ = ["Adapter", "AdapterSizes", "Adapters", "Projection"]
 Array = np.ndarray[Any, Any]
 ALIGNED = 128
 """Elements that matrices begin at multiples of."""
+DUMMIES = 1 << 20
+"""Numbers of a dummy adapter that are drawn. The rest repeats them."""
 RANKS = (8, 16, 32, 64, 128, 256, 512)
 """Possible values of AdapterSizes.max_rank."""
 
@@ -128,6 +130,7 @@ class Adapters:
         self._memory, self._products = memory, products
         self.num_values = max(product.whole.end for product in products.values())
         """Elements of an adapter's values."""
+        self._dummies: Array | None = None
 
     @classmethod
     def allocate(
@@ -195,6 +198,13 @@ class Adapters:
             _fill(values, product, matrices)
         digest = hashlib.sha256(values.view(np.uint8).data).digest()
         return Adapter(name, str(folder), values, digest)
+
+    def dummy(self, name: str) -> Adapter:
+        """An adapter of random values, as one of weights that are random too. Its values are those of all dummies."""
+        if self._dummies is None:
+            some = np.random.default_rng(0).standard_normal(min(self.num_values, DUMMIES), np.float32)
+            self._dummies = np.resize((some / 64).astype(self._memory.dtype), self.num_values)
+        return Adapter(name, "dummy", self._dummies, hashlib.sha256(name.encode()).digest())
 
     def put(self, place: int, values: Array, stream: Stream) -> None:
         """Copy an adapter's values, or a rank's part of them, into a place, after the work that is on the stream."""

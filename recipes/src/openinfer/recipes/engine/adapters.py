@@ -53,11 +53,13 @@ def _projections(loads: Iterable[Load]) -> list[Projection]:
 
 
 def read_modules(options: Options, adapters: Adapters | None) -> list[Adapter]:
-    """The adapters of --lora-modules. Raises SetupError, InvalidAdapter."""
+    """The adapters of --lora-modules; or of dummy weights, one a place. Raises SetupError, InvalidAdapter."""
     if adapters is None:
         if options.enable_lora:
             raise SetupError("--enable-lora: this model's recipe runs no adapters; leave the flag out")
         return []
+    if options.load_format == "dummy" and not options.lora_modules:
+        return [adapters.dummy(f"dummy-{place}") for place in range(1, adapters.sizes.places + 1)]
     return [adapters.read(name, Path(path)) for name, path in _named(options.lora_modules)]
 
 
@@ -163,9 +165,7 @@ class AdapterDesk:
                 raise Unsupported(f"the adapter {name!r} is not loaded")
             return None
         if name in self._loaded and not command.in_place:
-            raise Unsupported(
-                f"the adapter {name!r} has already been loaded; unload it first, or set load_inplace"
-            )
+            raise Unsupported(f"the adapter {name!r} has already been loaded; unload it or set load_inplace")
         self._loading.add(name)
         return self._reader.submit(self._read, self._adapters, name, Path(command.path))
 
