@@ -218,6 +218,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no number": ({}, {"lora_alpha": None}, "lora_alpha is None"),
     "no finite number": ({}, {"lora_alpha": float("nan")}, "lora_alpha is nan"),
     "a number that no float holds": ({}, {"lora_alpha": 10**400}, "alpha must be a number"),
+    "a product that overflows": (
+        {NAME % "B": np.full((HIDDEN, 4), 3e38, float32)},
+        {"lora_alpha": 1e6},
+        "B times the scale is too large for",
+    ),
     "no targets": ({}, {"target_modules": None}, "target_modules is None"),
 }
 

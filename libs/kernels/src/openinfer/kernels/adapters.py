@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from openinfer.kernels.errors import InvalidAdapter
 from openinfer.kernels.low_rank import MOST_PARTS, Lora
 from openinfer.kernels.peft import LowRank, read_peft, text_module
 from openinfer.tensor import Arena, Stream, Tensor
@@ -194,8 +195,11 @@ class Adapters:
         }
         matrices = read_peft(folder, shapes, self.sizes.max_rank, self._unused)
         values = np.zeros(self.num_values, self._memory.dtype)
-        for product in self._products.values():
-            _fill(values, product, matrices)
+        with np.errstate(over="ignore"):
+            for product in self._products.values():
+                _fill(values, product, matrices)
+        if not np.isfinite(values).all():  # they would reach other requests of a step
+            raise InvalidAdapter(f"adapter {folder}: B times the scale is too large for {values.dtype}")
         digest = hashlib.sha256(values.view(np.uint8).data).digest()
         return Adapter(name, str(folder), values, digest)
 
