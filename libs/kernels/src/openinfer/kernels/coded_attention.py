@@ -12,8 +12,8 @@ from openinfer.tensor import float32, int32
 if TYPE_CHECKING:
     from openinfer.kernels.attention import Call
 
-BLOCK, WARPS = 128, 8
-"""Keys of a block, and warps that multiply. The kernel has these numbers too."""
+BLOCK, WARPS, COPIERS = 128, 8, 4
+"""Keys of a block, warps that multiply and warps that copy. The kernel has these numbers too."""
 MOST_ROWS = 256
 """Rows that all steps of few rows have room for, so that they share a kernel."""
 MOST_GROUP = 8
@@ -65,7 +65,7 @@ def attend_codes(target: Target, call: Call) -> Launch:
         (programs,),
         args,
         constants,
-        threads=32 * WARPS + 32,
+        threads=32 * (WARPS + COPIERS),
         shared=stages * (stage + 16) + other,
         early=True,
     )

@@ -16,7 +16,8 @@
 
 #include "gpu.cuh"
 
-constexpr int BLOCK = 128, WARPS = 8, HEAD = BLOCK * D, STAGE = 2 * HEAD + 2 * BLOCK, TILES = D / 16, WORDS = D / 64;
+constexpr int BLOCK = 128, WARPS = 8, COPIERS = 4, THREADS = (WARPS + COPIERS) * 32;
+constexpr int HEAD = BLOCK * D, STAGE = 2 * HEAD + 2 * BLOCK, TILES = D / 16, WORDS = D / 64;
 constexpr float LOW = -1e30f;
 constexpr float RAISED = 10, LOWERED = 0x1p-10f;  // weights up to 2^10: f16 has more numbers below that than below 1
 
@@ -86,7 +87,7 @@ __device__ __forceinline__ Item item_of(const int* starts, int heads, const Part
   return {at, ((at + 1) * programs - 1) / line, ((at + part.blocks) * programs - 1) / line};
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned char* kv_scales, const int* slots,
              const int* q_starts, const int* seq_lens, const int* alive, const int* block_tables, float* partial,
              float* weights, int* arrived, int table_width, int page_stride, float scale, int rows, int tokens,
@@ -105,7 +106,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
   size_t past = (size_t)q_starts[rows] * heads * GROUP * D / 2, stop = (size_t)tokens * heads * GROUP * D / 2;
-  for (int row = threadIdx.x; row < rows; row += WARPS * 32 + 32) {
+  for (int row = threadIdx.x; row < rows; row += THREADS) {
     int slot = slots[row], token = q_starts[row], length = 0;
     if (q_starts[row + 1] == token) token = -1;
     else if (alive[slot]) length = seq_lens[slot] + 1;
@@ -131,8 +132,9 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
   int line = starts[rows] * heads, programs = min((int)gridDim.x, line);  // those with a block or more
   int nth = blockIdx.x, begin = 0, end = 0;
   if (nth < programs) begin = nth * line / programs, end = (nth + 1) * line / programs;
-  if (warp == WARPS) {
-    int chunk = lane % 8, kind = lane / 8;  // kinds: keys, values, scales of keys, scales of values
+  if (warp >= WARPS) {
+    if (lane >= 8) return;
+    int chunk = (warp - WARPS) * 2 + lane % 2, kind = lane / 2;  // kinds: keys, values, scales of keys, scales of values
     int width = kind < 2 ? D : 1;
     u64 policy = evict_first();
     // The blocks from place `from` on: the pages that other steps have filled, or those that this step writes, or both.
@@ -154,8 +156,8 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
           int chunks = min(8, (of.length - block * BLOCK + 15) / 16);
           if (old) {
             barrier_wait(&empty[stage], (done / STAGES & 1) ^ 1);
-            if (lane == 0) barrier_expect(&full[stage], chunks * 32 * D);
-            __syncwarp();
+            if (warp == WARPS && lane == 0) barrier_expect(&full[stage], chunks * 32 * D);
+            __syncwarp(0xff);
           }
           if (!(key / 16 == (of.length - 1) / 16 ? own : old)) continue;
           unsigned char* to = ring + stage * STAGE + (kind < 2 ? kind * HEAD : 2 * HEAD + (kind - 2) * BLOCK);
