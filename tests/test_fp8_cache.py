@@ -17,17 +17,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from openinfer.cli import explain, recipes
-from openinfer.cli.segments import Outline
-from openinfer.graph.runner.segments import segments
-from openinfer.kernels import H200, Launch, NullPack, Target
+from openinfer.kernels import Target
 from openinfer.recipes.engine import Options, SetupError, Source
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.startup import build, kernel_specs
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.blueprint import Qwen3
-from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
-from openinfer.tensor import Checkpoint, Tensor
+from openinfer.tensor import Checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"
 MODELS = ("qwen3-tiny", "qwen3_5-tiny")
@@ -223,35 +220,3 @@ def test_a_gpu_without_float8_is_refused() -> None:
         SetupError, match="--kv-cache-dtype fp8 needs a GPU of sm_89 or newer, and this is sm_80"
     ):
         kernel_specs(RECIPE, source, Options(kv_cache_dtype="fp8"), Target(80, 108))
-
-
-MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
-EARLY = {"slots", "q_starts", "seq_lens", "alive", "block_tables"}
-"""What attention of codes reads before the kernels ahead have ended."""
-READERS = {"qk_norm_rope_write", "attend_codes", "delta_step"}
-
-
-@pytest.mark.parametrize(("recipe", "size", "drafts"), [(RECIPE, "4B", None), (QWEN3_5, "4B", MTP)])
-def test_what_attention_reads_early_was_written_before(recipe: Any, size: str, drafts: str | None) -> None:
-    """Back to the last launch that is not early, these tensors are given to nobody who may write them."""
-    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 256}
-    options = recipe.options(kv_cache_dtype="fp8", speculative_config=drafts, **sizes)
-    outline = Outline(recipe, Source(recipe.published()[size]), options, replace(H200, nvrtc=True))
-    pack, found = NullPack(outline.target), set()
-    for key, run in segments(outline.model, pack, outline.buckets).items():
-        calls = pack.traced(run)
-        launches = [command for call in calls for command in call.commands]
-        for place, launch in enumerate(launches):
-            if not isinstance(launch, Launch) or launch.spec.function != "attend_codes":
-                continue
-            found.add(key[0])
-            names = [name for name, _ in launch.spec.signature]
-            read = {arg.ptr for name, arg in zip(names, launch.args, strict=True) if name in EARLY}
-            assert len(read) == len(EARLY)
-            for before in reversed(launches[:place]):
-                assert isinstance(before, Launch)
-                others = {arg.ptr for arg in before.args if isinstance(arg, Tensor)}
-                assert before.spec.function in READERS or not read & others, (key, before)
-                if not before.early:
-                    break
-    assert found == ({"forward"} if drafts is None else {"forward", "draft"})

@@ -11,6 +11,8 @@ from openinfer.kernels import (
     H200,
     ContractError,
     CpuPack,
+    CudaSpec,
+    Launch,
     NullPack,
     Op,
     Store,
@@ -201,20 +203,29 @@ QWEN3_4B: dict[str, tuple[Op[Any], int, tuple[int, ...]]] = {
 }
 
 
+CLUSTERS = dataclasses.replace(H200, nvrtc=True)
+PRODUCTS = {**QWEN3_4B, "the most sums": (gate_up_silu, 5120, (17408, 17408))}
+
+
+def shapes_of(product: str, tokens: int, rank: int = 16, places: int = 8) -> dict[str, tuple[int, ...]]:
+    op, k, parts = PRODUCTS[product]
+    n, width = sum(parts), rank * len(parts)
+    shapes = {"weight": (n, k), "lora_a": (places, width, k), "lora_b": (places, n, rank)}
+    if op is linear_add:
+        return {**shapes, "x": (tokens, n), "h": (tokens, k)}
+    return {**shapes, "x": (tokens, k), "out": (tokens, n // 2 if op is gate_up_silu else n)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 32, 64])
 @pytest.mark.parametrize("product", QWEN3_4B)
 def test_the_kernel_of_a_model_fits(
     product: str, tokens: int, arena: Any, cubins: Any, resources: Any
 ) -> None:
-    op, k, parts = QWEN3_4B[product]
-    n, rows = sum(parts), 16 * len(parts)
-    shapes = {"weight": (n, k), "lora_a": (8, rows, k), "lora_b": (8, n, 16)}
-    if op is linear_add:
-        shapes |= {"x": (tokens, n), "h": (tokens, k)}
-    else:
-        shapes |= {"x": (tokens, k), "out": (tokens, n // 2 if op is gate_up_silu else n)}
-    args: dict[str, Any] = {name: arena.alloc(shape, bfloat16) for name, shape in shapes.items()}
+    op, _, parts = QWEN3_4B[product]
+    args: dict[str, Any] = {
+        name: arena.alloc(shape, bfloat16) for name, shape in shapes_of(product, tokens).items()
+    }
     args |= {name: arena.alloc((tokens,), int32) for name in ("adapters", "token_slots")}
     args["lora_parts"] = parts
     plan, store = NullPack(H200), Store(90, cubins, folders=[])
@@ -224,6 +235,101 @@ def test_the_kernel_of_a_model_fits(
     used = resources(store.get(spec).cubin)
     assert used["STACK"] == used["LOCAL"] == 0
     assert store.get(spec).shared <= shared_bytes(90)
+
+
+def clusters_of(
+    arena: Any, product: str, tokens: int, rank: int, *, target: Target = CLUSTERS, **more: Any
+) -> list[CudaSpec]:
+    """The kernels of clusters that have adapters. Each launch of their op is early."""
+    op, k, parts = PRODUCTS[product]
+    args: dict[str, Any] = {
+        name: arena.alloc(shape, bfloat16) for name, shape in shapes_of(product, tokens, rank).items()
+    }
+    args |= {name: arena.alloc((tokens,), int32) for name in ("adapters", "token_slots")}
+    args["lora_parts"] = parts
+    if op is not linear_add:
+        args |= {"norm_weight": arena.alloc((k,), bfloat16), "eps": 1e-6}
+    plan = NullPack(target)
+    plan.run(op, {**args, **more})
+    launches = [command for call in plan.calls for command in call.commands if isinstance(command, Launch)]
+    found = [
+        launch.spec
+        for launch in launches
+        if isinstance(launch.spec, CudaSpec) and "RANK" in dict(launch.spec.constants)
+    ]
+    assert not found or all(launch.early for launch in launches)
+    return found
+
+
+@pytest.mark.parametrize("product", QWEN3_4B)
+def test_clusters_multiply_up_to_128_tokens_with_adapters(arena: Any, product: str) -> None:
+    for tokens in (1, 2, 64, 65, 128):
+        (spec,) = clusters_of(arena, product, tokens, 16)
+        constants = dict(spec.constants)
+        assert (constants["RANK"], constants["PROJECTIONS"]) == (16, len(QWEN3_4B[product][2]))
+        assert spec.shared <= shared_bytes(90)
+    invariant = dataclasses.replace(CLUSTERS, batch_invariant=True)
+    assert not clusters_of(arena, product, 129, 16)
+    assert not clusters_of(arena, product, 32, 128)  # a warp would read too much of B
+    assert not clusters_of(arena, product, 32, 16, target=invariant)
+
+
+def test_a_block_has_at_most_two_projections(arena: Any) -> None:
+    """Else the adapters have kernels of their own."""
+    for parts, taken in (((6000, 88, 56), False), ((5952, 96, 96), True), ((5900, 140, 104), False)):
+        b = arena.alloc((8, sum(parts), 16), bfloat16)
+        assert bool(clusters_of(arena, "qkv", 32, 16, lora_parts=parts, lora_b=b)) is taken
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+def test_clusters_with_adapters_compile_without_spills(
+    arena: Any, cubins: Any, resources: Any, rank: int
+) -> None:
+    specs = {
+        spec for product in PRODUCTS for n in (8, 64, 128) for spec in clusters_of(arena, product, n, rank)
+    }
+    store = Store(90, cubins, folders=[])
+    store.prepare(specs)
+    for spec in specs:
+        used = resources(store.get(spec).cubin)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert used["REG"] * spec.threads <= 65536
+
+
+ALL = [*range(1, 9), 0]
+ON_CLUSTERS = {
+    **{f"{n} tokens": (n, ALL, 16) for n in (1, 5, 32, 128)},
+    "one adapter": (64, [3], 16),
+    "no adapter": (9, [0], 16),
+    "a rank of 64": (40, [5, 0, 2], 64),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_CLUSTERS)
+@pytest.mark.parametrize("product", QWEN3_4B)
+def test_clusters_with_adapters_on_a_gpu(gpu: Any, product: str, case: str) -> None:
+    """Each token by itself, the same bits again, and that adapters count."""
+    target, driver, _, stream = gpu
+    if target.arch != 90:
+        pytest.skip("the kernel is for sm_90")
+    own = dataclasses.replace(target, nvrtc=True)
+    op, k, parts = QWEN3_4B[product]
+    tokens, ids, rank = ON_CLUSTERS[case]
+    args = call(op, tokens, k, parts, ids, rank=rank)
+    assert "cluster_product" in kernels_of(op, args, own)
+    name = "x" if op is linear_add else "out"
+    found = [run_on_gpu(op, args, own, driver, stream)[name] for _ in range(2)]
+    np.testing.assert_array_equal(found[0].view(np.uint16), found[1].view(np.uint16))
+    some = np.unique(np.r_[0, tokens - 1, RNG.integers(0, tokens, 8)])
+    of_tokens = ("x", "h", "out", "token_slots")
+    few = {key: value[some].copy() if key in of_tokens else value for key, value in args.items()}
+    got, want = found[0][some].astype(float32), run_reference(op, few)[name].astype(float32)
+    off = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert off.max() < 1e-2
+    if any(ids):
+        other = run_reference(op, {**few, "adapters": np.roll(args["adapters"], 1)})[name].astype(float32)
+        assert np.linalg.norm(other - want) > 0.1 * np.linalg.norm(want)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from openinfer.kernels.cluster_product import adapted_choice, cluster_product
 from openinfer.kernels.formats import Coding
 from openinfer.kernels.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.low_rank import MOST_PARTS, Lora
@@ -62,9 +63,17 @@ def adapted_product(
     gated: bool = False,
 ) -> Iterator[Command]:
     """products.product of x, or of its norm, with what adapters add. gated: its gated form."""
+    bf16 = scales is None and x.dtype == bfloat16
+    clusters = adapted_choice(target, op, x, weight, lora, gated=gated) if bf16 else None
     tile = few_tile(target, op, x, weight, scales, lora, gated=gated)
-    if tile is not None:
+    if clusters is not None:
         h: Tensor | Scratch = x
+        if normed is not None:
+            h = Scratch(x.shape, x.dtype)
+            yield norm(h, x, *normed, early=True)
+        yield cluster_product(clusters, out, h, weight, lora=lora, add=add, gated=gated)
+    elif tile is not None:
+        h = x
         if normed is not None:
             h = Scratch(x.shape, x.dtype)
             yield norm(h, x, *normed)

@@ -209,16 +209,25 @@ def copied_tokens(m: int) -> int:
     return next(n for n in (FEW_CLUSTER_TOKENS, CLUSTER_TOKENS, MOST_CLUSTER_TOKENS) if m <= n)
 
 
+def adapters_bytes(bm: int, tokens: int, rank: int) -> int:
+    """Shared memory that a cluster's block needs for adapters: three lists of tokens, each token's adapter, and what
+    A makes of the tokens, of two projections."""
+    return 4 * bm + tokens * 2 * rank * 2 + 16
+
+
 @functools.cache
-def cluster_choice(target: Target, op: str, m: int, n: int, k: int, *, codes: bool = False) -> Choice | None:
+def cluster_choice(
+    target: Target, op: str, m: int, n: int, k: int, *, codes: bool = False, rank: int = 0
+) -> Choice | None:
     """The clusters for a product of few tokens, or None where their kernel does not take it. All of them run at once,
-    and K has as few parts as that allows. `codes`: x and the weight are float8."""
+    and K has as few parts as that allows. `codes`: x and the weight are float8. `rank`: of the adapters that tokens
+    have, if not 0. For those no other kernel is as fast with any shape."""
     gated, depth = op == "gate_up_silu", ROW_BYTES if codes else ROW_BYTES // 2
     if not target.nvrtc or target.arch != 90 or not 1 < m <= MOST_CLUSTER_TOKENS or k % depth:
         return None
     if op not in ("norm_linear", "linear_add", "gate_up_silu") or n % 16 or target.batch_invariant:
         return None
-    if m > CLUSTER_TOKENS and not gated and not codes and k <= 2 * n:
+    if m > CLUSTER_TOKENS and not (gated or codes or rank) and k <= 2 * n:
         return None
     bm, halves = CLUSTER_TOKENS if m <= CLUSTER_TOKENS else MOST_CLUSTER_TOKENS, 2 if gated else 1
     most_columns, copied = 128 if codes else 160, copied_tokens(m)
@@ -232,6 +241,7 @@ def cluster_choice(target: Target, op: str, m: int, n: int, k: int, *, codes: bo
             return None
         steps = -(-k // depth // split)
         held = (2 * halves + copied) * steps * 4 if codes else 0  # scales
+        held += adapters_bytes(bm, copied, rank) if rank else 0
         room = (shared_bytes(target.arch) - held) // ((copied + halves * columns) * ROW_BYTES + 16)
         return Choice("cluster", bm, columns, depth, split, 8, min(16, steps, room))
     return None

@@ -9,9 +9,18 @@
 // CODES: 0: x and weight are bf16. Else they are codes of e4m3 with scales. 1: x_scales [K / 128, M] and scales
 // [ceil(N / 128), K / 128], twice that if GATED. 2: x_scales [M] and scales [N], or [2 N]. The tensor cores add up codes with
 // some 14 bits, so every stage of 128 columns has a sum of its own, which is added in float32.
+//
+// PROJECTIONS: if not 0, out gets what adapters add, too (adapters.cuh). Two warps of a block that copy nothing make
+// x @ A^T. The sums get its products with B before the last step: the steps before hide the wait for x @ A^T.
 
 #include "gpu.cuh"
 #include "tensor_cores.cuh"
+#if PROJECTIONS
+#include "adapters.cuh"
+constexpr int REGISTERS = 184, PRODUCER_REGISTERS = 136;
+#else
+constexpr int REGISTERS = 232, PRODUCER_REGISTERS = 40;
+#endif
 
 constexpr int DEPTH = CODES ? 128 : 64, HALVES = GATED ? 2 : 1, PARTS = TOKENS == 64 ? 2 : 1;
 // ROWS: of x that are copied. Of few tokens the products read on into the weight, and what they make of it is never stored.
@@ -51,6 +60,10 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
 #if CODES
                 const float* x_scales, const float* scales,
 #endif
+#if PROJECTIONS
+                const bf16* hidden, const bf16* a, const bf16* b, const int* adapters, const int* token_slots, float* low_sums,
+                int* state, int a_stride, int b_stride, int places, int workers, int end0, int end1, int end2, int columns,
+#endif
                 int M, int N, int K) {
   extern __shared__ __align__(1024) unsigned char ring[];
   u64 *full = (u64*)(ring + ROOM), *empty = full + STAGES;
@@ -61,8 +74,20 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
   int rank = blockIdx.x % SPLIT, steps = K / DEPTH, first = steps * rank / SPLIT;
   steps = steps * (rank + 1) / SPLIT - first;
   u64 policy = evict_first();
-  auto copy_weight = [&](int step) {
-    int stage = step % STAGES;
+  int ahead = min(STAGES, steps - (PROJECTIONS ? 1 : 0));  // steps whose stages are free at first
+#if PROJECTIONS
+  Lora lora = {a, b, adapters, token_slots, low_sums, state, a_stride, b_stride, places, workers, {end0, end1, end2}, columns};
+  using Columns = Block<HALVES, COLUMNS>;
+  Columns own_columns(lora, column, N);
+  constexpr int PER = STAGE / (Columns::FACTORS * 2);  // adapters of a stage
+  static_assert(PER > 0, "an adapter's rows of B fit a stage");
+  bf16* lows = (bf16*)(empty + STAGES);  // [ROWS, 2, RANK]
+  Adapted& adapted = *(Adapted*)(lows + ROWS * 2 * RANK);
+  unsigned char* lists = (unsigned char*)(&adapted + 1);  // [2, TOKENS]
+  u64* ready = (u64*)(lists + 2 * TOKENS);                // who waits for it may read `adapted`
+#endif
+  auto copy_weight = [&](int step, int place) {
+    int stage = place % STAGES;
     barrier_expect(&full[stage], STAGE);
 #pragma unroll
     for (int h = 0; h < HALVES; h++)
@@ -71,29 +96,78 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
   };
   if (threadIdx.x == 256) {
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], 2);
+#if PROJECTIONS
+    barrier_init(ready, 1);
+#endif
     asm volatile("fence.mbarrier_init.release.cluster;");
-    for (int step = 0; step < min(STAGES, steps); step++) copy_weight(step);
+    for (int step = 0; step < ahead; step++) copy_weight(step, step);
   }
   __syncthreads();
+#if PROJECTIONS
+  // Before the last step of the weight come `more` steps of B.
+  int last = steps - 1, more = 0;
+  u32 used;
+  auto learn = [&] {
+    barrier_wait(ready, 0);
+    used = adapted.used, more = (__popc(used) + PER - 1) / PER;
+  };
+  auto place_of = [&](int step) { return step < last ? step : step + more; };
+#else
+  auto place_of = [&](int step) { return step; };
+#endif
   if (group == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     if (self == 0) {
-      for (int step = STAGES; step < steps; step++) {
-        barrier_wait(&empty[step % STAGES], (step / STAGES & 1) ^ 1);
-        copy_weight(step);
+      for (int step = ahead; step < steps; step++) {
+#if PROJECTIONS
+        if (step == last) {
+          learn();
+          for (int i = 0; used; i++, used &= used - 1) {
+            int place = last + i / PER, stage = place % STAGES;
+            if (i % PER == 0) {
+              barrier_wait(&empty[stage], (place / STAGES & 1) ^ 1);
+              barrier_expect(&full[stage], own_columns.bytes(min(PER, __popc(used))));
+            }
+            own_columns.copy((bf16*)(ring + stage * STAGE) + i % PER * Columns::FACTORS, lora, __ffs(used) - 1, N,
+                             &full[stage], policy);
+          }
+        }
+#endif
+        int place = place_of(step);
+        barrier_wait(&empty[place % STAGES], (place / STAGES & 1) ^ 1);
+        copy_weight(step, place);
       }
       // All loads are under way, so those of the next kernel take no bandwidth from them.
       asm volatile("griddepcontrol.launch_dependents;");
     } else if (self == 32) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       for (int step = 0; step < steps; step++) {
-        int stage = step % STAGES;
-        barrier_wait(&empty[stage], (step / STAGES & 1) ^ 1);
+#if PROJECTIONS
+        if (step == last) learn();
+#endif
+        int place = place_of(step), stage = place % STAGES;
+        barrier_wait(&empty[stage], (place / STAGES & 1) ^ 1);
         copy_tile(ring + stage * STAGE, &x, &full[stage], 0, (first + step) * DEPTH);
       }
     }
+#if PROJECTIONS
+    if (self >= 64) {
+      int worker = blockIdx.x * 2 + self / 32 - 2, own[TOKENS / 32];
+      adapters_of_lane(lora, M, own);
+      if (self < 96) {
+        list_tokens(adapted, own, own_columns.adapters<SPLIT>(rank));
+        if (self == 64) barrier_arrive(ready);
+      }
+      if (worker < workers) shrink(lora, hidden, own, K, worker, lists + (self / 32 - 2) * TOKENS);
+    }
+    __syncwarp();
+    if (self >= 32) {
+      asm volatile("bar.sync 4, 352;" ::: "memory");
+      leave(lora, M, self / 32 - 1);
+    }
+#endif
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
     float sum[HALVES][COLUMNS / 2] = {};
     int lane = self % 32, row = (PARTS == 1 ? group * 64 : 0) + self / 32 * 16 + lane / 4, at = PARTS == 2 ? group * PRODUCTS : 0;
 #if CODES
@@ -110,52 +184,88 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
     for (int i = threadIdx.x; i < steps * M; i += 256) of_x[i / M * ROWS + i % M] = fresh_float(x_scales + (size_t)first * M + i);
     asm volatile("bar.sync 1, 256;" ::: "memory");
 #endif
-    for (int step = 0; step < steps; step++) {
-      int stage = step % STAGES;
-      barrier_wait(&full[stage], step / STAGES & 1);
-      u32 tokens = shared_address(ring + stage * STAGE), weights = tokens + X_BYTES + at * 32;
-      tokens += (PARTS == 1 ? group * 64 * 128 : 0) + at * 32;
+    auto multiply_steps = [&](int from, int to) {
+      for (int step = from; step < to; step++) {
+        int place = place_of(step), stage = place % STAGES;
+        barrier_wait(&full[stage], place / STAGES & 1);
+        u32 tokens = shared_address(ring + stage * STAGE), weights = tokens + X_BYTES + at * 32;
+        tokens += (PARTS == 1 ? group * 64 * 128 : 0) + at * 32;
 #if CODES == 1
-      float of_token[2], of_rows[HALVES][2];
+        float of_token[2], of_rows[HALVES][2];
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        of_token[i] = of_x[step * ROWS + min(row + 8 * i, ROWS - 1)];
+        for (int i = 0; i < 2; i++) {
+          of_token[i] = of_x[step * ROWS + min(row + 8 * i, ROWS - 1)];
 #pragma unroll
-        for (int h = 0; h < HALVES; h++) of_rows[h][i] = of_weight[(h * 2 + i) * STEPS + step];
-      }
+          for (int h = 0; h < HALVES; h++) of_rows[h][i] = of_weight[(h * 2 + i) * STEPS + step];
+        }
 #endif
 #if CODES
 #pragma unroll
-      for (int h = 0; h < HALVES; h++) {
+        for (int h = 0; h < HALVES; h++) {
+          products_begin();
+#pragma unroll
+          for (int i = 0; i < PRODUCTS; i++)
+            multiply_codes(part, operand(tokens + i * 32), operand(weights + h * WEIGHT_BYTES + i * 32), i != 0);
+          products_commit();
+          products_wait<0>();
+          results(part);
+          if (h == HALVES - 1 && self == 0) barrier_arrive(&empty[stage]);
+#pragma unroll
+          for (int j = 0; j < COLUMNS / 2; j++)
+#if CODES == 1
+            sum[h][j] += part[j] * (of_token[j / 2 % 2] * (j / 4 * 8 < edge ? of_rows[h][0] : of_rows[h][1]));
+#else
+            sum[h][j] += part[j];
+#endif
+        }
+#else
         products_begin();
 #pragma unroll
         for (int i = 0; i < PRODUCTS; i++)
-          multiply_codes(part, operand(tokens + i * 32), operand(weights + h * WEIGHT_BYTES + i * 32), i != 0);
-        products_commit();
-        products_wait<0>();
-        results(part);
-        if (h == HALVES - 1 && self == 0) barrier_arrive(&empty[stage]);
 #pragma unroll
-        for (int j = 0; j < COLUMNS / 2; j++)
-#if CODES == 1
-          sum[h][j] += part[j] * (of_token[j / 2 % 2] * (j / 4 * 8 < edge ? of_rows[h][0] : of_rows[h][1]));
-#else
-          sum[h][j] += part[j];
+          for (int h = 0; h < HALVES; h++)
+            multiply(sum[h], operand(tokens + i * 32), operand(weights + h * WEIGHT_BYTES + i * 32), (step | i) != 0);
+        products_commit();
+        products_wait<1>();  // so the stage before is free
+        if (step > from && self == 0) barrier_arrive(&empty[(place - 1) % STAGES]);
 #endif
       }
-#else
-      products_begin();
-#pragma unroll
-      for (int i = 0; i < PRODUCTS; i++)
-#pragma unroll
-        for (int h = 0; h < HALVES; h++)
-          multiply(sum[h], operand(tokens + i * 32), operand(weights + h * WEIGHT_BYTES + i * 32), (step | i) != 0);
-      products_commit();
-      products_wait<1>();  // so the stage before is free
-      if (step && self == 0) barrier_arrive(&empty[(step - 1) % STAGES]);
-#endif
+      products_wait<0>();
+    };
+#if PROJECTIONS
+    multiply_steps(0, last);
+    if (self == 0) barrier_arrive(&empty[(last - 1) % STAGES]);
+    learn();
+    if (used) {
+      own_columns.gather(lora, lows, adapted);
+      asm volatile("bar.sync 1, 256;" ::: "memory");
     }
-    products_wait<0>();
+    asm volatile("bar.arrive 4, 352;" ::: "memory");  // the block has read `low`
+    if (used) {
+#pragma unroll
+      for (int h = 0; h < HALVES; h++) results(sum[h]);
+      int own = adapted.adapters[row], below = adapted.adapters[row + 8];
+      const bf16 *of_row = lows + min(row, ROWS - 1) * 2 * RANK, *of_below = lows + min(row + 8, ROWS - 1) * 2 * RANK;
+#pragma unroll 1
+      for (int i = 0; used; i++, used &= used - 1) {
+        int place = last + i / PER, stage = place % STAGES, id = __ffs(used);
+        if (i % PER == 0) barrier_wait(&full[stage], place / STAGES & 1);
+        bool mine = own == id, other = below == id;
+        if ((PARTS == 1 || i % 2 == group) && __any_sync(~0u, mine || other)) {
+          const bf16* of = (const bf16*)(ring + stage * STAGE) + i % PER * Columns::FACTORS;
+#pragma unroll
+          for (int c = 0; c < RANK; c += 16) own_columns.expand(sum, of + c, mine, other, of_row + c, of_below + c);
+        }
+        if (i % PER == PER - 1 || used == (used & -used)) {
+          asm volatile("bar.sync %0, 128;" ::"r"(group + 2) : "memory");
+          if (self == 0) barrier_arrive(&empty[stage]);
+        }
+      }
+    }
+    multiply_steps(last, steps);
+#else
+    multiply_steps(0, steps);
+#endif
     asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the ring any more
     float* mine = (float*)ring + ((PARTS == 2 ? group * TOKENS : 0) + row) * PITCH + lane % 4 * 2;
 #pragma unroll

@@ -1,0 +1,67 @@
+"""Kernels that read tensors before the kernels ahead have ended: nobody may write these tensors then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from openinfer.cli.segments import Outline
+from openinfer.graph.runner.segments import segments
+from openinfer.kernels import H200, Launch, NullPack
+from openinfer.recipes.engine import Source
+from openinfer.recipes.qwen3 import RECIPE
+from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
+from openinfer.tensor import Tensor
+
+SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 256}
+MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
+CODES = ("attend_codes", {"slots", "q_starts", "seq_lens", "alive", "block_tables"})
+ADAPTED = ("cluster_product", {"adapters", "token_slots"})
+"""Kernels, and what they read early."""
+READERS = {"qk_norm_rope_write", "attend_codes", "delta_step", "cluster_product"}
+CASES = {
+    "an FP8 cache": (RECIPE, {"kv_cache_dtype": "fp8"}, CODES, {"forward"}),
+    "an FP8 cache and drafts": (
+        QWEN3_5,
+        {"kv_cache_dtype": "fp8", "speculative_config": MTP},
+        CODES,
+        {"forward", "draft"},
+    ),
+    "adapters": (RECIPE, {"enable_lora": True}, ADAPTED, {"forward"}),
+    "adapters of Qwen3.5": (QWEN3_5, {"enable_lora": True}, ADAPTED, {"forward"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read_early_was_written_before(case: str) -> None:
+    """Back to the last launch that is not early, these tensors are given to nobody who may write them."""
+    recipe, flags, (function, early), kinds = CASES[case]
+    options = recipe.options(**SIZES, **flags)  # type: ignore[arg-type]
+    outline = Outline(recipe, Source(recipe.published()["4B"]), options, replace(H200, nvrtc=True))
+    pack, found = NullPack(outline.target), set()
+    for key, run in segments(outline.model, pack, outline.buckets).items():
+        launches = [command for call in pack.traced(run) for command in call.commands]
+        for place, launch in enumerate(launches):
+            if not isinstance(launch, Launch) or launch.spec.function != function:
+                continue
+            read = early_arguments(launch, early)
+            if not read:
+                continue
+            found.add(key[0])
+            for before in reversed(launches[:place]):
+                assert isinstance(before, Launch)
+                others = {arg.ptr for arg in before.args if isinstance(arg, Tensor)}
+                assert before.spec.function in READERS or not read & others, (key, before)
+                if not before.early:
+                    break
+    assert found == kinds
+
+
+def early_arguments(launch: Launch, early: set[str]) -> set[Any]:
+    """Addresses of these arguments: all of them, or none of a kernel without them."""
+    names = [name for name, _ in launch.spec.signature]
+    read = {arg.ptr for name, arg in zip(names, launch.args, strict=True) if name in early}
+    assert not read or len(read) == len(early)
+    return read
