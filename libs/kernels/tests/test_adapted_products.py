@@ -281,7 +281,7 @@ def test_a_block_has_at_most_two_projections(arena: Any) -> None:
         assert bool(clusters_of(arena, "qkv", 32, 16, lora_parts=parts, lora_b=b)) is taken
 
 
-@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("rank", [16, pytest.param(32, marks=pytest.mark.slow), 64])
 def test_clusters_with_adapters_compile_without_spills(
     arena: Any, cubins: Any, resources: Any, rank: int
 ) -> None:

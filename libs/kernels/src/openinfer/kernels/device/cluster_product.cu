@@ -253,7 +253,7 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
         bool mine = own == id, other = below == id;
         if ((PARTS == 1 || i % 2 == group) && __any_sync(~0u, mine || other)) {
           const bf16* of = (const bf16*)(ring + stage * STAGE) + i % PER * Columns::FACTORS;
-#pragma unroll
+#pragma unroll 1  // else sums spill
           for (int c = 0; c < RANK; c += 16) own_columns.expand(sum, of + c, mine, other, of_row + c, of_below + c);
         }
         if (i % PER == PER - 1 || used == (used & -used)) {
