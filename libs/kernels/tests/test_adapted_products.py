@@ -143,6 +143,22 @@ def test_other_products_come_before_the_adapters(op: Op[Any], kind: str) -> None
     compare(op, got, want, {name: 2 * limit for name, limit in limits(op).items()})
 
 
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("tokens", [70, 133])
+def test_many_tokens(op: Op[Any], tokens: int) -> None:
+    """Tiles of tokens with several adapters, several parts of K, and the gate in the last kernel."""
+    parts = (128, 128) if op is not linear_add else (256,)
+    args = call(op, tokens, 640, parts, [1, 0, 20, 2], wide=64 if op is norm_linear else 0)
+    kernels = kernels_of(op, args, INTERPRETED)
+    assert {"lora_shrink", "lora_expand"} <= set(kernels)
+    assert "silu_mul" not in kernels
+    got, want = run_interpreted(op, args), run_reference(op, args)
+    compare(op, got, want, {name: 2 * limit for name, limit in limits(op).items()})
+    other = run_reference(op, {**args, "adapters": np.roll(args["adapters"], 1)})
+    name = "x" if op is linear_add else "out"
+    assert error(other[name], want[name]) > 0.1
+
+
 def test_one_kernel_for_all_tokens_has_no_adapters() -> None:
     args = call(norm_linear, 9, 256, (128, 64), [1, 2])
     fixed = dataclasses.replace(INTERPRETED, batch_invariant=True)

@@ -11,7 +11,7 @@ from openinfer.kernels.formats import Coding
 from openinfer.kernels.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.low_rank import MOST_PARTS, Lora
 from openinfer.kernels.norms import norm, silu_mul
-from openinfer.kernels.ops.add_lora import add_lora
+from openinfer.kernels.ops.add_lora import add_lora, gated_sums, takes_few
 from openinfer.kernels.products import normed_product, product
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, measured, rule
@@ -79,26 +79,30 @@ def adapted_product(
             yield norm(h, x, *normed)
         yield _together(tile, out, h, weight, lora, add=add, gated=gated)
     elif gated:
-        both, h = Scratch((x.shape[0], weight.shape[0]), x.dtype), x
-        yield from _after(target, both, x, lora, normed, add=False)
+        both, h, few = Scratch((x.shape[0], weight.shape[0]), x.dtype), x, takes_few(target, x.shape[0], lora)
+        if few:
+            yield from _after(target, both, x, lora, normed, add=False)
         if normed is not None:
             h = Scratch(x.shape, x.dtype)
             yield norm(h, x, *normed)
-        yield from product(target, op, both, h, weight, scales, add=True, coding=coding, x_scale=x_scale)
-        yield silu_mul(out, both)
+        yield from product(target, op, both, h, weight, scales, add=few, coding=coding, x_scale=x_scale)
+        yield from [silu_mul(out, both)] if few else gated_sums(target, out, both, h, lora)
+    elif normed is None:
+        yield from product(target, op, out, x, weight, scales, add=add, coding=coding, x_scale=x_scale)
+        yield from _after(target, out, x, lora, None, add=True)
+    elif coding is None and not takes_few(target, x.shape[0], lora):
+        h = Scratch(x.shape, x.dtype)
+        yield norm(h, x, *normed)
+        yield from product(target, op, out, h, weight, scales)
+        yield from _after(target, out, h, lora, None, add=True)
     else:
-        if normed is None:
-            yield from product(target, op, out, x, weight, scales, add=add, coding=coding, x_scale=x_scale)
-        else:
-            assert isinstance(out, Tensor)
-            yield from normed_product(
-                target, op, out, x, *normed, weight, scales, coding=coding, x_scale=x_scale
-            )
+        assert isinstance(out, Tensor)
+        yield from normed_product(target, op, out, x, *normed, weight, scales, coding=coding, x_scale=x_scale)
         yield from _after(target, out, x, lora, normed, add=True)
 
 
 def _after(
-    target: Target, out: Tensor | Scratch, x: Tensor, lora: Lora, normed: Norm | None, *, add: bool
+    target: Target, out: Tensor | Scratch, x: Tensor | Scratch, lora: Lora, normed: Norm | None, *, add: bool
 ) -> Iterator[Command]:
     weight, eps = normed or (None, None)
     columns = sum(lora["lora_parts"])

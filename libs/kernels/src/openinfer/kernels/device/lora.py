@@ -1,15 +1,15 @@
-"""Low-rank products of adapters: partial sums of x @ A^T, then their product with B^T.
+"""Low-rank products of adapters: x @ A^T, then its product with B^T.
 
 A program has BM tokens, which may have any adapters. Of many tokens it takes one adapter after the other, with the
 other tokens' rows zero. In steps of few tokens a program has one adapter (`_few`), so that all of them are read at the
-same time. Adapters that no token of the program has cost a comparison.
+same time.
 """
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.norm import weighted
+from openinfer.kernels.device.norm import gated
 
 
 @triton.jit
@@ -20,28 +20,29 @@ def _adapters_of(adapters, token_slots, token, tokens):
 
 
 @triton.jit
+def _span(adapter, places):
+    """The places from the first adapter of these tokens to the last: range(low, high)."""
+    return tl.min(tl.where(adapter > 0, adapter, places + 1), 0) - 1, tl.max(adapter, 0)
+
+
+@triton.jit
 def lora_shrink(
-    partial, x, gain, a, adapters, token_slots, tokens, x_stride, a_stride, K, rows, places, eps,
-    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr,
+    low, partial, counter, x, a, adapters, token_slots, tokens, x_stride, a_stride, K, rows, places,
+    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """partial[s] [tokens, rows] float32 = x @ a[adapter - 1]^T over SPLIT columns; NORM: of normalised x. Tokens
-    without an adapter are not written. Grid (cdiv(tokens, BM), cdiv(K, SPLIT), cdiv(rows, BR))."""
+    """low [tokens, rows] = x @ a[adapter - 1]^T. A program has SPLIT columns; the last one of a tile adds up the
+    partial sums [s] [tokens, rows], in their order. Tokens without an adapter are not written. Grid (cdiv(tokens, BM),
+    cdiv(K, SPLIT), cdiv(rows, BR))."""
     token = tl.program_id(0) * BM + tl.arange(0, BM)
     row = tl.program_id(2) * BR + tl.arange(0, BR)
     column = tl.arange(0, BK)
     adapter = _adapters_of(adapters, token_slots, token, tokens)
-    first = tl.program_id(1) * SPLIT
+    first, splits = tl.program_id(1) * SPLIT, tl.num_programs(1)
     values = x + token.to(tl.int64)[:, None] * x_stride
-    if tl.max(adapter, 0) > 0:
-        scale = tl.zeros((BM,), tl.float32)
-        if NORM:
-            for k in range(0, K, BK):
-                inside = (adapter > 0)[:, None] & (k + column < K)[None, :]
-                value = tl.load(values + (k + column)[None, :], mask=inside, other=0.0).to(tl.float32)
-                scale += tl.sum(value * value, 1)
-            scale = tl.rsqrt(scale / K + eps)
+    begin, end = _span(adapter, places)
+    if begin < end:
         acc = tl.zeros((BM, BR), tl.float32)
-        for place in range(places):
+        for place in range(begin, end):
             mine = adapter == place + 1
             if tl.max(mine.to(tl.int32), 0) > 0:
                 matrix = a + tl.cast(place, tl.int64) * a_stride + row.to(tl.int64)[None, :] * K
@@ -50,55 +51,78 @@ def lora_shrink(
                     value = tl.load(
                         values + (k + column)[None, :], mask=mine[:, None] & inside[None, :], other=0.0
                     )
-                    if NORM:
-                        weight = tl.load(gain + k + column, mask=inside, other=0.0)
-                        unit = value.to(tl.float32) * scale[:, None]
-                        value = weighted(unit, weight[None, :], x.dtype.element_ty)
                     factor = tl.load(
                         matrix + (k + column)[:, None],
                         mask=inside[:, None] & (row < rows)[None, :],
                         other=0.0,
                     )
                     acc = tl.dot(value, factor, acc)
-        at = (tl.program_id(1) * tokens + token).to(tl.int64)[:, None] * rows + row[None, :]
-        tl.store(partial + at, acc, mask=(adapter > 0)[:, None] & (row < rows)[None, :])
+        at = token.to(tl.int64)[:, None] * rows + row[None, :]
+        mask = (adapter > 0)[:, None] & (row < rows)[None, :]
+        tl.store(partial + tl.program_id(1).to(tl.int64) * tokens * rows + at, acc, mask=mask)
+        tl.debug_barrier()  # every thread's sums are written before one of them says so
+        tile = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+        if tl.atomic_add(counter + tile, 1, sem="acq_rel") == splits - 1:
+            acc = tl.zeros((BM, BR), tl.float32)
+            for split in range(splits):  # .cg: not from this SM's first-level cache
+                of_split = partial + tl.cast(split, tl.int64) * tokens * rows
+                acc += tl.load(of_split + at, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(low + at, acc.to(low.dtype.element_ty), mask=mask)
+            tl.store(counter + tile, 0)
 
 
 @triton.jit
 def lora_expand(
-    out, partial, b, adapters, token_slots, tokens, out_stride, b_stride, size0, size1, size2, size3, splits, places,
+    out, both, low, b, adapters, token_slots, tokens, out_stride, b_stride, size0, size1, size2, size3, places,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, sum of sizes] += (the sum of the partial sums, rounded) @ b[adapter - 1]^T by part; ADD false: out =
-    that, and zeros for tokens without an adapter. Grid (cdiv(tokens, BM), cdiv(largest size, BN), PARTS)."""
+    """out [tokens, sum of sizes] += low @ b[adapter - 1]^T by part; ADD false: out = that, and zeros for tokens without
+    an adapter. Grid (cdiv(tokens, BM), cdiv(largest size, BN), PARTS).
+
+    GATED: both [tokens, 2 size0] is gate and up, to each of which a part is added; out [tokens, size0] = silu(gate) *
+    up. Grid (cdiv(tokens, BM), cdiv(size0, BN), 1)."""
     token = tl.program_id(0) * BM + tl.arange(0, BM)
     part = tl.program_id(2)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     rank = tl.arange(0, BR)
     size = tl.where(part == 0, size0, tl.where(part == 1, size1, tl.where(part == 2, size2, size3)))
     start = tl.where(part > 0, size0, 0) + tl.where(part > 1, size1, 0) + tl.where(part > 2, size2, 0)
-    adapter = _adapters_of(adapters, token_slots, token, tokens)
-    acc = tl.zeros((BM, BN), tl.float32)
     if tl.program_id(1) * BN < size:
-        for place in range(places):
+        adapter = _adapters_of(adapters, token_slots, token, tokens)
+        begin, end = _span(adapter, places)
+        written = (token < tokens) & ((adapter > 0) | GATED | (not ADD))
+        mask = written[:, None] & (column < size)[None, :]
+        place_of = out + token.to(tl.int64)[:, None] * out_stride + (start + column)[None, :]
+        of_low = low + token.to(tl.int64)[:, None] * (PARTS * RANK) + part * RANK
+        acc = tl.zeros((BM, BN), tl.float32)
+        up = tl.zeros((BM, BN), tl.float32)
+        if GATED:
+            halves = both + token.to(tl.int64)[:, None] * 2 * size0 + column[None, :]
+            acc = tl.load(halves, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(halves + size0, mask=mask, other=0.0).to(tl.float32)
+        elif ADD:
+            acc = tl.load(place_of, mask=mask, other=0.0).to(tl.float32)
+        for place in range(begin, end):
             mine = adapter == place + 1
-            if tl.max(mine.to(tl.int32), 0) > 0:
+            if tl.max(mine.to(tl.int32), 0) > 0:  # what no token has may be anything
                 matrix = (
                     b + tl.cast(place, tl.int64) * b_stride + (start + column).to(tl.int64)[None, :] * RANK
                 )
                 for r in range(0, RANK, BR):
-                    low = tl.zeros((BM, BR), tl.float32)
-                    for split in range(splits):
-                        at = (split * tokens + token).to(tl.int64)[:, None] * (PARTS * RANK)
-                        at += part * RANK + (r + rank)[None, :]
-                        low += tl.load(partial + at, mask=mine[:, None], other=0.0)
+                    own = tl.load(of_low + (r + rank)[None, :], mask=mine[:, None], other=0.0)
                     factor = tl.load(matrix + (r + rank)[:, None], mask=(column < size)[None, :], other=0.0)
-                    acc = tl.dot(low.to(b.dtype.element_ty), factor, acc)
-        written = (token < tokens) & ((adapter > 0) | (not ADD))
-        place_of = out + token.to(tl.int64)[:, None] * out_stride + (start + column)[None, :]
-        mask = written[:, None] & (column < size)[None, :]
-        if ADD:
-            acc += tl.load(place_of, mask=mask, other=0.0).to(tl.float32)
+                    acc = tl.dot(own, factor, acc)
+                    if GATED:
+                        own = tl.load(of_low + RANK + (r + rank)[None, :], mask=mine[:, None], other=0.0)
+                        factor = tl.load(
+                            matrix + size0 * RANK + (r + rank)[:, None],
+                            mask=(column < size)[None, :],
+                            other=0.0,
+                        )
+                        up = tl.dot(own, factor, up)
+        if GATED:
+            acc = gated(acc, up, out.dtype.element_ty)
         tl.store(place_of, acc.to(out.dtype.element_ty), mask=mask)
 
 

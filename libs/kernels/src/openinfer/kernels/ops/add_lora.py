@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Unpack
 
 import numpy as np
@@ -12,12 +12,13 @@ from openinfer.kernels.contract import FLOATS, expect, expect_columns, expect_no
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.launch import Arg, Command, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.low_rank import MOST_PARTS, Lora, expect_lora, lora_numbers, lora_sums
+from openinfer.kernels.norms import norm
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32, normed
 from openinfer.kernels.target import Target
-from openinfer.tensor import Tensor, bfloat16, float32
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
-SPLIT = 1024
+SPLIT = 512
 """Columns of x that a program of the first product has. The number is fixed, so that sums do not depend on the step."""
 FEW_TILE, FEW_PROGRAMS = 16, 64
 """Tokens of a program in a step of few tokens, and the most pairs of an adapter and such a tile: with more, programs
@@ -65,7 +66,7 @@ def _launches(
     target: Target,
     *,
     out: Tensor | Scratch,
-    x: Tensor,
+    x: Tensor | Scratch,
     add: bool,
     norm_weight: Tensor | None = None,
     eps: float | None = None,
@@ -73,70 +74,125 @@ def _launches(
 ) -> Iterator[Command]:
     if x.dtype != bfloat16:
         raise ContractError(f"x is {x.dtype.name}; adapters on a GPU are bfloat16 (float32: the cpu pack)")
+    if takes_few(target, x.shape[0], lora):
+        yield from _few(out, x, norm_weight, eps, lora, add=add)
+        return
+    if norm_weight is not None and eps is not None:
+        assert isinstance(x, Tensor)
+        hidden = Scratch(x.shape, x.dtype)
+        yield norm(hidden, x, norm_weight, eps)
+        x = hidden
+    yield from _many(target, out, x, None, lora, add=add)
+
+
+def takes_few(target: Target, tokens: int, lora: Lora) -> bool:
+    """Whether each program has one adapter."""
+    places = lora["lora_a"].shape[0]
+    return not target.batch_invariant and places * -(-tokens // FEW_TILE) <= FEW_PROGRAMS
+
+
+def gated_sums(
+    target: Target, out: Tensor | Scratch, both: Scratch, x: Tensor | Scratch, lora: Lora
+) -> Iterator[Command]:
+    """out [T, N] = silu(gate) * up, where both [T, 2 N] is gate and up, and gets what the adapters add to a product of
+    x. For tokens that are not few (takes_few)."""
+    yield from _many(target, out, x, both, lora, add=True)
+
+
+def _many(
+    target: Target,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch,
+    both: Scratch | None,
+    lora: Lora,
+    *,
+    add: bool,
+) -> Iterator[Command]:
     a, b, parts = lora["lora_a"], lora["lora_b"], lora["lora_parts"]
-    adapters, token_slots = lora["adapters"], lora["token_slots"]
     (tokens, columns), (places, rows, _), rank = x.shape, a.shape, b.shape[2]
-    common: dict[str, Arg] = {"adapters": adapters, "token_slots": token_slots, "tokens": tokens}
-    of_a: dict[str, Arg] = {
+    few = tokens <= 128 or target.batch_invariant
+    tile, block, width = (16, 16, 64) if few else (64, min(64, power_of_two(rows)), 64 if both else 128)
+    tiles, splits, blocks = -(-tokens // tile), -(-columns // SPLIT), -(-rows // block)
+    low = Scratch((tokens, rows), x.dtype)
+    args: dict[str, Arg] = {
+        "low": low,
+        "partial": Scratch((splits, tokens, rows), float32),
+        "counter": Scratch((tiles * blocks,), int32, zeroed=True),
         "x": x,
-        "gain": x if norm_weight is None else norm_weight,
         "a": a,
-        **common,
-        "x_stride": aligned(x.strides[0]),
+        "adapters": lora["adapters"],
+        "token_slots": lora["token_slots"],
+        "tokens": tokens,
+        "x_stride": aligned(columns),
         "a_stride": aligned(a.strides[0]),
         "K": aligned(columns),
         "rows": aligned(rows),
+        "places": places,
     }
-    of_b: dict[str, Arg] = {
-        "b": b,
-        **common,
+    constants = {"BM": tile, "BR": block, "BK": 128, "SPLIT": SPLIT}
+    yield launch(_DEVICE, "lora_shrink", (tiles, splits, blocks), args, constants)
+    args = {"out": out, "both": both or out, "low": low, **_of_b(out, lora), "places": places}
+    constants = {"BM": tile, "BN": width, "BR": min(rank, 64), "RANK": rank, "PARTS": len(parts)}
+    constants |= {"ADD": add, "GATED": both is not None}
+    grid = (tiles, -(-max(parts) // width), 1 if both else len(parts))
+    yield launch(_DEVICE, "lora_expand", grid, args, constants)
+
+
+def _of_b(out: Tensor | Scratch, lora: Lora) -> dict[str, Arg]:
+    parts = lora["lora_parts"]
+    return {
+        "b": lora["lora_b"],
+        "adapters": lora["adapters"],
+        "token_slots": lora["token_slots"],
+        "tokens": out.shape[0],
         "out_stride": aligned(out.strides[0] if isinstance(out, Tensor) else out.shape[1]),
-        "b_stride": aligned(b.strides[0]),
+        "b_stride": aligned(lora["lora_b"].strides[0]),
         **{f"size{n}": parts[n] if n < len(parts) else 0 for n in range(MOST_PARTS)},
     }
-    if not target.batch_invariant and places * -(-tokens // FEW_TILE) <= FEW_PROGRAMS:
-        yield from _few(out, x, a, parts, rank, of_a, of_b, eps, add=add)
-        return
-    few = tokens <= 128 or target.batch_invariant
-    tile, splits = 16 if few else 64, -(-columns // SPLIT)
-    low = 16 if few else 64
-    partial = Scratch((splits, tokens, rows), float32)
-    args = {"partial": partial, **of_a, "places": places, "eps": eps or 0.0}
-    constants = {"BM": tile, "BR": low, "BK": 128, "SPLIT": SPLIT, "NORM": norm_weight is not None}
-    grid = (-(-tokens // tile), splits, -(-rows // low))
-    yield launch(_DEVICE, "lora_shrink", grid, args, constants)
-    width = 64 if few else 128
-    args = {"out": out, "partial": partial, **of_b, "splits": splits, "places": places}
-    constants = {"BM": tile, "BN": width, "BR": min(rank, 64), "RANK": rank, "PARTS": len(parts), "ADD": add}
-    yield launch(
-        _DEVICE, "lora_expand", (-(-tokens // tile), -(-max(parts) // width), len(parts)), args, constants
-    )
 
 
 def _few(
     out: Tensor | Scratch,
-    x: Tensor,
-    a: Tensor,
-    parts: tuple[int, ...],
-    rank: int,
-    of_a: Mapping[str, Arg],
-    of_b: Mapping[str, Arg],
+    x: Tensor | Scratch,
+    gain: Tensor | None,
     eps: float | None,
+    lora: Lora,
     *,
     add: bool,
 ) -> Iterator[Command]:
-    """The launches of a step of few tokens: programs of one adapter each. The norm's factor comes last. of_a, of_b: the
-    arguments of the two products. eps: None without a norm."""
-    (tokens, columns), (places, rows, _) = x.shape, a.shape
+    """The launches of a step of few tokens: programs of one adapter each. The norm's factor comes last."""
+    a, parts = lora["lora_a"], lora["lora_parts"]
+    (tokens, columns), (places, rows, _), rank = x.shape, a.shape, lora["lora_b"].shape[2]
     width = 256 if columns <= 4096 else 512  # columns of a program
-    tiles, splits, normed = -(-tokens // FEW_TILE), -(-columns // width), eps is not None
+    tiles, splits, normed = -(-tokens // FEW_TILE), -(-columns // width), gain is not None
     partial, squares = Scratch((splits, tokens, rows), float32), Scratch((splits, tokens), float32)
-    args: dict[str, Arg] = {"partial": partial, "squares": squares, **of_a, "tiles": tiles}
+    args: dict[str, Arg] = {
+        "partial": partial,
+        "squares": squares,
+        "x": x,
+        "gain": x if gain is None else gain,
+        "a": a,
+        "adapters": lora["adapters"],
+        "token_slots": lora["token_slots"],
+        "tokens": tokens,
+        "x_stride": aligned(columns),
+        "a_stride": aligned(a.strides[0]),
+        "K": aligned(columns),
+        "rows": aligned(rows),
+        "tiles": tiles,
+    }
     constants = {"BM": FEW_TILE, "BR": 16, "BK": 256, "SPLIT": width, "NORM": normed}
     yield launch(_DEVICE, "lora_shrink_few", (places * tiles, splits, rows // 16), args, constants)
     block = 256 if max(parts) > 8192 else 128
     more: dict[str, Arg] = {"tiles": tiles, "places": places, "K": columns, "eps": eps or 0.0}
-    args = {"out": out, "partial": partial, "squares": squares, **of_b, "splits": splits, **more}
+    args = {
+        "out": out,
+        "partial": partial,
+        "squares": squares,
+        **_of_b(out, lora),
+        "splits": splits,
+        **more,
+    }
     constants = {
         "BM": FEW_TILE,
         "BN": block,
