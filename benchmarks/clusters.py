@@ -101,7 +101,7 @@ class Tokens:
         """The clusters to try, with all stages that fit."""
         bm, halves = CLUSTER_TOKENS if self.m <= CLUSTER_TOKENS else 128, 2 if name == "gate_up" else 1
         for rows, split in SIZES[name]:
-            stages = shared_bytes(90) // ((copied_tokens(self.m) + halves * rows) * ROW_BYTES + 16)
+            stages = (shared_bytes(90) - 16) // ((copied_tokens(self.m) + halves * rows) * ROW_BYTES + 16)
             yield Choice("cluster", bm, rows, ROW_BYTES // 2, split, 8, min(16, stages))
 
     def _args(self, name: str, weight: Any, x: Any, out: Any, gain: Any) -> dict[str, Any]:

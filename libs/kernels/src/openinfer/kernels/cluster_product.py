@@ -73,7 +73,7 @@ def cluster_product(
             **constants,
         },
         threads=384,
-        shared=max(c.stages * stage, sums) + 16 * c.stages + held,
+        shared=max(c.stages * stage, sums) + 16 * (c.stages + 1) + held,
         early=isinstance(weight, Tensor),
     )
 

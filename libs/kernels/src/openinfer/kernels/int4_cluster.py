@@ -63,7 +63,7 @@ def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool) -> Clusters 
         cost = rows * (k // 2 + k // 32) // split + tokens * k // split
         if split > 1:
             cost += 4 * tokens * rows
-        room = (shared_bytes(90) - _held(rows, k, split)) // (_stage(tokens, rows) + 16)
+        room = (shared_bytes(90) - 16 - _held(rows, k, split)) // (_stage(tokens, rows) + 16)
         stages = min(MOST_STAGES, -(-k // DEPTH // split), room)
         most = MOST_TILES if tokens <= FEW_TOKENS else MOST_FOLDED_TILES
         fits = rows <= most * TILE and columns <= MOST_COPIED and stages >= 2
@@ -143,6 +143,6 @@ def int4_cluster(
             "ADD": add,
         },
         threads=128 * (sides * parts + 1),
-        shared=ring + _held(rows, k, c.split) + 16 * c.stages,
+        shared=ring + _held(rows, k, c.split) + 16 * (c.stages + 1),
         early=True,
     )

@@ -66,9 +66,9 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
 #endif
                 int M, int N, int K) {
   extern __shared__ __align__(1024) unsigned char ring[];
-  u64 *full = (u64*)(ring + ROOM), *empty = full + STAGES;
+  u64 *full = (u64*)(ring + ROOM), *empty = full + STAGES, *sums_there = empty + STAGES;
 #if CODES == 1
-  float *of_weight = (float*)(empty + STAGES), *of_x = of_weight + HALVES * 2 * STEPS;  // [HALVES, 2, STEPS], [STEPS, ROWS]
+  float *of_weight = (float*)(sums_there + 2), *of_x = of_weight + HALVES * 2 * STEPS;  // [HALVES, 2, STEPS], [STEPS, ROWS]
 #endif
   int group = threadIdx.x / 128, self = threadIdx.x % 128, column = blockIdx.x / SPLIT * COLUMNS;
   int rank = blockIdx.x % SPLIT, steps = K / DEPTH, first = steps * rank / SPLIT;
@@ -81,7 +81,7 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
   Columns own_columns(lora, column, N);
   constexpr int PER = STAGE / (Columns::FACTORS * 2);  // adapters of a stage
   static_assert(PER > 0, "an adapter's rows of B fit a stage");
-  bf16* lows = (bf16*)(empty + STAGES);  // [ROWS, 2, RANK]
+  bf16* lows = (bf16*)(sums_there + 2);  // [ROWS, 2, RANK]
   Adapted& adapted = *(Adapted*)(lows + ROWS * 2 * RANK);
   unsigned char* lists = (unsigned char*)(&adapted + 1);  // [2, TOKENS]
   u64* ready = (u64*)(lists + 2 * TOKENS);                // who waits for it may read `adapted`
@@ -96,13 +96,15 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
   };
   if (threadIdx.x == 256) {
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], 2);
+    barrier_init(sums_there, SPLIT);
 #if PROJECTIONS
     barrier_init(ready, 1);
 #endif
     asm volatile("fence.mbarrier_init.release.cluster;");
     for (int step = 0; step < ahead; step++) copy_weight(step, step);
   }
-  __syncthreads();
+  if (SPLIT > 1) cluster_meet();  // nobody tells a block of sums before its barrier is there
+  else __syncthreads();
 #if PROJECTIONS
   // Before the last step of the weight come `more` steps of B.
   int last = steps - 1, more = 0;
@@ -181,7 +183,18 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
       of_weight[of * STEPS + i % steps] = scales[(size_t)at * (K / 128) + first + i % steps];
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    for (int i = threadIdx.x; i < steps * M; i += 256) of_x[i / M * ROWS + i % M] = fresh_float(x_scales + (size_t)first * M + i);
+    constexpr int READS = 5;  // under way at once, because each takes long
+    for (int begin = threadIdx.x; begin < steps * M; begin += 256 * READS) {
+      float found[READS];
+#pragma unroll
+      for (int j = 0; j < READS; j++)
+        found[j] = fresh_float(x_scales + (size_t)first * M + min(begin + 256 * j, steps * M - 1));
+#pragma unroll
+      for (int j = 0; j < READS; j++) {
+        int i = min(begin + 256 * j, steps * M - 1);
+        of_x[i / M * ROWS + i % M] = found[j];
+      }
+    }
     asm volatile("bar.sync 1, 256;" ::: "memory");
 #endif
     auto multiply_steps = [&](int from, int to) {
@@ -276,8 +289,8 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
         for (int r = 0; r < 2; r++)
           if (row + 8 * r < M)
             *(float2*)(mine + 8 * r * PITCH + h * COLUMNS + j * 8) = make_float2(sum[h][4 * j + 2 * r], sum[h][4 * j + 2 * r + 1]);
+    share_sums<SPLIT, 256>(sums_there);
   }
-  cluster_sync();
   if (group < 2) {
     asm volatile("griddepcontrol.wait;" ::: "memory");  // before what the kernel ahead wrote is read
     int count = (M - rank + SPLIT - 1) / SPLIT * QUADS;
@@ -304,5 +317,5 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
       *(uint2*)to = make_uint2(bf16_pair(value.x, value.y), bf16_pair(value.z, value.w));
     }
   }
-  cluster_sync();  // another block may still read this one's sums
+  if (SPLIT > 1) cluster_meet();  // another block may still read this one's sums
 }

@@ -164,7 +164,7 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
   int before = blockIdx.y * TOKENS;
   M = min(M - before, TOKENS), out += (size_t)before * N;
   u32* held = (u32*)(ring + ROOM);  // words of the block's rows and part of K
-  u64 *full = (u64*)(held + TILES * 64 * WORDS), *empty = full + STAGES;
+  u64 *full = (u64*)(held + TILES * 64 * WORDS), *empty = full + STAGES, *sums_there = empty + STAGES;
   int group = threadIdx.x / 128, self = threadIdx.x % 128, row = blockIdx.x / SPLIT * ROWS;
   int rank = blockIdx.x % SPLIT, steps = K / DEPTH, first = steps * rank / SPLIT;
   steps = steps * (rank + 1) / SPLIT - first;
@@ -179,10 +179,12 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
   };
   if (threadIdx.x == THREADS) {
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], THREADS / 32);
+    barrier_init(sums_there, SPLIT);
     asm volatile("fence.mbarrier_init.release.cluster;");
     for (int step = 0; step < min(STAGES, steps); step++) copy_codes(step);
   }
-  __syncthreads();
+  if (SPLIT > 1) cluster_meet();  // nobody tells a block of sums before its barrier is there
+  else __syncthreads();
   if (group == THREADS / 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     if (self == 0) {
@@ -204,16 +206,25 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
     int side = group / PARTS, part = group % PARTS;
-    int count = steps * 2;  // no bulk copy: a block's first word may lie at any 8 bytes
-    for (int i = threadIdx.x; i < USED * count; i += THREADS) {
-      int r = i / count, at = min(row + r % ROWS, N - 1) + r / ROWS * N;
-      held[r * WORDS + i % count] = words[(size_t)at * (K / 128) + first * 2 + i % count];
+    // No bulk copy: a block's first word may lie at any 8 bytes. READS are under way at once, because each takes long.
+    constexpr int READS = 9;
+    int count = steps * 2, last = USED * count - 1;
+    for (int begin = threadIdx.x; begin <= last; begin += THREADS * READS) {
+      u32 found[READS];
+      int place[READS];
+#pragma unroll
+      for (int j = 0; j < READS; j++) {
+        int i = min(begin + THREADS * j, last), r = i / count, at = min(row + r % ROWS, N - 1) + r / ROWS * N;
+        found[j] = __ldg(words + (size_t)at * (K / 128) + first * 2 + i - r * count), place[j] = r * WORDS + i - r * count;
+      }
+#pragma unroll
+      for (int j = 0; j < READS; j++) held[place[j]] = found[j];  // several threads may write the last one
     }
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
     if (side < SIDES - 1 || LAST == EACH) consume<EACH>(ring, held, full, empty, side * EACH, part, steps, M);
     else consume<LAST>(ring, held, full, empty, side * EACH, part, steps, M);
+    share_sums<SPLIT, THREADS>(sums_there);
   }
-  cluster_sync();
   if (group < THREADS / 128) {
     asm volatile("griddepcontrol.wait;" ::: "memory");  // before what the kernel ahead wrote is read
     int count = (M - rank + SPLIT - 1) / SPLIT * QUADS;
@@ -233,5 +244,5 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       *(uint2*)to = make_uint2(bf16_pair(value.x, value.y), bf16_pair(value.z, value.w));
     }
   }
-  cluster_sync();  // another block may still read this one's sums
+  if (SPLIT > 1) cluster_meet();  // another block may still read this one's sums
 }

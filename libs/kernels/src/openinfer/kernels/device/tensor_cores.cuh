@@ -12,6 +12,27 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// The same without order of memory. That takes a fence for the GPU, which waits long while many copies are under way.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+
+// Of the first COUNT threads of BLOCKS blocks, a cluster: what they wrote to shared memory is there for all of them. One
+// thread tells each block, by `barrier`, which is of BLOCKS arrivals and for one use.
+template <int BLOCKS, int COUNT>
+__device__ __forceinline__ void share_sums(u64* barrier) {
+  asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
+  if (BLOCKS == 1) return;
+  if (threadIdx.x < BLOCKS)
+    asm volatile(
+        "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];\n}"
+        ::"r"(shared_address(barrier)), "r"(threadIdx.x) : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@p bra DONE;\n"
+      "bra AGAIN;\nDONE:\n}" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // Arrive at the same barrier of another block of the cluster.
 __device__ __forceinline__ void barrier_arrive_at(u64* barrier, u32 rank) {
   asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}"
