@@ -2,15 +2,26 @@
 
 import asyncio
 import contextlib
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
 
 from openinfer.frontend.client import Delta, Driver
-from openinfer.frontend.contract import EngineSpec, Finished, LoadAdapter, Rejected, Request, UnloadAdapter
+from openinfer.frontend.contract import (
+    Command,
+    EngineSpec,
+    Finished,
+    LoadAdapter,
+    Rejected,
+    Request,
+    UnloadAdapter,
+)
 from openinfer.frontend.errors import FlagError, Unsupported
 from openinfer.frontend.http import create_app
 from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.replicas import ReplicatedClient
 from openinfer.frontend.restart import RestartingClient
 from openinfer.frontend.testing import FakeEngine
 from openinfer.frontend.thread_driver import ThreadDriver
@@ -93,8 +104,6 @@ def test_a_command_that_takes_long_holds_up_no_step_and_no_other_command() -> No
         class Slow(FakeEngine):
             def control(self, command: Any) -> Any:
                 if isinstance(command, LoadAdapter) and command.name == "slow":
-                    from concurrent.futures import Future
-
                     futures.append(Future())
                     return futures[0]
                 return super().control(command)
@@ -162,6 +171,40 @@ def test_an_adapter_that_cannot_be_restored_is_lost_alone(caplog: Any) -> None:
 
     asyncio.run(asyncio.wait_for(main(), 20))
     assert "the adapter 'one' is lost: there is no folder any more" in caplog.text
+
+
+class Picky(FakeEngine):
+    """Refuses a folder that the others take."""
+
+    def control(self, command: Command) -> Future[None] | None:
+        if isinstance(command, LoadAdapter) and command.path == "/picky":
+            raise Unsupported("out of\nhost memory")
+        return super().control(command)
+
+
+def test_an_engine_that_refuses_alone_is_named_in_the_answer(start: Any) -> None:
+    """Requests have the adapter as it was, before and after."""
+    drivers = [ThreadDriver(partial(kind, max_adapters=2)) for kind in (FakeEngine, Picky)]
+    live = start(driver=ReplicatedClient(drivers), app={"model_names": ["base"]})
+
+    def load(path: str, **more: Any) -> Any:
+        return live.post("/v1/load_lora_adapter", lora_name="sql", lora_path=path, **more)
+
+    def ask() -> set[int]:
+        return {
+            live.post("/v1/completions", model="sql", prompt=[n], max_tokens=1).status_code for n in range(9)
+        }
+
+    answer = load("/picky")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "replica 1: out of host memory")
+    assert ask() == {404}
+    assert load("/a").status_code == 200
+    assert load("/picky", load_inplace=True).json()["error"]["message"] == "replica 1: out of host memory"
+    assert [[one.path for one in driver.stats().adapters] for driver in drivers] == [["/a"], ["/a"]]
+    assert ask() == {200}
+    assert load("/bad").json()["error"]["message"] == "replica 0, replica 1: adapter /bad: is bad, as asked"
+    assert live.post("/v1/unload_lora_adapter", lora_name="sql").status_code == 200
+    assert [driver.stats().adapters for driver in drivers] == [[], []]
 
 
 def test_an_adapter_with_a_name_of_the_model_is_refused() -> None:

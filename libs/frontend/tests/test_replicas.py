@@ -52,6 +52,8 @@ class Replica:
         self.answer: str | None = None
         self.asleep = False
         self.room, self.adapters = 2, {}  # type: ignore[var-annotated]
+        self.refused: dict[object, Exception] = {}  # by command
+        self.delays: list[float] = []  # of the next commands
 
     def submit(self, request: Request, sink: Any) -> None:
         self.sinks[request.id] = sink
@@ -68,6 +70,9 @@ class Replica:
         return Health(self.up, "ok" if self.up else "gone")
 
     async def control(self, command: object) -> str | None:
+        await asyncio.sleep(self.delays.pop(0) if self.delays else 0)
+        if command in self.refused:
+            raise self.refused[command]
         if isinstance(command, Sleep | WakeUp):
             if self.sinks:
                 raise Unsupported("1 requests run or wait")
@@ -187,20 +192,90 @@ def test_commands_go_to_all_or_none() -> None:
     with pytest.raises(Unsupported, match="a replica that is restarted would have other weights"):
         asyncio.run(group.client.control(UpdateWeights("p", "v")))
     group.replicas[1].up = False
-    with pytest.raises(EngineDeadError, match="a replica is down, so none does this: gone; try again"):
+    with pytest.raises(EngineDeadError, match="replica 1 is down, so none does this: gone; try again"):
         asyncio.run(group.client.control(ResetPrefixCache()))
 
 
+def adapters_of(group: Group) -> list[dict[str, str]]:
+    return [replica.adapters for replica in group.replicas]
+
+
 def test_all_replicas_load_an_adapter_or_none() -> None:
+    """Of one that is replaced in place, all go back to the former folder."""
+    group = Group(3)
+    asyncio.run(group.client.control(LoadAdapter("a", "p")))
+    assert adapters_of(group) == [{"a": "p"}] * 3
+    group.replicas[1].room = 1
+    for command in (LoadAdapter("b", "p"), LoadAdapter("a", "q", in_place=True)):
+        with pytest.raises(Unsupported) as refused:
+            asyncio.run(group.client.control(command))
+        assert str(refused.value) == "replica 1: no place is free"
+        assert adapters_of(group) == [{"a": "p"}] * 3
+    group.replicas[1].room = 2
+    asyncio.run(group.client.control(LoadAdapter("a", "q", in_place=True)))
+    assert adapters_of(group) == [{"a": "q"}] * 3
+
+
+def test_refusals_that_are_alike_are_told_once() -> None:
+    group = Group(3)
+    bad = LoadAdapter("a", "bad")
+    for replica, why in zip(group.replicas, ("no folder", "no\nmemory", "no folder"), strict=True):
+        replica.refused[bad] = Unsupported(why)
+    with pytest.raises(Unsupported) as refused:
+        asyncio.run(group.client.control(bad))
+    assert str(refused.value) == "replica 0, replica 2: no folder; replica 1: no memory"
+
+
+def test_replicas_that_cannot_go_back_to_what_they_had_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Values that were read from the same folder before are nowhere any more."""
     group = Group(2)
     asyncio.run(group.client.control(LoadAdapter("a", "p")))
-    assert [replica.adapters for replica in group.replicas] == [{"a": "p"}] * 2
-    group.replicas[1].room = 1
-    with pytest.raises(Unsupported, match="no place"):
-        asyncio.run(group.client.control(LoadAdapter("b", "p")))
-    with pytest.raises(Unsupported, match="no place"):
-        asyncio.run(group.client.control(LoadAdapter("a", "q", in_place=True)))
-    assert [sorted(replica.adapters) for replica in group.replicas] == [["a"]] * 2
+    new, again = LoadAdapter("a", "q", in_place=True), LoadAdapter("a", "p/", in_place=True)
+    group.replicas[0].refused[LoadAdapter("a", "p", in_place=True)] = Unsupported("no folder")
+    group.replicas[1].refused = {new: Unsupported("too large"), again: EngineDeadError("killed")}
+    with pytest.raises(Unsupported) as refused:
+        asyncio.run(group.client.control(new))
+    assert str(refused.value) == "replica 1: too large; not undone: replica 0: no folder"
+    assert f"no longer alike after {new}: {refused.value}" in caplog.text
+    group.replicas[0].refused, group.replicas[0].adapters = {}, {"a": "p"}
+    with pytest.raises(EngineDeadError) as dead:
+        asyncio.run(group.client.control(again))
+    assert str(dead.value) == "replica 1: killed; not undone: replica 0: it has the values that p has now"
+
+
+def test_all_replicas_unload_an_adapter_or_none() -> None:
+    """One that is restarted without the adapter is not asked."""
+    group = Group(3)
+    asyncio.run(group.client.control(LoadAdapter("a", "p")))
+    group.replicas[1].refused[UnloadAdapter("a")] = EngineDeadError("killed")
+    with pytest.raises(EngineDeadError, match=r"^replica 1: killed$"):
+        asyncio.run(group.client.control(UnloadAdapter("a")))
+    assert adapters_of(group) == [{"a": "p"}] * 3
+    group.replicas[1].adapters = {}
+    asyncio.run(group.client.control(UnloadAdapter("a")))
+    assert adapters_of(group) == [{}] * 3
+
+
+def test_commands_about_adapters_come_to_all_replicas_in_one_order() -> None:
+    async def main(group: Group) -> None:
+        commands = [LoadAdapter("a", "p"), LoadAdapter("a", "q", in_place=True)]
+        await asyncio.gather(*(group.client.control(one) for one in commands))
+
+    group = Group(2)
+    group.replicas[1].delays = [0.05, 0.0]
+    asyncio.run(main(group))
+    assert adapters_of(group) == [{"a": "q"}] * 2
+
+
+def test_requests_go_to_the_replicas_that_have_their_adapter() -> None:
+    """One that was restarted may lack it. Other requests are spread over all."""
+    group = Group(3)
+    group.replicas[1].adapters = {"a": "p"}
+    assert {group.ask([n] * 200, adapter="a") for n in range(SLACK)} == {1}
+    assert {group.ask([n] * 200) for n in range(4)} == {0, 2}
+    assert len({group.ask([n] * 200, adapter="unknown") for n in range(SLACK)}) > 1
+    group.replicas[1].up = False
+    assert group.ask([1], adapter="a") != 1
 
 
 def test_all_replicas_sleep_or_none() -> None:

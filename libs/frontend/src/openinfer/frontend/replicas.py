@@ -4,9 +4,11 @@ import asyncio
 import hashlib
 import itertools
 import json
+import logging
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -25,7 +27,7 @@ from openinfer.frontend.contract import (
     UpdateWeights,
     WakeUp,
 )
-from openinfer.frontend.errors import EngineDeadError, Unsupported
+from openinfer.frontend.errors import EngineDeadError, Unsupported, one_line
 
 __all__ = ["Prefixes", "ReplicatedClient", "summed"]
 
@@ -36,6 +38,8 @@ MAX_PREFIXES = 200_000
 SLACK = 8
 """A replica may have this many requests more than the emptiest, and half as many again, before its prefixes are
 computed elsewhere."""
+
+_log = logging.getLogger(__name__)
 
 
 class Prefixes:
@@ -77,6 +81,8 @@ class ReplicatedClient:
 
     replicas: clients that bring their engine back (RestartingClient). While one is down the others serve; its own
     requests fail, as they do with one engine. died() returns when all are lost for good.
+
+    A command is carried out by all replicas or by none: control() raises the refusals by replica.
     """
 
     def __init__(self, replicas: Sequence[EngineClient]) -> None:
@@ -87,6 +93,7 @@ class ReplicatedClient:
         self._load = [0] * len(replicas)  # live requests
         self._taken = [0] * len(replicas)  # requests so far
         self._was_up = [True] * len(replicas)
+        self._adapting = asyncio.Lock()
 
     @property
     def info(self) -> EngineInfo:
@@ -116,6 +123,8 @@ class ReplicatedClient:
         up = [index for index, replica in enumerate(self._replicas) if self._is_up(index, replica)]
         if not up:
             raise EngineDeadError(self.health().detail)
+        if request.adapter:  # a replica that was restarted may lack it
+            up = [index for index in up if request.adapter in self._adapters(index)] or up
         chosen = self._choose(up, self._prefixes.owners(names))
 
         def counted(delta: Delta) -> None:
@@ -147,24 +156,41 @@ class ReplicatedClient:
         if request_id in self._owner:
             self._replicas[self._owner[request_id]].abort(request_id)
 
+    def _adapters(self, index: int) -> dict[str, str]:
+        """The folders of a replica's adapters by name."""
+        return {state.name: state.path for state in self._replicas[index].stats().adapters}
+
     async def control(self, command: Command) -> str | None:
         if isinstance(command, UpdateWeights) or (isinstance(command, Sleep) and command.level > 1):
             raise Unsupported(
                 "this is not possible with --data-parallel-size: a replica that is restarted would have other weights"
             )
-        down = [replica.health().detail for replica in self._replicas if not replica.health().ok]
-        if down:  # the replicas must stay alike
-            raise EngineDeadError(f"a replica is down, so none does this: {down[0]}; try again")
-        asked = self._replicas
-        undo: Command | None = None
+        if isinstance(command, LoadAdapter | UnloadAdapter):
+            async with self._adapting:  # two at once could come to the replicas in different orders
+                return await self._control(command)
+        return await self._control(command)
+
+    async def _control(self, command: Command) -> str | None:
+        asked = dict(enumerate(self._replicas))
+        for index, replica in asked.items():
+            if not replica.health().ok:  # the replicas must stay alike
+                why = f"replica {index} is down, so none does this: {replica.health().detail}; try again"
+                raise EngineDeadError(why)
+        undo: dict[int, Command] = {}
         if isinstance(command, Sleep | WakeUp):
             asleep = isinstance(command, WakeUp)
-            asked = [one for one in asked if one.stats().asleep == asleep] or asked
-            undo = None if asleep else WakeUp()
-        if isinstance(command, LoadAdapter) and command.name not in {
-            one.name for one in self.stats().adapters
-        }:
-            undo = UnloadAdapter(command.name)
+            asked = {index: one for index, one in asked.items() if one.stats().asleep == asleep} or asked
+            undo = {} if asleep else dict.fromkeys(asked, WakeUp())
+        if isinstance(command, LoadAdapter | UnloadAdapter):
+            had = {index: self._adapters(index).get(command.name) for index in asked}
+            if isinstance(command, UnloadAdapter):
+                asked = {index: one for index, one in asked.items() if had[index] is not None} or asked
+            undo = {
+                index: UnloadAdapter(command.name)
+                if path is None
+                else LoadAdapter(command.name, path, in_place=True)
+                for index, path in had.items()
+            }
         answers = await _all_or_none(asked, command, undo)
         if isinstance(command, SlowTraces):
             parts = [json.loads(answer or "{}") for answer in answers]
@@ -187,19 +213,48 @@ class ReplicatedClient:
 
 
 async def _all_or_none(
-    asked: Sequence[EngineClient], command: Command, undo: Command | None
+    asked: Mapping[int, EngineClient], command: Command, undo: Mapping[int, Command]
 ) -> list[str | None]:
-    """The answers of all. Where one refuses, the others carry out `undo`, and its error is raised."""
-    found = await asyncio.gather(*(one.control(command) for one in asked), return_exceptions=True)
-    errors = [one for one in found if isinstance(one, BaseException)]
-    if errors:
-        done = [
-            one for one, answer in zip(asked, found, strict=True) if not isinstance(answer, BaseException)
-        ]
-        if undo is not None:
-            await asyncio.gather(*(one.control(undo) for one in done), return_exceptions=True)
-        raise errors[0]
-    return [answer for answer in found if not isinstance(answer, BaseException)]
+    """The answers of all. Where one refuses, the others carry out their `undo`.
+
+    Raises Unsupported or EngineDeadError, as the first refusal, with all refusals and what could not be undone.
+    """
+    found = await _tell(asked, dict.fromkeys(asked, command))
+    errors = {index: one for index, one in found.items() if isinstance(one, BaseException)}
+    if not errors:
+        return [one for one in found.values() if not isinstance(one, BaseException)]
+    why = _by_cause(errors)
+    undone = await _tell(asked, {index: one for index, one in undo.items() if index in found.keys() - errors})
+    kept = {index: one for index, one in undone.items() if isinstance(one, BaseException)}
+    for index in undone.keys() - kept:
+        match command, undo[index]:
+            case LoadAdapter(path=new), LoadAdapter(path=old) if Path(new) == Path(old):
+                kept[index] = Unsupported(f"it has the values that {old} has now")  # those before are gone
+    if kept:
+        why = f"{why}; not undone: {_by_cause(kept)}"
+        _log.error("the replicas are no longer alike after %r: %s", command, why)
+    first = next(iter(errors.values()))
+    if not isinstance(first, Unsupported | EngineDeadError):
+        raise first
+    raise type(first)(why) from first
+
+
+async def _tell(
+    asked: Mapping[int, EngineClient], commands: Mapping[int, Command]
+) -> dict[int, str | BaseException | None]:
+    """The answers to commands by replica, or the errors."""
+    found = await asyncio.gather(
+        *(asked[index].control(one) for index, one in commands.items()), return_exceptions=True
+    )
+    return dict(zip(commands, found, strict=True))
+
+
+def _by_cause(errors: Mapping[int, BaseException]) -> str:
+    """Each cause once, after the replicas that have it."""
+    replicas: dict[str, list[str]] = {}
+    for index, error in sorted(errors.items()):
+        replicas.setdefault(one_line(error), []).append(f"replica {index}")
+    return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in replicas.items())
 
 
 def summed(parts: Sequence[EngineStats]) -> EngineStats:
