@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -171,6 +173,34 @@ def test_an_adapter_that_cannot_be_restored_is_lost_alone(caplog: Any) -> None:
 
     asyncio.run(asyncio.wait_for(main(), 20))
     assert "the adapter 'one' is lost: there is no folder any more" in caplog.text
+
+
+def test_an_engine_that_dies_of_an_adapter_comes_back_without_it(caplog: Any) -> None:
+    """It had not got the others back yet; they are not lost."""
+
+    class Deadly(ProcessDriver):
+        async def control(self, command: Any) -> Any:
+            if isinstance(command, LoadAdapter) and command.name == "one":
+                os.kill(self.pid, signal.SIGKILL)
+            return await super().control(command)
+
+    async def main() -> None:
+        spec = EngineSpec("openinfer.frontend.testing:FakeEngine", {"max_adapters": 2, "adapters": ["flag"]})
+        drivers = [kind(spec, close_timeout_s=0.5) for kind in (ProcessDriver, Deadly, Deadly)]
+        client = RestartingClient(iter(drivers).__next__)
+        await client.start()
+        for name in ("zero", "one", "two"):
+            await client.control(LoadAdapter(name, "/x"))
+        os.kill(drivers[0].pid, signal.SIGKILL)
+        while client.health().ok:
+            await asyncio.sleep(0.001)
+        while not client.health().ok:
+            await asyncio.sleep(0.02)
+        assert [one.name for one in client.stats().adapters] == ["flag", "zero", "two"]
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert "the adapter 'one' is lost: the engine process was killed by SIGKILL" in caplog.text
 
 
 class Picky(FakeEngine):

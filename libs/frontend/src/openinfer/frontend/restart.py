@@ -123,13 +123,18 @@ class RestartingClient:
         self._down = None
 
     async def _restore_adapters(self) -> None:
-        """Give a new engine the adapters of the one before. It has those of its own flags already."""
+        """Give a new engine the adapters of the one before. It has those of its own flags already.
+
+        Raises EngineDeadError; the next engine does not get the adapter with which this one died.
+        """
         for name, command in list(self._adapters.items()):
             try:
                 await self._driver.control(msgspec.structs.replace(command, in_place=True))
-            except Unsupported as error:  # requests for others need none of it
+            except (Unsupported, EngineDeadError) as error:  # requests for others need none of it
                 _log.error("the adapter %r is lost: %s", name, one_line(error))
                 del self._adapters[name]
+                if isinstance(error, EngineDeadError):
+                    raise
         for state in self._driver.stats().adapters:
             if self._known is not None and state.name not in self._known:
                 await self._driver.control(UnloadAdapter(state.name))
@@ -148,9 +153,10 @@ class RestartingClient:
         """The reason why no engine will be started any more."""
         while True:
             reason = await broken(self._driver, self._watch_hangs)
+            if self._down is None:  # else it died before it had them all
+                self._known = {state.name for state in self._driver.stats().adapters}
+                self._adapters = {name: one for name, one in self._adapters.items() if name in self._known}
             self._down = f"{reason}; restarting it"
-            self._known = {state.name for state in self._driver.stats().adapters}
-            self._adapters = {name: one for name, one in self._adapters.items() if name in self._known}
             self._driver.lose(reason)
             await self._driver.close()
             now = time.monotonic()
@@ -160,7 +166,9 @@ class RestartingClient:
             self._driver = self._make_driver()
             try:
                 await self._begin()
-            except (EngineStartError, EngineDeadError, Unsupported, OSError) as error:
+            except EngineDeadError:  # it had started
+                continue
+            except (EngineStartError, Unsupported, OSError) as error:
                 return f"{reason}; it does not start again: {one_line(error)}"
             _log.info("the engine runs again after %.1f s", time.monotonic() - now)
 
