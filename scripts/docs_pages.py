@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,8 @@ from typing import Any
 
 from flag_reference import ours
 
-from openinfer.cli.segments import Outline
-from openinfer.kernels import H200
+from openinfer.cli.segments import SERVED, Outline
+from openinfer.kernels import H200, Target
 from openinfer.recipes.engine import Recipe, SetupError, Source
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +41,13 @@ PARTS = {
 """Where the modules of a part are."""
 EXTRA = {"graph": "runner", "sampler": "gpu"}
 """A folder of a part that only an extra's users import: its arrows are dotted."""
-GPUS = {"16 GB": 16e9, "24 GB": 24e9, "80 GB": 80e9, "H200, 141 GB": 141e9}
+GPUS = {
+    "16 GB": (16e9, H200),
+    "24 GB": (24e9, H200),
+    "H100, 80 GB": (80e9, SERVED),
+    "H200, 141 GB": (141e9, SERVED),
+}
+"""Bytes of memory by GPU, and the target of its kernels. Kernels of CUDA C++ need sm_90, and small cards are others."""
 SHARE = 0.9
 """The default of --gpu-memory-utilization."""
 
@@ -115,8 +123,10 @@ def checkpoints() -> str:
 
 [The recipes](../recipes/README.md) say which checkpoints they take. This table has the published sizes on one GPU,
 with the default flags and {SHARE:.0%} of the GPU's memory. "Beside them" are the batch, activations, workspace, and
-what the driver takes. The cache is in tokens of all sequences together, beside the recurrent states, which take at most
-half of the room. "no room": the weights and what is beside them leave too little for one sequence.
+what the driver takes. They are those of an H100 or H200, with kernels of CUDA C++ from a wheel or by NVRTC. Other cards
+run Triton's kernels, whose workspace is up to 0.4 GB larger. The cache is in tokens of all sequences together, beside
+the recurrent states, which take at most half of the room. "no room": the weights and what is beside them leave too
+little for one sequence.
 
 `--max-num-seqs`, `--max-num-batched-tokens` and `--max-model-len` make room; Qwen3.5 keeps a state for each of
 `--max-num-seqs` rows. `openinfer explain MODEL_DIR --gpu-memory 80` counts for your flags and your GPU.
@@ -132,16 +142,20 @@ On a CPU the cache has 2 GB unless `--kv-cache-memory-bytes` says otherwise; flo
 
 def row(recipe: Recipe[Any], name: str, config: Any) -> list[str]:
     """A published size: its weights, the rest, and the tokens of cache that each GPU has room for."""
-    outline = Outline(recipe, Source(config), recipe.options(), H200)
-    weights = outline.memory["weights"]
-    rest = outline.fixed_bytes - weights
+
+    @functools.cache
+    def plan(target: Target) -> Outline:
+        return Outline(recipe, Source(config), recipe.options(), target)
+
+    weights = plan(SERVED).memory["weights"]
+    rest = plan(SERVED).fixed_bytes - weights
     cells = [name, recipe.name, f"{weights / 1e9:.1f} GB", f"{rest / 1e9:.1f} GB"]
-    for nbytes in GPUS.values():
-        try:
-            tokens = outline.cache(int(nbytes * SHARE) - weights - rest).capacity_tokens
-            cells.append(f"{tokens:,}")
-        except SetupError:
-            cells.append("no room")
+    for nbytes, target in GPUS.values():
+        room, found = int(nbytes * SHARE), "no room"
+        if weights < room:  # else a plan, which takes seconds, would say the same
+            with contextlib.suppress(SetupError):
+                found = f"{plan(target).cache(room - plan(target).fixed_bytes).capacity_tokens:,}"
+        cells.append(found)
     return cells
 
 

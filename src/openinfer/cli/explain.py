@@ -17,7 +17,7 @@ from openinfer.cli import bench_ledger, bench_recipe, plan_tiers
 from openinfer.cli.bench_ledger import Machine, OpCall
 from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.cli.bench_recipe import Asked
-from openinfer.cli.segments import Outline, Steps
+from openinfer.cli.segments import SERVED, Outline, Steps
 from openinfer.kernels import GPUS, H200, NullPack, Parts, Target
 from openinfer.kernels.exchange import described
 from openinfer.kernels.weights import columns_of
@@ -78,7 +78,7 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
         raise bench_recipe.BadFlags(f"--ranks {ranks}: a model is on at least one GPU")
     if args.plot:
         _figure()  # what is missing is said before the work
-    outline = Outline(asked.recipe, asked.source(), asked.options, H200, ranks=ranks)
+    outline = Outline(asked.recipe, asked.source(), asked.options, SERVED, ranks=ranks)
     measured = bench_ledger.load(args.ledger) if args.ledger else {}
     if args.prefill:
         title, steps = f"prefill of {args.prefill} tokens", outline.prefill(args.prefill)
@@ -88,7 +88,8 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     lines = trace(steps, outline.target, machine(args), measured)
     print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
     print(table(lines, bool(measured)))
-    print(f"  predicted on an {H200.gpu}: {predicted(steps, outline.target, ranks)}")
+    print(f"  predicted on an {H200.gpu}: {predicted(steps, outline.fitted, ranks)}")
+    print(f"  {outline.kernels}")
     for how, count in exchanges(steps, outline.target).items():
         print(f"  between ranks: {count} x {how}")
     print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))

@@ -20,6 +20,7 @@ from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.cli.bench_serve import Load
 from openinfer.cli.plan_compare import Objectives, Variant, candidates, choice
 from openinfer.cli.plan_load import Agents, Point, Server
+from openinfer.cli.segments import SERVED
 from openinfer.recipes.engine.offload import check_offload
 
 SECONDS = 15.0
@@ -103,6 +104,7 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
         facts = {
             "model": first.server.asked.model_dir.name,
             "planned_gpu": first.server.outline.target.gpu,
+            "nvrtc": first.server.outline.target.nvrtc,
             "gpus": first.server.gpus,
             "chosen": best.flags,
         }
@@ -146,7 +148,8 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
         agents = Agents(args.turns, args.system, args.think_s, speeds)
     elif asked.options.kv_offload_gb or asked.options.kv_offload_disk_gb:
         raise BadFlags("tiers keep prefixes, and these prompts share none; give --turns too")
-    server = Server.of(asked, target, figures, gpus, acceptance, agents)
+    engine = target if target is tune_speed.CPU else SERVED
+    server = Server.of(asked, engine, figures, gpus, acceptance, agents)
     server.policy()  # an unknown one is said before the work
     longest = args.turns * (args.input + args.output) + (args.system if agents else 0)
     if args.input < 1 or args.output < 2 or longest > server.max_model_len:

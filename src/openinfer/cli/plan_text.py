@@ -25,10 +25,12 @@ def title(server: Server) -> str:
 
 
 def memory(server: Server) -> str:
-    """The memory of a GPU: the fixed parts and the cache."""
+    """The memory of a GPU, the fixed parts and the cache; and the kernels that it is planned for."""
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in server.outline.memory.items())
     pool = server.outline.cache(server.cache_bytes)
     lines = [f"memory: {parts}, cache {format_bytes(server.cache_bytes)} ({pool.capacity_tokens} tokens)"]
+    if server.outline.target.nvrtc:
+        lines.append(server.outline.kernels)
     if server.agents is not None:
         lines += describe(server.asked.options, pool.groups, server.outline.parts, server.agents.speeds)
     return "\n".join(lines)

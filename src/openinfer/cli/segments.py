@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from openinfer.graph import Buckets
+from openinfer.graph import Buckets, Shape
 from openinfer.graph.runner import Model
-from openinfer.kernels import Pack, Target, Workload
+from openinfer.kernels import H200, Call, CudaSpec, Pack, Target, Workload
 from openinfer.kvpool import Pool
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.errors import SetupError
@@ -25,6 +25,8 @@ from openinfer.tensor import Device
 
 MARGIN = 8
 """Tokens that a placed sequence may grow by before its block table ends, besides those asked for."""
+SERVED = replace(H200, nvrtc=True)
+"""An H200 as engines take it by default. Its wheels have the kernels of CUDA C++, or NVRTC makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,9 @@ class Outline:
     """An engine with these options on the null device: its steps can be traced, its memory counted. Needs no GPU.
 
     `memory`: bytes by their use, without the cache; `fixed_bytes`: all of them. `target`: the GPU that the plan is for.
-    `steps`: the calls of every recorded step by its shape. `max_model_len`: tokens of a sequence, where the cache
-    has room for them. kv_dtype: of the numbers in the cache of keys and values. `groups`: the kinds of the cache, with
-    the fewest blocks. `parts`: GPUs that each hold a part of a block of the cache.
+    `fitted`: the same with the kernels that speeds were fitted to, which are Triton's. `max_model_len`: tokens of a
+    sequence, where the cache has room for them. kv_dtype: of the numbers in the cache of keys and values. `groups`: the
+    kinds of the cache, with the fewest blocks. `parts`: GPUs that each hold a part of a block of the cache.
     ranks: the number of GPUs that share the model, by default that of the options; with more than one, this is the part
     of the first GPU.
     """
@@ -84,9 +86,9 @@ class Outline:
         self._blueprint, self._limits, self._prefix_cache = blueprint, limits, options.enable_prefix_caching
         self.buckets = buckets_for(blueprint, limits)
         self.target = options_target(options, target)
-        plan = make_plan(blueprint, limits, self.buckets, self.target)
-        self.steps, self.max_model_len = plan.steps, limits.max_model_len
-        self.kv_dtype = limits.kv_dtype
+        self.fitted = replace(self.target, nvrtc=False)
+        self._plan = plan = make_plan(blueprint, limits, self.buckets, self.target)
+        self.max_model_len, self.kv_dtype = limits.max_model_len, limits.kv_dtype
         self.groups, self.parts = blueprint.groups(limits), 1 if blueprint.cache_is_alike else ranks
         self.model, self.fixed_bytes = plan.model, plan.fixed_bytes + OUTSIDE_BYTES
         rows, own = self.model.batch.rows, dict(blueprint.memory(self.model))
@@ -99,6 +101,23 @@ class Outline:
             "workspace": plan.scratch_bytes + plan.zeroed_bytes,
             "outside the arena": OUTSIDE_BYTES,
         }
+
+    @functools.cached_property
+    def steps(self) -> Mapping[Shape, Sequence[Call]]:
+        """The calls of every recorded step by its shape, for predictions: with the kernels of `fitted`."""
+        if self.fitted == self.target:
+            return self._plan.steps
+        return make_plan(self._blueprint, self._limits, self.buckets, self.fitted).steps
+
+    @property
+    def kernels(self) -> str:
+        """How many kernels the engine has, and what is assumed of those of CUDA C++."""
+        specs = self._plan.specs
+        own = sum(isinstance(spec, CudaSpec) for spec in specs)
+        text = f"kernels: {len(specs)}"
+        if own:
+            text += f", of which {own} are CUDA C++ (assumed: sm_90, and a wheel with them or NVRTC; else Triton's run)"
+        return text
 
     def cache(self, nbytes: int) -> Pool:
         """The pool that an engine makes of `nbytes`. Raises SetupError where they are too few."""
