@@ -47,14 +47,11 @@ __device__ __forceinline__ void prefetch(const bf16* from, u32 bytes) {
 
 // The adapters of a lane's tokens, each 32nd. They are from before the kernels that may still run.
 __device__ __forceinline__ void adapters_of_lane(const Lora& lora, int M, int (&own)[TOKENS / 32]) {
-  // All slots first, so that no read of one waits for the adapter of another.
 #pragma unroll
   for (int i = 0; i < TOKENS / 32; i++) {
     int token = i * 32 + threadIdx.x % 32;
-    own[i] = token < M ? fresh_int(lora.token_slots + token) : -1;
+    own[i] = token < M ? fresh_int(lora.adapters + fresh_int(lora.token_slots + token)) : 0;
   }
-#pragma unroll
-  for (int i = 0; i < TOKENS / 32; i++) own[i] = own[i] < 0 ? 0 : fresh_int(lora.adapters + own[i]);
 }
 
 // Of a whole warp. mine: a bit for each adapter of the block.

@@ -183,7 +183,7 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
     asm volatile("fence.mbarrier_init.release.cluster;");
     for (int step = 0; step < min(STAGES, steps); step++) copy_codes(step);
   }
-  if (SPLIT > 1) cluster_meet();  // nobody tells a block of sums before its barrier is there
+  if (SPLIT > 1) cluster_meet();  // no block is told of sums before its barrier is there
   else __syncthreads();
   if (group == THREADS / 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
