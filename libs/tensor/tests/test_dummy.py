@@ -10,6 +10,7 @@ import pytest
 from openinfer.tensor import (
     Arena,
     CheckpointError,
+    Conversion,
     Device,
     DummyCheckpoint,
     Load,
@@ -63,6 +64,22 @@ def test_tensors_of_other_names_differ():
     dummy.require(dict.fromkeys(("layers.0.w", "layers.1.w"), ((300, 70), (bfloat16,))))
     first, second = (dummy.array(f"layers.{n}.w").astype(np.float32) for n in range(2))
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.05
+
+
+def test_a_conversion_of_a_part_makes_no_more_values(dummy, monkeypatch):
+    """As experts of one tensor are quantised."""
+    asked, read = [], DummyCheckpoint.read_into
+
+    def counted(self, name, out, start=0):
+        asked.append(out.nbytes)
+        read(self, name, out, start)
+
+    whole = dummy.array("w")[20:30].astype(np.float32)
+    monkeypatch.setattr(DummyCheckpoint, "read_into", counted)
+    place = Arena(Device("cpu"), 1 << 20).alloc((10, 70), float32)
+    made = Conversion(("w",), place, np.asarray, ((slice(20, 30),),)).converted(dummy)
+    assert (made == whole).all()
+    assert sum(asked) == 10 * 70 * 2
 
 
 def test_a_part_has_the_values_of_the_whole(dummy):

@@ -86,6 +86,10 @@ class Checkpoint:
         raw = np.frombuffer(mapped, np.uint8, info.nbytes, info.offset)
         return raw.view(info.dtype).reshape(info.shape)
 
+    def part(self, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        """The part `tensor[source]` of what `array` gives. Slices are for the leading axes."""
+        return self.array(name)[source]
+
     def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
         """Fill `out` (contiguous uint8) with the tensor's bytes from `start` on, by positional reads.
 

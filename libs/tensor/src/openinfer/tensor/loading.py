@@ -141,7 +141,7 @@ def _load_cpu(ckpt: Checkpoint, todo: list[_Task], total: int, progress: Progres
         if part.info.dtype == dst.dtype:
             part.read_into(ckpt, out.view_as("uint8").numpy(), 0)
         else:
-            np.copyto(out.numpy(), ckpt.array(name)[source].reshape(-1), casting="unsafe")
+            np.copyto(out.numpy(), ckpt.part(name, source).reshape(-1), casting="unsafe")
         return part.nbytes
 
     done = 0

@@ -87,6 +87,14 @@ class Part(NamedTuple):
         return int(far.argmax()) + 1 if far.any() else len(next_runs)
 
 
+def copied(checkpoint: Checkpoint, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+    """A copy of the part `tensor[source]`, of which no other bytes are asked for. Raises as Part.of and read_into."""
+    part = Part.of(checkpoint.info(name), source)
+    raw = np.empty(part.nbytes, np.uint8)
+    part.read_into(checkpoint, raw, 0)
+    return raw.view(part.info.dtype).reshape(part.shape)
+
+
 def _bounds(info: TensorInfo, source: tuple[slice, ...]) -> list[tuple[int, int]]:
     """First index and end by axis."""
     if len(source) > len(info.shape):

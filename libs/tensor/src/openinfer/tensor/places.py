@@ -41,7 +41,7 @@ class Conversion(NamedTuple):
 
     def arrays(self, checkpoint: Checkpoint) -> list[np.ndarray[Any, Any]]:
         """The arguments of `convert`."""
-        return [checkpoint.array(name)[part] for name, part in self.parts()]
+        return [checkpoint.part(name, part) for name, part in self.parts()]
 
     def converted(self, checkpoint: Checkpoint) -> np.ndarray[Any, Any]:
         """The values of `dst`. Any thread may call it. Raises CheckpointError where `convert` raises ValueError."""

@@ -26,6 +26,7 @@ from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.memory import num_elements
+from openinfer.tensor.parts import copied
 from openinfer.tensor.peers import PeerMemory, PeerSegment
 from openinfer.tensor.stream import Stream
 from openinfer.tensor.tensor import Tensor
@@ -150,12 +151,11 @@ class SharedCheckpoint(Checkpoint):
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """A view of the other process's memory; a copy where that is a GPU's."""
-        if self._segment is None:
-            return super().array(name)
-        info = self.info(name)
-        raw = np.empty(info.nbytes, np.uint8)
-        self.read_into(name, raw)
-        return raw.view(info.dtype).reshape(info.shape)
+        return super().array(name) if self._segment is None else self.part(name, ())
+
+    def part(self, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        """See Checkpoint. Of a GPU's memory no more is copied."""
+        return super().part(name, source) if self._segment is None else copied(self, name, source)
 
     def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
         """See Checkpoint."""
