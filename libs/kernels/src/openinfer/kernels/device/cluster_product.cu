@@ -29,7 +29,7 @@ constexpr int PITCH = HALVES * COLUMNS + (40 - HALVES * COLUMNS % 32) % 32;  // 
 constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int QUADS = COLUMNS / 4, PRODUCTS = 4 / PARTS;  // of a warpgroup and stage
 static_assert(TOKENS == 64 || TOKENS == 128, "a warpgroup multiplies 64 tokens");
-constexpr bool TELLS = !PROJECTIONS;  // else blocks meet with a fence: no GPU has run adapters without it yet
+constexpr bool TELLS = !PROJECTIONS;  // else all threads have two fences: no GPU has run adapters without them yet
 constexpr int HELD = CODES == 1 ? (HALVES * 2 + ROWS) * STEPS * 4 : 0;  // scales of a block's stages, at most STEPS
 static_assert(STAGE >= TOKENS * 128, "products read no further than their stage");
 static_assert(CODES != 1 || COLUMNS <= 128, "a block's rows have the scales of two blocks of 128");
