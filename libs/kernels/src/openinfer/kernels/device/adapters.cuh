@@ -47,11 +47,11 @@ __device__ __forceinline__ void prefetch(const bf16* from, u32 bytes) {
 
 // The adapters of a lane's tokens, each 32nd. They are from before the kernels that may still run.
 __device__ __forceinline__ void adapters_of_lane(const Lora& lora, int M, int (&own)[TOKENS / 32]) {
+  int slots[TOKENS / 32], first = threadIdx.x % 32;  // all slots are read at once, and then all adapters
 #pragma unroll
-  for (int i = 0; i < TOKENS / 32; i++) {
-    int token = i * 32 + threadIdx.x % 32;
-    own[i] = token < M ? fresh_int(lora.adapters + fresh_int(lora.token_slots + token)) : 0;
-  }
+  for (int i = 0; i < TOKENS / 32; i++) slots[i] = first + 32 * i < M ? fresh_int(lora.token_slots + first + 32 * i) : 0;
+#pragma unroll
+  for (int i = 0; i < TOKENS / 32; i++) own[i] = first + 32 * i < M ? fresh_int(lora.adapters + slots[i]) : 0;
 }
 
 // Of a whole warp. mine: a bit for each adapter of the block.

@@ -29,7 +29,6 @@ constexpr int PITCH = HALVES * COLUMNS + (40 - HALVES * COLUMNS % 32) % 32;  // 
 constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int QUADS = COLUMNS / 4, PRODUCTS = 4 / PARTS;  // of a warpgroup and stage
 static_assert(TOKENS == 64 || TOKENS == 128, "a warpgroup multiplies 64 tokens");
-constexpr bool TELLS = !PROJECTIONS;  // else all threads have two fences: no GPU has run adapters without them yet
 constexpr int HELD = CODES == 1 ? (HALVES * 2 + ROWS) * STEPS * 4 : 0;  // scales of a block's stages, at most STEPS
 static_assert(STAGE >= TOKENS * 128, "products read no further than their stage");
 static_assert(CODES != 1 || COLUMNS <= 128, "a block's rows have the scales of two blocks of 128");
@@ -104,7 +103,7 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
     asm volatile("fence.mbarrier_init.release.cluster;");
     for (int step = 0; step < ahead; step++) copy_weight(step, step);
   }
-  if (TELLS && SPLIT > 1) cluster_meet();  // no block is told of sums before its barrier is there
+  if (SPLIT > 1) cluster_meet();  // no block is told of sums before its barrier is there
   else __syncthreads();
 #if PROJECTIONS
   // Before the last step of the weight come `more` steps of B.
@@ -290,9 +289,8 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
         for (int r = 0; r < 2; r++)
           if (row + 8 * r < M)
             *(float2*)(mine + 8 * r * PITCH + h * COLUMNS + j * 8) = make_float2(sum[h][4 * j + 2 * r], sum[h][4 * j + 2 * r + 1]);
-    if (TELLS) share_sums<SPLIT, 256>(sums_there);
+    share_sums<SPLIT, 256>(sums_there);
   }
-  if (!TELLS) cluster_sync();
   if (group < 2) {
     asm volatile("griddepcontrol.wait;" ::: "memory");  // before what the kernel ahead wrote is read
     int count = (M - rank + SPLIT - 1) / SPLIT * QUADS;
@@ -319,6 +317,5 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
       *(uint2*)to = make_uint2(bf16_pair(value.x, value.y), bf16_pair(value.z, value.w));
     }
   }
-  if (!TELLS) cluster_sync();
-  else if (SPLIT > 1) cluster_meet();  // another block may still read this one's sums
+  if (SPLIT > 1) cluster_meet();  // another block may still read this one's sums
 }

@@ -44,7 +44,7 @@ gated_product(const __grid_constant__ TensorMap out, const __grid_constant__ Ten
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], 4);
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
-  cluster_sync();
+  cluster_meet();
   int pairs = (M + 2 * TOKENS - 1) / (2 * TOKENS), tiles = (I + COLUMNS - 1) / COLUMNS, steps = K / DEPTH, done = 0;
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -99,5 +99,5 @@ gated_product(const __grid_constant__ TensorMap out, const __grid_constant__ Ten
     }
     if (self == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
-  cluster_sync();  // the other block may still copy into this one's ring
+  cluster_meet();  // the other block may still copy into this one's ring
 }

@@ -8,11 +8,8 @@ __device__ __forceinline__ u32 cluster_rank() {
   return rank;
 }
 
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// The same without order of memory. That takes a fence for the GPU, which waits long while many copies are under way.
+// All threads of the cluster meet, and no memory is ordered. That would take a fence for the GPU, which waits long while
+// many copies are under way.
 __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
