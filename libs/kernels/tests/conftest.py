@@ -158,15 +158,31 @@ def plan() -> Callable[..., NullPack]:
 
 
 @pytest.fixture
-def resources(tmp_path: Path) -> Callable[[bytes], dict[str, int]]:
-    """resources(cubin): REG, STACK and LOCAL of a thread, as Triton's copy of cuobjdump says."""
+def cuobjdump(tmp_path: Path) -> Callable[[bytes, str], str]:
+    """cuobjdump(cubin, flag): what Triton's copy of the tool prints."""
     triton = pytest.importorskip("triton")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
-    def used(cubin: bytes) -> dict[str, int]:
+    def printed(cubin: bytes, flag: str) -> str:
         file = tmp_path / "one.cubin"
         file.write_bytes(cubin)
-        text = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, flag, file], capture_output=True, text=True, check=True).stdout
+
+    return printed
+
+
+@pytest.fixture
+def fences(cuobjdump: Callable[[bytes, str], str]) -> Callable[[bytes], int]:
+    """fences(cubin): instructions that wait until all memory of the GPU is ordered."""
+    return lambda cubin: cuobjdump(cubin, "-sass").count("MEMBAR.ALL.GPU")
+
+
+@pytest.fixture
+def resources(cuobjdump: Callable[[bytes, str], str]) -> Callable[[bytes], dict[str, int]]:
+    """resources(cubin): REG, STACK and LOCAL of a thread."""
+
+    def used(cubin: bytes) -> dict[str, int]:
+        text = cuobjdump(cubin, "-res-usage")
         return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
     return used

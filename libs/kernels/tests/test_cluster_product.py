@@ -127,6 +127,16 @@ def test_clusters_of_published_sizes_compile_without_spills(arena, cubins, resou
         assert used["REG"] * spec.threads <= 65536
 
 
+@pytest.mark.parametrize("coding", [None, "block"])
+def test_sums_of_few_tokens_cross_blocks_without_a_fence(arena, cubins, fences, coding):
+    """A fence of the GPU waits while others' weights are copied. The control: sums of 64 tokens have one."""
+    found = {tokens: launches(arena, tokens, coding=coding)["o"][-1].spec for tokens in (8, 64)}
+    assert dict(found[8].constants)["SPLIT"] > 1
+    kernels = Store(90, cubins, folders=[])
+    kernels.prepare(set(found.values()))
+    assert [fences(kernels.get(found[tokens]).cubin) for tokens in (8, 64)] == [0, 1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("coding", [None, "block", "token"])
 @pytest.mark.parametrize("tokens", [5, 16, 33, 64, 65, 128])

@@ -144,6 +144,17 @@ def test_clusters_compile_without_spills(arena, cubins, resources):
         assert [made["swizzle"] for made in compiled.tensor_maps] == [3, 3]  # x and codes
 
 
+def test_sums_of_few_tokens_cross_blocks_without_a_fence(arena, cubins, fences):
+    found = {tokens: commands(arena, "o", tokens)[-1].spec for tokens in (16, 64)}
+    assert dict(found[16].constants)["SPLIT"] > 1
+    kernels = Store(90, cubins, folders=[])
+    kernels.prepare(set(found.values()))
+    assert [fences(kernels.get(found[tokens]).cubin) for tokens in (16, 64)] == [
+        0,
+        1,
+    ]  # the second is a control
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 5, 16, 17, 33, 64, 65, 128, 200, 256])
 @pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])

@@ -6,7 +6,14 @@ from openinfer.kernels.formats import of_rows
 from openinfer.kernels.launch import Aligned, Arg, Launch, Scratch, TensorMap, launch_cuda
 from openinfer.kernels.low_rank import Lora
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import ROW_BYTES, Choice, adapters_bytes, cluster_choice, copied_tokens
+from openinfer.kernels.tuning import (
+    ROW_BYTES,
+    Choice,
+    adapters_bytes,
+    cluster_choice,
+    copied_tokens,
+    sent_bytes,
+)
 from openinfer.tensor import Tensor, float32, int32
 
 WORKERS = 192
@@ -73,7 +80,7 @@ def cluster_product(
             **constants,
         },
         threads=384,
-        shared=max(c.stages * stage, sums) + 16 * (c.stages + 1) + held,
+        shared=max(c.stages * stage, sums) + sent_bytes(m, c.split, row) + 16 * (c.stages + 1) + held,
         early=isinstance(weight, Tensor),
     )
 

@@ -209,6 +209,16 @@ def copied_tokens(m: int) -> int:
     return next(n for n in (FEW_CLUSTER_TOKENS, CLUSTER_TOKENS, MOST_CLUSTER_TOKENS) if m <= n)
 
 
+def sent_bytes(m: int, split: int, columns: int) -> int:
+    """Shared memory for the sums of m tokens and of `columns` that blocks of a cluster send to this one, from each of
+    two warpgroups. Sums of more tokens are not sent."""
+    return (
+        2 * split * -(-FEW_CLUSTER_TOKENS // split) * columns * 4
+        if m <= FEW_CLUSTER_TOKENS and split > 1
+        else 0
+    )
+
+
 def adapters_bytes(bm: int, tokens: int, rank: int) -> int:
     """Shared memory that a cluster's block needs for adapters: three lists of tokens, each token's adapter, and what
     A makes of the tokens, of two projections."""
@@ -242,6 +252,7 @@ def cluster_choice(
         steps = -(-k // depth // split)
         held = (2 * halves + copied) * steps * 4 if codes else 0  # scales
         held += adapters_bytes(bm, copied, rank) if rank else 0
+        held += sent_bytes(m, split, halves * columns)
         room = (shared_bytes(target.arch) - 16 - held) // ((copied + halves * columns) * ROW_BYTES + 16)
         return Choice("cluster", bm, columns, depth, split, 8, min(16, steps, room))
     return None

@@ -4,7 +4,7 @@
 // with equal parts of the weight, and a block reads a part of x alone. A warp copies the weight into a ring and another one
 // x. The first does not wait for the kernel ahead. Two warpgroups multiply: of 128 tokens each has 64, and of 64 tokens
 // each has a half of every stage's depth. Their sums lie in shared memory, and each block adds up those of its tokens, in
-// the order of K. ADD: out += the product. GATED: weight is [2 N, K], gate and then up; out = silu(gate) * up.
+// the order of K. Of few tokens they are sent to the block that adds them up (SENDS). ADD: out += the product. GATED: weight is [2 N, K], gate and then up; out = silu(gate) * up.
 //
 // CODES: 0: x and weight are bf16. Else they are codes of e4m3 with scales. 1: x_scales [K / 128, M] and scales
 // [ceil(N / 128), K / 128], twice that if GATED. 2: x_scales [M] and scales [N], or [2 N]. The tensor cores add up codes with
@@ -29,15 +29,19 @@ constexpr int PITCH = HALVES * COLUMNS + (40 - HALVES * COLUMNS % 32) % 32;  // 
 constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int QUADS = COLUMNS / 4, PRODUCTS = 4 / PARTS;  // of a warpgroup and stage
 static_assert(TOKENS == 64 || TOKENS == 128, "a warpgroup multiplies 64 tokens");
+// Sums that are sent lie beside the ring, where others may still copy: [SPLIT, PARTS, OWNED, HALVES, COLUMNS].
+constexpr bool SENDS = SPLIT > 1 && ROWS <= 16;
+constexpr int OWNED = (ROWS + SPLIT - 1) / SPLIT, SENT = HALVES * COLUMNS, INBOX = SENDS ? SPLIT * PARTS * OWNED * SENT * 4 : 0;
 constexpr int HELD = CODES == 1 ? (HALVES * 2 + ROWS) * STEPS * 4 : 0;  // scales of a block's stages, at most STEPS
 static_assert(STAGE >= TOKENS * 128, "products read no further than their stage");
 static_assert(CODES != 1 || COLUMNS <= 128, "a block's rows have the scales of two blocks of 128");
 
-// The sums over K of four neighbouring columns; `at`: their place in each block's first part.
+// The sums over K of four neighbouring columns; `at`: their place in each block's first part, or in the first part sent.
 __device__ __forceinline__ float4 total(u32 at) {
   float4 found[SPLIT * PARTS], sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-  for (int i = 0; i < SPLIT * PARTS; i++) found[i] = of_block(at + i % PARTS * TOKENS * PITCH * 4, i / PARTS);
+  for (int i = 0; i < SPLIT * PARTS; i++)
+    found[i] = SENDS ? of_shared(at + i * OWNED * SENT * 4) : of_block(at + i % PARTS * TOKENS * PITCH * 4, i / PARTS);
 #pragma unroll
   for (int i = 0; i < SPLIT * PARTS; i++) sum.x += found[i].x, sum.y += found[i].y, sum.z += found[i].z, sum.w += found[i].w;
   return sum;
@@ -66,7 +70,8 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
 #endif
                 int M, int N, int K) {
   extern __shared__ __align__(1024) unsigned char ring[];
-  u64 *full = (u64*)(ring + ROOM), *empty = full + STAGES, *sums_there = empty + STAGES;
+  float* inbox = (float*)(ring + ROOM);
+  u64 *full = (u64*)(ring + ROOM + INBOX), *empty = full + STAGES, *sums_there = empty + STAGES;
 #if CODES == 1
   float *of_weight = (float*)(sums_there + 2), *of_x = of_weight + HALVES * 2 * STEPS;  // [HALVES, 2, STEPS], [STEPS, ROWS]
 #endif
@@ -96,11 +101,12 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
   };
   if (threadIdx.x == 256) {
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], 2);
-    barrier_init(sums_there, SPLIT);
+    barrier_init(sums_there, SENDS ? 1 : SPLIT);
 #if PROJECTIONS
     barrier_init(ready, 1);
 #endif
     asm volatile("fence.mbarrier_init.release.cluster;");
+    if (SENDS) barrier_expect(sums_there, SPLIT * PARTS * ((M - rank + SPLIT - 1) / SPLIT) * SENT * 4);
     for (int step = 0; step < ahead; step++) copy_weight(step, step);
   }
   if (SPLIT > 1) cluster_meet();  // no block is told of sums before its barrier is there
@@ -279,17 +285,33 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
 #else
     multiply_steps(0, steps);
 #endif
-    asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the ring any more
-    float* mine = (float*)ring + ((PARTS == 2 ? group * TOKENS : 0) + row) * PITCH + lane % 4 * 2;
+    if (SENDS) {
 #pragma unroll
-    for (int h = 0; h < HALVES; h++)
+      for (int r = 0; r < 2; r++) {
+        int token = row + 8 * r, to = token % SPLIT;
+        if (token >= M) continue;
+        float* place = inbox + ((rank * PARTS + (PARTS == 2 ? group : 0)) * OWNED + token / SPLIT) * SENT + lane % 4 * 2;
+        u32 there = address_in(shared_address(place), to), told = address_in(shared_address(sums_there), to);
 #pragma unroll
-      for (int j = 0; j < COLUMNS / 8; j++)
+        for (int h = 0; h < HALVES; h++)
 #pragma unroll
-        for (int r = 0; r < 2; r++)
-          if (row + 8 * r < M)
-            *(float2*)(mine + 8 * r * PITCH + h * COLUMNS + j * 8) = make_float2(sum[h][4 * j + 2 * r], sum[h][4 * j + 2 * r + 1]);
-    share_sums<SPLIT, 256>(sums_there);
+          for (int j = 0; j < COLUMNS / 8; j++)
+            send(there + (h * COLUMNS + j * 8) * 4, sum[h][4 * j + 2 * r], sum[h][4 * j + 2 * r + 1], told);
+      }
+      wait_for_cluster(sums_there);
+    } else {
+      asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the ring any more
+      float* mine = (float*)ring + ((PARTS == 2 ? group * TOKENS : 0) + row) * PITCH + lane % 4 * 2;
+#pragma unroll
+      for (int h = 0; h < HALVES; h++)
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; j++)
+#pragma unroll
+          for (int r = 0; r < 2; r++)
+            if (row + 8 * r < M)
+              *(float2*)(mine + 8 * r * PITCH + h * COLUMNS + j * 8) = make_float2(sum[h][4 * j + 2 * r], sum[h][4 * j + 2 * r + 1]);
+      share_sums<SPLIT, 256>(sums_there);
+    }
   }
   if (group < 2) {
     asm volatile("griddepcontrol.wait;" ::: "memory");  // before what the kernel ahead wrote is read
@@ -298,7 +320,7 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
       int token = rank + item / QUADS * SPLIT, quad = item % QUADS * 4;
       if (column + quad >= N) continue;
       bf16* to = out + (size_t)token * N + column + quad;
-      u32 at = shared_address((float*)ring + token * PITCH + quad);
+      u32 at = shared_address(SENDS ? inbox + item / QUADS * SENT + quad : (float*)ring + token * PITCH + quad);
       uint2 old = make_uint2(0, 0);
       if (ADD) asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(old.x), "=r"(old.y) : "l"(to));
       float4 value = total(at);
@@ -317,5 +339,5 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
       *(uint2*)to = make_uint2(bf16_pair(value.x, value.y), bf16_pair(value.z, value.w));
     }
   }
-  if (SPLIT > 1) cluster_meet();  // another block may still read this one's sums
+  if (SPLIT > 1 && !SENDS) cluster_meet();  // another block may still read this one's sums
 }

@@ -21,7 +21,9 @@ constexpr int PITCH = USED + (20 - USED % 16) % 16;  // sums that a warp stores 
 constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int EACH = (TILES + SIDES - 1) / SIDES, LAST = TILES - (SIDES - 1) * EACH;  // tiles of a warpgroup
 constexpr int QUADS = ROWS / 4, THREADS = SIDES * PARTS * 128;
-constexpr bool FOLDED = TOKENS > 64;
+constexpr bool FOLDED = TOKENS > 64, SENDS = SPLIT > 1 && TOKENS <= 16;
+// Sums that are sent to the block that adds them up: [SPLIT, PARTS, OWNED, USED].
+constexpr int OWNED = (TOKENS + SPLIT - 1) / SPLIT, INBOX = SENDS ? SPLIT * PARTS * OWNED * USED * 4 : 0;
 // Of a thread. An SM has 65,536, and one block.
 constexpr int REGISTERS = THREADS == 256 ? 232 : THREADS == 384 ? 152 : 104, PRODUCER_REGISTERS = 40;
 static_assert(ROWS % 8 == 0 && LAST > 0, "rows are swizzled by 8, and each warpgroup has a tile");
@@ -71,10 +73,10 @@ __device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsi
   }
 }
 
-// Multiply `COUNT` tiles from `tile` on, and leave the sums in the ring.
+// Multiply `COUNT` tiles from `tile` on, and leave the sums in the ring, or send them.
 template <int COUNT>
 __device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u64* full, u64* empty, int tile,
-                                        int part, int steps, int M) {
+                                        int part, int steps, int M, float* inbox, u64* sums_there, int rank) {
   int lane = threadIdx.x % 32, row = tile * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const u32* of_row = words + row * WORDS + part;
   int at[4];  // of a group's runs of 32 columns
@@ -133,6 +135,22 @@ __device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) sum[COUNT - 1][i] += product[i] * scale[i / 2 % 2];
   }
+  if (SENDS) {
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) {
+      int token = i / 4 * 8 + i % 2 + lane % 4 * 2, to = token % SPLIT;
+      if (i / 2 % 2 || token >= M) continue;
+      float* place = inbox + ((rank * PARTS + part) * OWNED + token / SPLIT) * USED + row;
+      u32 there = address_in(shared_address(place), to), told = address_in(shared_address(sums_there), to);
+#pragma unroll
+      for (int t = 0; t < COUNT; t++)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+          if (row + t * 64 + r * 8 < USED) send(there + (t * 64 + r * 8) * 4, sum[t][i + 2 * r], told);
+    }
+    wait_for_cluster(sums_there);
+    return;
+  }
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // nobody reads the ring any more
   float* mine = (float*)ring + (part * TOKENS + lane % 4 * 2) * PITCH + row;
 #pragma unroll
@@ -144,11 +162,12 @@ __device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u
     }
 }
 
-// The sums over K of four neighbouring columns; `at`: their place in each block's first part.
+// The sums over K of four neighbouring columns; `at`: their place in each block's first part, or in the first part sent.
 __device__ __forceinline__ float4 total(u32 at) {
   float4 found[SPLIT * PARTS], sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-  for (int i = 0; i < SPLIT * PARTS; i++) found[i] = of_block(at + i % PARTS * TOKENS * PITCH * 4, i / PARTS);
+  for (int i = 0; i < SPLIT * PARTS; i++)
+    found[i] = SENDS ? of_shared(at + i * OWNED * USED * 4) : of_block(at + i % PARTS * TOKENS * PITCH * 4, i / PARTS);
 #pragma unroll
   for (int i = 0; i < SPLIT * PARTS; i++) {
     sum.x += found[i].x, sum.y += found[i].y;
@@ -164,7 +183,8 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
   int before = blockIdx.y * TOKENS;
   M = min(M - before, TOKENS), out += (size_t)before * N;
   u32* held = (u32*)(ring + ROOM);  // words of the block's rows and part of K
-  u64 *full = (u64*)(held + TILES * 64 * WORDS), *empty = full + STAGES, *sums_there = empty + STAGES;
+  float* inbox = (float*)(held + TILES * 64 * WORDS);
+  u64 *full = (u64*)(inbox + INBOX / 4), *empty = full + STAGES, *sums_there = empty + STAGES;
   int group = threadIdx.x / 128, self = threadIdx.x % 128, row = blockIdx.x / SPLIT * ROWS;
   int rank = blockIdx.x % SPLIT, steps = K / DEPTH, first = steps * rank / SPLIT;
   steps = steps * (rank + 1) / SPLIT - first;
@@ -179,8 +199,9 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
   };
   if (threadIdx.x == THREADS) {
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], THREADS / 32);
-    barrier_init(sums_there, SPLIT);
+    barrier_init(sums_there, SENDS ? 1 : SPLIT);
     asm volatile("fence.mbarrier_init.release.cluster;");
+    if (SENDS) barrier_expect(sums_there, SPLIT * PARTS * ((M - rank + SPLIT - 1) / SPLIT) * USED * 4);
     for (int step = 0; step < min(STAGES, steps); step++) copy_codes(step);
   }
   if (SPLIT > 1) cluster_meet();  // no block is told of sums before its barrier is there
@@ -221,9 +242,9 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       for (int j = 0; j < READS; j++) held[place[j]] = found[j];  // several threads may write the last one
     }
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-    if (side < SIDES - 1 || LAST == EACH) consume<EACH>(ring, held, full, empty, side * EACH, part, steps, M);
-    else consume<LAST>(ring, held, full, empty, side * EACH, part, steps, M);
-    share_sums<SPLIT, THREADS>(sums_there);
+    if (side < SIDES - 1 || LAST == EACH) consume<EACH>(ring, held, full, empty, side * EACH, part, steps, M, inbox, sums_there, rank);
+    else consume<LAST>(ring, held, full, empty, side * EACH, part, steps, M, inbox, sums_there, rank);
+    if (!SENDS) share_sums<SPLIT, THREADS>(sums_there);
   }
   if (group < THREADS / 128) {
     asm volatile("griddepcontrol.wait;" ::: "memory");  // before what the kernel ahead wrote is read
@@ -232,7 +253,7 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       int token = rank + item / QUADS * SPLIT, quad = item % QUADS * 4;
       if (row + quad >= N) continue;
       bf16* to = out + (size_t)token * N + row + quad;
-      u32 at = shared_address((float*)ring + token * PITCH + quad);
+      u32 at = shared_address(SENDS ? inbox + item / QUADS * USED + quad : (float*)ring + token * PITCH + quad);
       uint2 old = make_uint2(0, 0);
       if (ADD) asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(old.x), "=r"(old.y) : "l"(to));
       float4 value = total(at);
@@ -244,5 +265,5 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       *(uint2*)to = make_uint2(bf16_pair(value.x, value.y), bf16_pair(value.z, value.w));
     }
   }
-  if (SPLIT > 1) cluster_meet();  // another block may still read this one's sums
+  if (SPLIT > 1 && !SENDS) cluster_meet();  // another block may still read this one's sums
 }

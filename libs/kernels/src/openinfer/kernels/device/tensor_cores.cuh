@@ -14,6 +14,13 @@ __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
+// Until the first phase of a barrier ends, which threads of other blocks end, too.
+__device__ __forceinline__ void wait_for_cluster(u64* barrier) {
+  asm volatile(
+      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@p bra DONE;\n"
+      "bra AGAIN;\nDONE:\n}" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // Of the first COUNT threads of BLOCKS blocks, a cluster: what they wrote to shared memory is there for all of them. One
 // thread tells each block, by `barrier`, which is of BLOCKS arrivals and for one use.
 template <int BLOCKS, int COUNT>
@@ -25,9 +32,25 @@ __device__ __forceinline__ void share_sums(u64* barrier) {
         "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
         "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];\n}"
         ::"r"(shared_address(barrier)), "r"(threadIdx.x) : "memory");
-  asm volatile(
-      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@p bra DONE;\n"
-      "bra AGAIN;\nDONE:\n}" ::"r"(shared_address(barrier)) : "memory");
+  wait_for_cluster(barrier);
+}
+
+// Where block `rank` of the cluster has what lies at `address` in this one.
+__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// Numbers for another block, whose barrier counts their bytes. So they need no fence.
+__device__ __forceinline__ void send(u32 to, float a, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+               ::"r"(to), "f"(a), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void send(u32 to, float a, float b, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+               ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
 }
 
 // Arrive at the same barrier of another block of the cluster.
@@ -36,7 +59,13 @@ __device__ __forceinline__ void barrier_arrive_at(u64* barrier, u32 rank) {
                ::"r"(shared_address(barrier)), "r"(rank) : "memory");
 }
 
-// Four numbers at the same place of another block's shared memory.
+// Four numbers of this block's shared memory, and of the same place of another's.
+__device__ __forceinline__ float4 of_shared(u32 address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  return v;
+}
+
 __device__ __forceinline__ float4 of_block(u32 address, u32 rank) {
   float4 v;
   asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [r];\n}"
