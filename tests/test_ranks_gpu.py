@@ -106,9 +106,12 @@ def until_lost(step):
 
 
 SERVED = """
-import sys, threading, time
-from openinfer.recipes.qwen3.recipe import build
-engine = build(sys.argv[1], device="cuda", tensor_parallel_size=2, max_num_seqs=4, kv_cache_memory_bytes=64 << 20)
+import sys, time
+from openinfer.recipes.engine.startup import build
+from openinfer.recipes.qwen3 import RECIPE
+built = build(
+    RECIPE, sys.argv[1], device="cuda", tensor_parallel_size=2, max_num_seqs=4, kv_cache_memory_bytes=64 << 20
+)
 print("ready", flush=True)
 time.sleep(60)
 """
