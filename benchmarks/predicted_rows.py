@@ -26,29 +26,32 @@ from openinfer.kernels import GPUS, H200, Figures, Parts
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "planning.md"
-TWO_RANKS = ("--max-num-seqs", "128", "--max-model-len", "8192")
+FEW_ROWS = ("--max-num-seqs", "128", "--max-model-len", "8192")
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "qwen3-4b/2026-11-23-h200-serve-one-commit.json": ("qwen3-4B", 1, ()),
     "qwen3_5-4b/2026-11-24-h200-serve-one-commit.json": ("qwen3_5-4B", 1, ()),
-    "served-deepseek_v4-flash-2-gpus-2026-11-23-h200.json": ("deepseek_v4-Flash", 2, TWO_RANKS),
+    "served-deepseek_v4-flash-2-gpus-2026-11-23-h200.json": ("deepseek_v4-Flash", 2, FEW_ROWS),
 }
 """The model, GPUs and flags of each run of servers. Earlier runs had other kernels for steps of up to 128 tokens."""
-TWO_GPUS = "two-gpus-2026-11-23-h200.json"
+TWO_GPUS, FOUR_GPUS = "two-gpus-2026-11-23-h200.json", "four-gpus-2026-11-28-h200.json"
 ONE_OF_SEVERAL = (
     "rank-deepseek_v4-flash-of-2-2026-11-23-h200.json",
     "rank-deepseek_v4-flash-2026-11-22-h200.json",
 )
 STEP_RUNS = {
-    "Qwen3-4B, 2 ranks": ("qwen3-4B", 2, ()),
-    "Qwen3-32B, 1 rank": ("qwen3-32B", 1, ()),
-    "Qwen3-32B, 2 ranks": ("qwen3-32B", 2, ()),
-    "V4-Flash, 43 layers, 2 ranks": (
+    (TWO_GPUS, "Qwen3-4B, 2 ranks"): ("qwen3-4B", 2, ()),
+    (TWO_GPUS, "Qwen3-32B, 1 rank"): ("qwen3-32B", 1, ()),
+    (TWO_GPUS, "Qwen3-32B, 2 ranks"): ("qwen3-32B", 2, ()),
+    (FOUR_GPUS, "Qwen3-32B"): ("qwen3-32B", 4, FEW_ROWS),
+    (TWO_GPUS, "V4-Flash, 43 layers, 2 ranks"): ("deepseek_v4-Flash", 2, FEW_ROWS),
+    (FOUR_GPUS, "V4-Flash"): ("deepseek_v4-Flash", 4, FEW_ROWS),
+    (FOUR_GPUS, "V4-Flash, steps of 4,096 tokens"): (
         "deepseek_v4-Flash",
-        2,
-        TWO_RANKS,
+        4,
+        (*FEW_ROWS, "--max-num-batched-tokens", "4096"),
     ),
 }
-"""The model, GPUs and flags of the steps of TWO_GPUS, by their names there."""
+"""The model, GPUs and flags of recorded steps, by their file and name there."""
 ONE_RANK = ("--max-num-seqs", "128", "--max-num-batched-tokens", "4096", "--max-model-len", "4352")
 """The flags of the steps of ONE_OF_SEVERAL (benchmarks/deepseek_rank.py)."""
 BEGIN, END = "<!-- table of benchmarks/predicted_rows.py -->\n", "<!-- end of table -->"
@@ -119,18 +122,13 @@ def table() -> str:
 
 def steps(figures: Figures = GPUS[H200.gpu]) -> Iterator[tuple[str, str, float, float]]:
     """Each recorded step of several GPUs: model, point, predicted and measured milliseconds. figures: of the GPU."""
-    for name, run in json.loads((RESULTS / TWO_GPUS).read_text())["steps"].items():
-        model, gpus, flags = STEP_RUNS[name]
+    for (file, name), (model, gpus, flags) in STEP_RUNS.items():
         made = outline(model, gpus, flags)
-        for result in run["results"]:
+        for result in json.loads((RESULTS / file).read_text())["steps"][name]["results"]:
             if "device_ms" in result:
-                measured = result["device_ms"]
-                yield (
-                    f"{model}, {gpus} GPUs",
-                    result["point"],
-                    predicted(made, result["point"], gpus, figures),
-                    measured,
-                )
+                found = predicted(made, result["point"], gpus, figures)
+                label = f"{model}, {gpus} GPUs" + (", steps of 4,096 tokens" if flags[4:] else "")
+                yield label, result["point"], found, result["device_ms"]
     made = {gpus: outline("deepseek_v4-Flash", gpus, ONE_RANK) for gpus in (2, 4, 8)}
     for result in (r for file in ONE_OF_SEVERAL for r in json.loads((RESULTS / file).read_text())["figures"]):
         gpus, words = result["ranks"], result["step"].split()

@@ -109,10 +109,10 @@ GPUS = {
         measured=Speed(4.59e12, 780e12),
         fitted=Speed(4.06e12, 600e12, 4.26e-6),
         link_bytes_per_s=450e9,
-        links=MappingProxyType({2: Link(190e9, 3.4e-6), 4: Link(300e9, 16e-6), 8: Link(306e9, 21e-6)}),
+        links=MappingProxyType({2: Link(190e9, 3.4e-6), 4: Link(270e9, 3.4e-6), 8: Link(306e9, 21e-6)}),
         ops=load_lines((FOLDER / "nvidia_h200.json").read_text()),
     )
 }
 """Figures by the GPU's name. `fitted` of the H200: `python benchmarks/predicted_steps.py --fit`, over the newest
-recorded decode and prompt steps of Qwen3-4B, Qwen3-8B and Qwen3.5-4B. `links`: of two, benchmarks/ranks.py's pushes of
-8 KB and NCCL's sums of 16 MB; of four and eight, the sums of benchmarks/deepseek_rank.py (ALL_REDUCE_US)."""
+recorded decode and prompt steps of Qwen3-4B, Qwen3-8B and Qwen3.5-4B. `links`: of two and four, benchmarks/ranks.py's
+pushes of 8 KB and NCCL's sums of 16 or 32 MB; of eight, the sums of benchmarks/deepseek_rank.py (ALL_REDUCE_US)."""
