@@ -14,7 +14,7 @@ __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-// Until the first phase of a barrier ends, which threads of other blocks end, too.
+// Wait until the first phase of a barrier ends, to which other blocks of the cluster arrive.
 __device__ __forceinline__ void wait_for_cluster(u64* barrier) {
   asm volatile(
       "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@p bra DONE;\n"
