@@ -34,10 +34,11 @@ from openinfer.kernels import (
     gate_up_silu,
     linear_add,
 )
+from openinfer.kernels.cluster_memory import CLUSTER_TOKENS, ROW_BYTES, copied_tokens, sent_bytes
 from openinfer.kernels.cluster_product import cluster_product
 from openinfer.kernels.norms import norm
 from openinfer.kernels.testing import run_reference
-from openinfer.kernels.tuning import CLUSTER_TOKENS, ROW_BYTES, Choice, copied_tokens, shared_bytes
+from openinfer.kernels.tuning import Choice, shared_bytes
 from openinfer.tensor import Arena, Device, Event, Stream, Tensor, bfloat16, uint8
 
 SIZES = {  # rows of the weight, and blocks of a cluster
@@ -101,7 +102,8 @@ class Tokens:
         """The clusters to try, with all stages that fit."""
         bm, halves = CLUSTER_TOKENS if self.m <= CLUSTER_TOKENS else 128, 2 if name == "gate_up" else 1
         for rows, split in SIZES[name]:
-            stages = (shared_bytes(90) - 16) // ((copied_tokens(self.m) + halves * rows) * ROW_BYTES + 16)
+            room = shared_bytes(90) - 16 - sent_bytes(self.m, split, halves * rows)
+            stages = room // ((copied_tokens(self.m) + halves * rows) * ROW_BYTES + 16)
             yield Choice("cluster", bm, rows, ROW_BYTES // 2, split, 8, min(16, stages))
 
     def _args(self, name: str, weight: Any, x: Any, out: Any, gain: Any) -> dict[str, Any]:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+from openinfer.kernels.cluster_memory import ROW_BYTES, adapters_bytes, copied_tokens, sent_bytes
 from openinfer.kernels.formats import of_rows
 from openinfer.kernels.launch import Aligned, Arg, Launch, Scratch, TensorMap, launch_cuda
 from openinfer.kernels.low_rank import Lora
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import (
-    ROW_BYTES,
-    Choice,
-    adapters_bytes,
-    cluster_choice,
-    copied_tokens,
-    sent_bytes,
-)
+from openinfer.kernels.tuning import Choice, cluster_choice
 from openinfer.tensor import Tensor, float32, int32
 
 WORKERS = 192

@@ -24,6 +24,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from openinfer.kernels.cache_folder import check_owner, digest, make_private, unfinished
+from openinfer.kernels.cluster_memory import (
+    CLUSTER_TOKENS,
+    MOST_CLUSTER_TOKENS,
+    ROW_BYTES,
+    adapters_bytes,
+    copied_tokens,
+    sent_bytes,
+)
 from openinfer.kernels.errors import InvalidTable
 from openinfer.kernels.store import default_cache
 from openinfer.kernels.target import Target
@@ -183,18 +191,11 @@ def _ring_of_tokens(target: Target, op: str, m: int, n: int, k: int) -> Choice |
     return Choice("ring", m, 8, RING_COLUMNS, part, warps, max(2, room // stage))
 
 
-CLUSTER_TOKENS = 64
-"""The most tokens of any product by clusters. More are for products whose weight is large beside their tokens."""
-MOST_CLUSTER_TOKENS = 128
-FEW_CLUSTER_TOKENS = 16
-"""Tokens up to which clusters copy no more than these rows of x."""
 CLUSTERED = {1: 1.0, 2: 1.0, 4: 0.85}
 """The part of the SMs that clusters fill, by their blocks. SMs are in groups of at most 18, and a cluster lies in one.
 More clusters than run at once take twice as long (docs/lessons.md)."""
 CLUSTER_ROWS = 64
 """The fewest rows of the weight of a cluster, because each reads all tokens."""
-ROW_BYTES = 128
-"""Bytes of a row of a stage of the ring: 64 columns of K in bf16, 128 in float8. The kernel has this number too."""
 MOST_SUMS = 144
 """The most sums that a thread of a cluster keeps. With codes it has those of one stage besides."""
 
@@ -202,27 +203,6 @@ MOST_SUMS = 144
 def releases(target: Target, tokens: int) -> bool:
     """Whether the product behind attention reads its weight before attention has ended."""
     return target.nvrtc and target.arch == 90 and tokens <= CLUSTER_TOKENS
-
-
-def copied_tokens(m: int) -> int:
-    """The rows of x that clusters copy for m tokens. A warpgroup multiplies 64."""
-    return next(n for n in (FEW_CLUSTER_TOKENS, CLUSTER_TOKENS, MOST_CLUSTER_TOKENS) if m <= n)
-
-
-def sent_bytes(m: int, split: int, columns: int) -> int:
-    """Shared memory for the sums of m tokens and of `columns` that blocks of a cluster send to this one, from each of
-    two warpgroups. Sums of more tokens are not sent."""
-    return (
-        2 * split * -(-FEW_CLUSTER_TOKENS // split) * columns * 4
-        if m <= FEW_CLUSTER_TOKENS and split > 1
-        else 0
-    )
-
-
-def adapters_bytes(bm: int, tokens: int, rank: int) -> int:
-    """Shared memory that a cluster's block needs for adapters: three lists of tokens, each token's adapter, and what
-    A makes of the tokens, of two projections."""
-    return 4 * bm + tokens * 2 * rank * 2 + 16
 
 
 @functools.cache
