@@ -102,7 +102,7 @@ class Tokens:
         """The clusters to try, with all stages that fit."""
         bm, halves = CLUSTER_TOKENS if self.m <= CLUSTER_TOKENS else 128, 2 if name == "gate_up" else 1
         for rows, split in SIZES[name]:
-            room = shared_bytes(90) - 16 - sent_bytes(self.m, split, halves * rows)
+            room = shared_bytes(90) - 16 - sent_bytes(copied_tokens(self.m), halves * rows, split, parts=2)
             stages = room // ((copied_tokens(self.m) + halves * rows) * ROW_BYTES + 16)
             yield Choice("cluster", bm, rows, ROW_BYTES // 2, split, 8, min(16, stages))
 

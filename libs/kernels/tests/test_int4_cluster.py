@@ -145,14 +145,12 @@ def test_clusters_compile_without_spills(arena, cubins, resources):
 
 
 def test_sums_of_few_tokens_cross_blocks_without_a_fence(arena, cubins, fences):
+    """As in test_cluster_product; 64 tokens are the control."""
     found = {tokens: commands(arena, "o", tokens)[-1].spec for tokens in (16, 64)}
     assert dict(found[16].constants)["SPLIT"] > 1
     kernels = Store(90, cubins, folders=[])
     kernels.prepare(set(found.values()))
-    assert [fences(kernels.get(found[tokens]).cubin) for tokens in (16, 64)] == [
-        0,
-        1,
-    ]  # the second is a control
+    assert [fences(kernels.get(found[tokens]).cubin) for tokens in (16, 64)] == [0, 1]
 
 
 @pytest.mark.gpu

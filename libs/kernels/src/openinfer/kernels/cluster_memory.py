@@ -1,4 +1,4 @@
-"""The shared memory of a block of cluster_product, by tokens and columns. The kernel has these numbers too."""
+"""The shared memory of a block of a cluster, by tokens and columns. The kernels have these numbers too."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def copied_tokens(m: int) -> int:
     return next(n for n in (FEW_CLUSTER_TOKENS, CLUSTER_TOKENS, MOST_CLUSTER_TOKENS) if m <= n)
 
 
-def sent_bytes(m: int, split: int, columns: int) -> int:
-    """Bytes for the sums of m tokens that the `split` blocks of a cluster send to one of them, two parts each. Sums of
-    many tokens are not sent."""
-    few = split > 1 and m <= FEW_CLUSTER_TOKENS
-    return 2 * split * -(-FEW_CLUSTER_TOKENS // split) * columns * 4 if few else 0
+def sent_bytes(tokens: int, columns: int, split: int, parts: int) -> int:
+    """Bytes for the sums of its tokens that a block gets, in `parts` from each of the cluster's `split` blocks. tokens:
+    of all blocks. Sums of many tokens are not sent."""
+    few = split > 1 and tokens <= FEW_CLUSTER_TOKENS
+    return split * parts * -(-tokens // split) * columns * 4 if few else 0
 
 
 def adapters_bytes(bm: int, tokens: int, rank: int) -> int:

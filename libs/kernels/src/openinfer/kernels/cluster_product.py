@@ -74,7 +74,10 @@ def cluster_product(
             **constants,
         },
         threads=384,
-        shared=max(c.stages * stage, sums) + sent_bytes(m, c.split, row) + 16 * (c.stages + 1) + held,
+        shared=max(c.stages * stage, sums)
+        + sent_bytes(rows, row, c.split, parts)
+        + 16 * (c.stages + 1)
+        + held,
         early=isinstance(weight, Tensor),
     )
 

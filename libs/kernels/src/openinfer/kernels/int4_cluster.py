@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from openinfer.kernels.cluster_memory import sent_bytes
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.launch import Aligned, Launch, Scratch, TensorMap, launch_cuda, power_of_two
@@ -24,8 +25,6 @@ FEW_TOKENS = 64
 """With more tokens there are no registers for the sums of a group, so the kernel scales the weight in bf16."""
 MOST_TILES, MOST_FOLDED_TILES, MOST_STAGES = 6, 4, 12
 """The most tiles of a block, whose sums are in registers, also of such tokens, and the most stages of its ring."""
-MOST_SENT = 16
-"""The most tokens whose sums are sent. The kernel has this number too."""
 MOST_COPIED = 256
 """The most rows of a tile that is copied."""
 
@@ -65,7 +64,7 @@ def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool) -> Clusters 
         cost = rows * (k // 2 + k // 32) // split + tokens * k // split
         if split > 1:
             cost += 4 * tokens * rows
-        held = _held(rows, k, split) + _sent(tokens, rows, split)
+        held = _held(rows, k, split) + sent_bytes(tokens, rows, split, shares(tokens, rows)[1])
         room = (shared_bytes(90) - 16 - held) // (_stage(tokens, rows) + 16)
         stages = min(MOST_STAGES, -(-k // DEPTH // split), room)
         most = MOST_TILES if tokens <= FEW_TOKENS else MOST_FOLDED_TILES
@@ -84,13 +83,6 @@ def words_of(k: int, split: int) -> int:
 def _held(rows: int, k: int, split: int) -> int:
     """Bytes of a block's words, whole tiles of them."""
     return -(-rows // TILE) * TILE * words_of(k, split) * 4
-
-
-def _sent(tokens: int, rows: int, split: int) -> int:
-    """Bytes of the sums that the blocks of a cluster send to one of them."""
-    if split == 1 or tokens > MOST_SENT:
-        return 0
-    return split * shares(tokens, rows)[1] * -(-tokens // split) * rows * 4
 
 
 def _stage(tokens: int, rows: int) -> int:
@@ -153,6 +145,9 @@ def int4_cluster(
             "ADD": add,
         },
         threads=128 * (sides * parts + 1),
-        shared=ring + _held(rows, k, c.split) + _sent(c.tokens, rows, c.split) + 16 * (c.stages + 1),
+        shared=ring
+        + _held(rows, k, c.split)
+        + sent_bytes(c.tokens, rows, c.split, parts)
+        + 16 * (c.stages + 1),
         early=True,
     )

@@ -232,7 +232,7 @@ def cluster_choice(
         steps = -(-k // depth // split)
         held = (2 * halves + copied) * steps * 4 if codes else 0  # scales
         held += adapters_bytes(bm, copied, rank) if rank else 0
-        held += sent_bytes(m, split, halves * columns)
+        held += sent_bytes(copied, halves * columns, split, parts=2)
         room = (shared_bytes(target.arch) - 16 - held) // ((copied + halves * columns) * ROW_BYTES + 16)
         return Choice("cluster", bm, columns, depth, split, 8, min(16, steps, room))
     return None

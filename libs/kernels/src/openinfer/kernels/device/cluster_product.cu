@@ -4,7 +4,8 @@
 // with equal parts of the weight, and a block reads a part of x alone. A warp copies the weight into a ring and another one
 // x. The first does not wait for the kernel ahead. Two warpgroups multiply: of 128 tokens each has 64, and of 64 tokens
 // each has a half of every stage's depth. Their sums lie in shared memory, and each block adds up those of its tokens, in
-// the order of K. Of few tokens they are sent to the block that adds them up (SENDS). ADD: out += the product. GATED: weight is [2 N, K], gate and then up; out = silu(gate) * up.
+// the order of K. Of few tokens they are sent to the block that adds them up (SENDS). ADD: out += the product. GATED: weight
+// is [2 N, K], gate and then up; out = silu(gate) * up.
 //
 // CODES: 0: x and weight are bf16. Else they are codes of e4m3 with scales. 1: x_scales [K / 128, M] and scales
 // [ceil(N / 128), K / 128], twice that if GATED. 2: x_scales [M] and scales [N], or [2 N]. The tensor cores add up codes with
@@ -30,22 +31,12 @@ constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? 
 constexpr int QUADS = COLUMNS / 4, PRODUCTS = 4 / PARTS;  // of a warpgroup and stage
 static_assert(TOKENS == 64 || TOKENS == 128, "a warpgroup multiplies 64 tokens");
 // Sums that are sent lie beside the ring, where others may still copy: [SPLIT, PARTS, OWNED, HALVES, COLUMNS].
-constexpr bool SENDS = SPLIT > 1 && ROWS <= 16;
-constexpr int OWNED = (ROWS + SPLIT - 1) / SPLIT, SENT = HALVES * COLUMNS, INBOX = SENDS ? SPLIT * PARTS * OWNED * SENT * 4 : 0;
+constexpr bool SENDS = SPLIT > 1 && ROWS <= MOST_SENT;
+constexpr int OWNED = (ROWS + SPLIT - 1) / SPLIT, SENT = HALVES * COLUMNS, PART = (SENDS ? OWNED * SENT : TOKENS * PITCH) * 4;
+constexpr int INBOX = SENDS ? SPLIT * PARTS * PART : 0;
 constexpr int HELD = CODES == 1 ? (HALVES * 2 + ROWS) * STEPS * 4 : 0;  // scales of a block's stages, at most STEPS
 static_assert(STAGE >= TOKENS * 128, "products read no further than their stage");
 static_assert(CODES != 1 || COLUMNS <= 128, "a block's rows have the scales of two blocks of 128");
-
-// The sums over K of four neighbouring columns; `at`: their place in each block's first part, or in the first part sent.
-__device__ __forceinline__ float4 total(u32 at) {
-  float4 found[SPLIT * PARTS], sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-  for (int i = 0; i < SPLIT * PARTS; i++)
-    found[i] = SENDS ? of_shared(at + i * OWNED * SENT * 4) : of_block(at + i % PARTS * TOKENS * PITCH * 4, i / PARTS);
-#pragma unroll
-  for (int i = 0; i < SPLIT * PARTS; i++) sum.x += found[i].x, sum.y += found[i].y, sum.z += found[i].z, sum.w += found[i].w;
-  return sum;
-}
 
 // Another SM may have written it while this kernel was already resident.
 __device__ __forceinline__ float fresh_float(const float* p) {
@@ -323,13 +314,13 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
       u32 at = shared_address(SENDS ? inbox + item / QUADS * SENT + quad : (float*)ring + token * PITCH + quad);
       uint2 old = make_uint2(0, 0);
       if (ADD) asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(old.x), "=r"(old.y) : "l"(to));
-      float4 value = total(at);
+      float4 value = total<SENDS, SPLIT, PARTS, PART>(at);
 #if CODES == 2
       float of_token = fresh_float(x_scales + token);
       value = scaled(value, of_token, scales + column + quad);
 #endif
       if (GATED) {
-        float4 up = total(at + COLUMNS * 4);
+        float4 up = total<SENDS, SPLIT, PARTS, PART>(at + COLUMNS * 4);
 #if CODES == 2
         up = scaled(up, of_token, scales + N + column + quad);
 #endif

@@ -21,9 +21,10 @@ constexpr int PITCH = USED + (20 - USED % 16) % 16;  // sums that a warp stores 
 constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int EACH = (TILES + SIDES - 1) / SIDES, LAST = TILES - (SIDES - 1) * EACH;  // tiles of a warpgroup
 constexpr int QUADS = ROWS / 4, THREADS = SIDES * PARTS * 128;
-constexpr bool FOLDED = TOKENS > 64, SENDS = SPLIT > 1 && TOKENS <= 16;
+constexpr bool FOLDED = TOKENS > 64, SENDS = SPLIT > 1 && TOKENS <= MOST_SENT;
 // Sums that are sent to the block that adds them up: [SPLIT, PARTS, OWNED, USED].
-constexpr int OWNED = (TOKENS + SPLIT - 1) / SPLIT, INBOX = SENDS ? SPLIT * PARTS * OWNED * USED * 4 : 0;
+constexpr int OWNED = (TOKENS + SPLIT - 1) / SPLIT, PART = (SENDS ? OWNED * USED : TOKENS * PITCH) * 4;
+constexpr int INBOX = SENDS ? SPLIT * PARTS * PART : 0;
 // Of a thread. An SM has 65,536, and one block.
 constexpr int REGISTERS = THREADS == 256 ? 232 : THREADS == 384 ? 152 : 104, PRODUCER_REGISTERS = 40;
 static_assert(ROWS % 8 == 0 && LAST > 0, "rows are swizzled by 8, and each warpgroup has a tile");
@@ -162,20 +163,6 @@ __device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u
     }
 }
 
-// The sums over K of four neighbouring columns; `at`: their place in each block's first part, or in the first part sent.
-__device__ __forceinline__ float4 total(u32 at) {
-  float4 found[SPLIT * PARTS], sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-  for (int i = 0; i < SPLIT * PARTS; i++)
-    found[i] = SENDS ? of_shared(at + i * OWNED * USED * 4) : of_block(at + i % PARTS * TOKENS * PITCH * 4, i / PARTS);
-#pragma unroll
-  for (int i = 0; i < SPLIT * PARTS; i++) {
-    sum.x += found[i].x, sum.y += found[i].y;
-    sum.z += found[i].z, sum.w += found[i].w;
-  }
-  return sum;
-}
-
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS + 128, 1)
 int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
              const u32* words, int M, int N, int K) {
@@ -256,9 +243,9 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       u32 at = shared_address(SENDS ? inbox + item / QUADS * USED + quad : (float*)ring + token * PITCH + quad);
       uint2 old = make_uint2(0, 0);
       if (ADD) asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(old.x), "=r"(old.y) : "l"(to));
-      float4 value = total(at);
+      float4 value = total<SENDS, SPLIT, PARTS, PART>(at);
       if (GATED) {
-        float4 up = total(at + ROWS * 4);
+        float4 up = total<SENDS, SPLIT, PARTS, PART>(at + ROWS * 4);
         value = make_float4(gated(value.x, up.x), gated(value.y, up.y), gated(value.z, up.z), gated(value.w, up.w));
       }
       if (ADD) value.x += low(old.x), value.y += high(old.x), value.z += low(old.y), value.w += high(old.y);

@@ -8,6 +8,13 @@ __device__ __forceinline__ u32 cluster_rank() {
   return rank;
 }
 
+// Where block `rank` of the cluster has what lies at `address` in this one.
+__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
 // All threads of the cluster meet, and no memory is ordered. That would take a fence for the GPU, which waits long while
 // many copies are under way.
 __device__ __forceinline__ void cluster_meet() {
@@ -28,19 +35,12 @@ __device__ __forceinline__ void share_sums(u64* barrier) {
   asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
   if (BLOCKS == 1) return;
   if (threadIdx.x < BLOCKS)
-    asm volatile(
-        "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];\n}"
-        ::"r"(shared_address(barrier)), "r"(threadIdx.x) : "memory");
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+                 ::"r"(address_in(shared_address(barrier), threadIdx.x)) : "memory");
   wait_for_cluster(barrier);
 }
 
-// Where block `rank` of the cluster has what lies at `address` in this one.
-__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
+constexpr int MOST_SENT = 16;  // tokens whose sums are sent: those of more take stages from the ring
 
 // Numbers for another block, whose barrier counts their bytes. So they need no fence.
 __device__ __forceinline__ void send(u32 to, float a, u32 barrier) {
@@ -55,22 +55,38 @@ __device__ __forceinline__ void send(u32 to, float a, float b, u32 barrier) {
 
 // Arrive at the same barrier of another block of the cluster.
 __device__ __forceinline__ void barrier_arrive_at(u64* barrier, u32 rank) {
-  asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}"
-               ::"r"(shared_address(barrier)), "r"(rank) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(shared_address(barrier), rank)) : "memory");
 }
 
-// Four numbers of this block's shared memory, and of the same place of another's.
+// Four numbers of this block's shared memory.
 __device__ __forceinline__ float4 of_shared(u32 address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
   return v;
 }
 
+// Four numbers at the same place of another block's.
 __device__ __forceinline__ float4 of_block(u32 address, u32 rank) {
   float4 v;
-  asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [r];\n}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address), "r"(rank) : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address_in(address, rank)) : "memory");
   return v;
+}
+
+// The sums over K of four neighbouring columns, from PIECES parts of each of BLOCKS blocks, in their order. `at`: their
+// place in a block's first part, and BYTES further in the next one. HERE: all parts were sent to this block.
+template <bool HERE, int BLOCKS, int PIECES, int BYTES>
+__device__ __forceinline__ float4 total(u32 at) {
+  float4 found[BLOCKS * PIECES], sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < BLOCKS * PIECES; i++)
+    found[i] = HERE ? of_shared(at + i * BYTES) : of_block(at + i % PIECES * BYTES, i / PIECES);
+#pragma unroll
+  for (int i = 0; i < BLOCKS * PIECES; i++) {
+    sum.x += found[i].x, sum.y += found[i].y;
+    sum.z += found[i].z, sum.w += found[i].w;
+  }
+  return sum;
 }
 
 // The tile whose first element is at `row` and `column`.
