@@ -42,10 +42,10 @@ STEP_RUNS = {
     (TWO_GPUS, "Qwen3-4B, 2 ranks"): ("qwen3-4B", 2, ()),
     (TWO_GPUS, "Qwen3-32B, 1 rank"): ("qwen3-32B", 1, ()),
     (TWO_GPUS, "Qwen3-32B, 2 ranks"): ("qwen3-32B", 2, ()),
-    (FOUR_GPUS, "Qwen3-32B"): ("qwen3-32B", 4, FEW_ROWS),
+    (FOUR_GPUS, "Qwen3-32B, 4 ranks"): ("qwen3-32B", 4, FEW_ROWS),
     (TWO_GPUS, "V4-Flash, 43 layers, 2 ranks"): ("deepseek_v4-Flash", 2, FEW_ROWS),
-    (FOUR_GPUS, "V4-Flash"): ("deepseek_v4-Flash", 4, FEW_ROWS),
-    (FOUR_GPUS, "V4-Flash, steps of 4,096 tokens"): (
+    (FOUR_GPUS, "V4-Flash, 43 layers, 4 ranks"): ("deepseek_v4-Flash", 4, FEW_ROWS),
+    (FOUR_GPUS, "V4-Flash, 43 layers, 4 ranks, steps of 4,096 tokens"): (
         "deepseek_v4-Flash",
         4,
         (*FEW_ROWS, "--max-num-batched-tokens", "4096"),
@@ -121,14 +121,13 @@ def table() -> str:
 
 
 def steps(figures: Figures = GPUS[H200.gpu]) -> Iterator[tuple[str, str, float, float]]:
-    """Each recorded step of several GPUs: model, point, predicted and measured milliseconds. figures: of the GPU."""
+    """Each recorded step of several GPUs: its run, point, predicted and measured milliseconds. figures: of the GPU."""
     for (file, name), (model, gpus, flags) in STEP_RUNS.items():
         made = outline(model, gpus, flags)
         for result in json.loads((RESULTS / file).read_text())["steps"][name]["results"]:
             if "device_ms" in result:
                 found = predicted(made, result["point"], gpus, figures)
-                label = f"{model}, {gpus} GPUs" + (", steps of 4,096 tokens" if flags[4:] else "")
-                yield label, result["point"], found, result["device_ms"]
+                yield name, result["point"], found, result["device_ms"]
     made = {gpus: outline("deepseek_v4-Flash", gpus, ONE_RANK) for gpus in (2, 4, 8)}
     for result in (r for file in ONE_OF_SEVERAL for r in json.loads((RESULTS / file).read_text())["figures"]):
         gpus, words = result["ranks"], result["step"].split()
