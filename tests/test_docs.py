@@ -55,7 +55,7 @@ def test_the_flag_reference_is_what_the_options_say() -> None:
     assert subprocess.run(command).returncode == 0, "run scripts/flag_reference.py"
 
 
-def test_prose_keeps_the_rule_of_contributing() -> None:
+def test_prose_has_no_phrase_that_contributing_rules_out() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "check_language.py")], capture_output=True, text=True
     )
