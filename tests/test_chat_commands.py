@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from openinfer.cli import chat
+from openinfer.cli.api import Delta
 
 
 class Heard:
     """An Api that says "yes" and keeps what it was sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, said: str = "yes") -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.said = said
 
     def first_model(self) -> str:
-        return "m"
+        return self.said
 
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, body: dict[str, Any]) -> Iterator[Delta]:
         self.bodies.append(body)
-        yield {"choices": [{"delta": {"content": "yes"}}]}
+        yield Delta(content=self.said, reasoning=self.said)
 
 
 def talk(lines: str, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -56,3 +59,27 @@ def test_help_names_every_command_and_an_unknown_one_is_not_sent(
     assert all(name in said for name in ("/clear", "/system", "/help", "/exit"))
     assert "/quit is no command, and was not sent; /help names the commands" in said
     assert "system message: be kind" in said
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_model_and_no_server_commands_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OSC 52 sets the clipboard, OSC 0 the title, CSI 2J clears; C1 has them in one character, and CR hides a line."""
+    hostile = "\x1b]52;c;ZWNobw==\x07 \x1b[2J \x9b2J \x9d0;t\x9c \x00 \x08 a\rb \x7f \u202e \ud800"
+    terminal, heard = Terminal(), Heard(f"one\ttwo\n{hostile} 日本\u3000 👩\u200d🔬 é\xa0")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", terminal)
+    monkeypatch.setattr("sys.stdin", Terminal("hello\n"))
+    monkeypatch.setattr("builtins.input", lambda _: sys.stdin.readline() or "/exit")
+    monkeypatch.setattr("openinfer.cli.chat.Api", lambda *_: heard)
+    assert chat.main(["http://x"]) == 0
+    shown = terminal.getvalue().replace(chat.DIM, "").replace(chat.PLAIN, "")
+    assert not set(shown) & set("\x1b\x07\x9b\x9d\x9c\x00\x08\r\x7f\u202e\ud800")
+    assert "one\\ttwo\\n\\x1b]52;c;ZWNobw==\\x07 \\x1b[2J" in shown  # the model's name
+    assert (
+        shown.count("one\ttwo\n\\x1b]52;c;ZWNobw==\\x07 \\x1b[2J \\x9b2J") == 2
+    )  # a thought, and the answer
+    assert shown.count("日本\u3000 👩\u200d🔬 é\xa0") == 2

@@ -112,26 +112,77 @@ def test_what_is_no_url_is_named(url: str) -> None:
         Api(url)
 
 
+def serve(listener: socket.socket, answers: list[bytes]) -> None:
+    """Give each connection its answer and end it."""
+    for answer in answers:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(answer)
+
+
+def chat_with(answers: list[bytes]) -> int:
+    """The exit code of a chat of one question with a server of these answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO("hello\n"))
+        thread = threading.Thread(target=serve, args=(listener, answers))
+        thread.start()
+        code = chat.main([f"http://127.0.0.1:{listener.getsockname()[1]}"])
+        thread.join()
+    return code
+
+
+BEGUN = b"HTTP/1.1 200 OK\r\n"
+MODEL = BEGUN + b'Content-Length: 26\r\n\r\n{"data": [{"id": "m"}]}   '
+
+
 def test_an_answer_that_breaks_off_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """The server goes in the middle of its list of models, and of a streamed answer."""
-    begun = b"HTTP/1.1 200 OK\r\n"
-    model = begun + b'Content-Length: 26\r\n\r\n{"data": [{"id": "m"}]}   '
-    half = begun + b"Content-Length: 99\r\n\r\n{"
-    chunk = begun + b'Transfer-Encoding: chunked\r\n\r\n16\r\ndata: {"choices": []}\n\r\n'
-
-    def serve(listener: socket.socket, answers: list[bytes]) -> None:
-        for answer in answers:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(answer)
-
-    for answers in ([half], [model, chunk]):
-        with socket.create_server(("127.0.0.1", 0)) as listener, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "stdin", io.StringIO("hello\n"))
-            thread = threading.Thread(target=serve, args=(listener, answers))
-            thread.start()
-            assert chat.main([f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
-            thread.join()
+    half = BEGUN + b"Content-Length: 99\r\n\r\n{"
+    chunk = BEGUN + b'Transfer-Encoding: chunked\r\n\r\n16\r\ndata: {"choices": []}\n\r\n'
+    for answers in ([half], [MODEL, chunk]):
+        assert chat_with(answers) == 1
         said = capsys.readouterr().err
         assert re.search(r"error: the answer of http://\S+ broke off: .*; the server's log", said)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        b"{oops", b'{"x":1}', b"[]", b"5", b"null", b'{"error":"x\x1b[2J"}', b'{"error":{"message":["x\ny"]}}',
+        b'{"choices":{}}', b'{"choices":[5]}', b'{"choices":[{"delta":[]}]}', b'{"choices":[{"delta":{"content":5}}]}',
+        b'{"choices":[{"delta":{"reasoning":{}}}]}', b"\xff", b'{"choices":[{"delta":{"content":"\xff"}}]}',
+        b'{"choices":[{"delta":{"content":"\\ud800"}}]}', b"[" * 100_000, b'{"x":' * 100_000,
+    ],
+    ids=range(17),
+)  # fmt: skip
+def test_chunks_that_are_none_are_one_line(chunk: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat_with([MODEL, BEGUN + b"\r\ndata: " + chunk + b"\n\ndata: [DONE]\n\n"]) == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"openinfer chat: error: [^\x00-\x1f]+\n", said)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x00\x01", b"HTTP/1.1 abc OK\r\n\r\n", BEGUN + b"x" * 100_000, BEGUN + b"\r\n" + b"[" * 100_000,
+        BEGUN + b'\r\n{"data":[]}', BEGUN + b'\r\n{"data":[{"id":5}]}', BEGUN + b"\r\n\xff\xfe",
+        BEGUN + b'\r\n{"data":{"0":1}}', BEGUN + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n{}",
+        b"HTTP/1.1 404 No\r\n\r\n\x1b[2J<html>\n", b'HTTP/1.1 500 No\r\n\r\n{"error":[[5]]}',
+        b"HTTP/1.1 302 Go\r\nLocation: /x\r\n\r\n", b'HTTP/1.1 400 No\r\nContent-Length: 99\r\n\r\n{"error":',
+        b"HTTP/1.1 400 No\r\n\r\n" + b"[" * 100_000,
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_models_that_are_none_are_one_line(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat_with([answer]) == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"openinfer chat: error: [^\x00-\x1f]+\n", said)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a..b", f"http://{'a' * 70}.x", "http://127.0.0.1:1/ü", "http://h\x1b[2J"]
+)
+def test_a_host_that_cannot_be_asked_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat.main([url]) == 1
+    assert re.fullmatch(r"openinfer chat: error: [^\x00-\x1f]+\n", capsys.readouterr().err)

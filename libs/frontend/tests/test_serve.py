@@ -1,9 +1,11 @@
 """The command line, as processes: start-up lines, errors in one line, signals."""
 
+import contextlib
 import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,6 +110,36 @@ def test_a_killed_engine_ends_the_server_with_1(model_dir: Path, launch: Launch)
     code, rest = server.end()
     assert code == 1
     assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_reason_not_to_serve(
+    model_dir: Path, tmp_path: Path, plain: bool, closed: str
+) -> None:
+    if plain:
+        (tmp_path / "uvloop.py").write_text("raise ImportError")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            ["bash", "-c", f'exec "$@" {closed}', "", *SCRIPT, model_dir, "--port", str(port)],
+            stderr=stderr,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        )
+    answer = None
+    while process.poll() is None and answer is None:
+        with contextlib.suppress(httpx.ConnectError):
+            answer = httpx.post(
+                f"http://127.0.0.1:{port}/v1/completions", json={"prompt": [5], "max_tokens": 2}
+            )
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=10) == 0
+    assert answer is not None
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    assert "Traceback" not in log.read_text()
 
 
 def run(*args: object) -> tuple[int, str]:

@@ -10,13 +10,43 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from openinfer.frontend import flag_types
 
-__all__ = ["Api", "ApiError", "add_api_key", "api_key"]
+__all__ = ["Api", "ApiError", "Delta", "add_api_key", "api_key"]
 
 TIMEOUT_S = 600.0
 LOOK_S = 30.0
 """Time limit of requests that generate nothing."""
+MAX_ANSWER_BYTES = 64 << 20
+"""The limit of a whole answer, and of a line of a stream."""
+MAX_REFUSAL_BYTES = 4096
+
+
+class Delta(msgspec.Struct):
+    """What a chunk adds to an answer."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """The same as `reasoning`, in the words of other servers."""
+
+
+class _Choice(msgspec.Struct):
+    delta: Delta | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
 
 
 class ApiError(RuntimeError):
@@ -58,45 +88,53 @@ class Api:
 
     def first_model(self) -> str:
         """The first name that the server serves."""
-        try:
-            return str(self._request("GET", "/v1/models", None)["data"][0]["id"])
-        except (LookupError, TypeError, ValueError):
-            raise ApiError(
-                f"{self._parts.geturl()} names no model at /v1/models; is it an OpenAI server?"
-            ) from None
+        text = self._read("GET", "/v1/models", None)
+        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError, LookupError):
+            return msgspec.json.decode(text, type=_Models).data[0].id
+        raise ApiError(f"{self._parts.geturl()} names no model at /v1/models; is it an OpenAI server?")
 
     def metrics(self) -> str:
         """The text of /metrics."""
-        return self._read("GET", "/metrics", None).decode()
+        return self._read("GET", "/metrics", None).decode(errors="replace")
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """A whole chat completion."""
-        return self._request("POST", "/v1/chat/completions", body)
+        text = self._read("POST", "/v1/chat/completions", body)
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ApiError(f"the answer of {self._parts.geturl()} is no JSON object: {error}") from error
 
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of a streamed chat completion. Closing the iterator ends the request."""
+    def stream(self, body: dict[str, Any]) -> Iterator[Delta]:
+        """What each chunk of a streamed chat completion adds. Closing the iterator ends the request."""
         connection, response = self._open("POST", "/v1/chat/completions", {**body, "stream": True})
         with contextlib.closing(connection), self._reading():
-            for line in response:
+            while line := response.readline(MAX_ANSWER_BYTES):
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     return
-                if not line.startswith(b"data:"):
-                    continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ApiError(str(chunk["error"].get("message", chunk["error"])))
-                yield chunk
+                if line.startswith(b"data:"):
+                    yield from self._deltas(data)
             raise ConnectionError("it has no end")
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._read(method, path, body))
-        return found
+    def _deltas(self, data: bytes) -> list[Delta]:
+        if message := _message(data):
+            raise ApiError(message)
+        try:
+            chunk = msgspec.json.decode(data, type=_Chunk)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ApiError(
+                f"{self._parts.geturl()} sends what is no chunk of an answer: {error}: {_shown(data)}"
+            ) from error
+        return [choice.delta for choice in chunk.choices if choice.delta is not None]
 
     def _read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
         connection, response = self._open(method, path, body)
         with contextlib.closing(connection), self._reading():
-            return response.read()
+            text = response.read(MAX_ANSWER_BYTES)
+            if response.length or len(text) == MAX_ANSWER_BYTES:
+                raise ConnectionError(f"{len(text)} bytes came, and more were to come")
+            return text
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -117,22 +155,31 @@ class Api:
         try:
             connection.request(method, self._path + path, data, self._headers)
             response = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+        ) as error:  # ValueError: a host that is no name
             connection.close()
             where = self._parts.geturl()
             raise ApiError(
                 f"no server answers at {where}: {error}; openinfer serve MODEL starts one"
             ) from error
         if response.status != 200:
-            text = response.read().decode(errors="replace")
-            connection.close()
-            raise ApiError(_message(text) or f"HTTP status {response.status}: {text[:200]}")
+            with contextlib.closing(connection), self._reading():
+                text = response.read(MAX_REFUSAL_BYTES)
+            raise ApiError(_message(text) or f"HTTP status {response.status}: {_shown(text)}")
         return connection, response
 
 
-def _message(text: str) -> str:
-    """The message of an OpenAI error; "" if the text is not such an error."""
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+def _message(text: bytes) -> str:
+    """The message of an error in any server's words; "" if the text is no such error."""
+    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        error = msgspec.json.decode(text, type=dict[str, Any]).get("error")
+        message = error.get("message") if isinstance(error, dict) else error
+        return str(message or error or "")[:MAX_REFUSAL_BYTES]
+    return ""
+
+
+def _shown(text: bytes) -> str:
+    return text[:200].decode(errors="replace")

@@ -86,10 +86,10 @@ def _wait(
         now = time.monotonic()
         if process.poll() is not None or now - began > timeout_s:
             raise NotReady(
-                f"the server is not ready after {now - began:.0f} s:\n{log_path.read_text()[-2000:]}"
+                f"the server is not ready after {now - began:.0f} s:\n{log_path.read_text(errors='replace')[-2000:]}"
             )
         if now - told >= SAY_S:
-            told, lines = now, log_path.read_text().splitlines() or ["nothing yet"]
+            told, lines = now, log_path.read_text(errors="replace").splitlines() or ["nothing yet"]
             print(f"openinfer: the server starts, {now - began:.0f} s so far: {lines[-1]}", file=sys.stderr)
         time.sleep(0.01)
 

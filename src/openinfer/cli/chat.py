@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
 import tempfile
+import unicodedata
 from pathlib import Path
 from typing import Any, TextIO
 
 from openinfer.cli import recipes
 from openinfer.cli.api import Api, ApiError, add_api_key, api_key
 from openinfer.cli.bench_server import NotReady, serving
-from openinfer.frontend.errors import FlagError
+from openinfer.frontend.errors import FlagError, one_line, printable
 from openinfer.frontend.flag_parser import FlagParser
 
 PROG = "openinfer chat"
@@ -41,8 +43,11 @@ def main(argv: list[str]) -> int:
                 print(f"starting {url} ...", file=sys.stderr)
                 url = stack.enter_context(serving(recipes.checkpoint(url), argv[at + 1 :], log)).url
             return _talk(Api(url, api_key(args)), args)
-    except (ApiError, FlagError, NotReady) as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
+    except (ApiError, FlagError) as error:
+        print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
+        return 1
+    except NotReady as error:
+        print(f"{PROG}: error: {printable(str(error), _is_text)}", file=sys.stderr)
         return 1
 
 
@@ -67,12 +72,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _talk(api: Api, args: argparse.Namespace) -> int:
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # what an encoding does not have ends no chat
+            stream.reconfigure(errors="replace")
     model = api.first_model()
     messages = _begun(args.system)
     shown = sys.stdin.isatty()
     if shown:
         print(
-            f"{model}: Ctrl-C stops an answer, Ctrl-D ends the chat, /help names the commands",
+            f"{printable(model)}: Ctrl-C stops an answer, Ctrl-D ends the chat, /help names the commands",
             file=sys.stderr,
         )
     while True:
@@ -118,25 +126,32 @@ def _command(text: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _answer(api: Api, body: dict[str, Any], out: TextIO) -> str:
-    """Write the answer as it comes; its content. Thoughts are dim on a terminal and left out elsewhere."""
+    """Write the answer as it comes, with control characters written out; its content as it came. Thoughts are dim on a
+    terminal and left out elsewhere."""
     said, dim = "", out.isatty()
-    chunks = api.stream(body)
+    deltas = api.stream(body)
     try:
         thinking = False
-        for chunk in chunks:
-            for choice in chunk["choices"]:
-                delta = choice["delta"]
-                thought = delta.get("reasoning") or delta.get("reasoning_content") or ""
-                if dim and thought:
-                    out.write(thought if thinking else DIM + thought)
-                    thinking = True
-                if content := delta.get("content"):
-                    out.write(f"{PLAIN}\n{content}" if thinking else content)
-                    thinking, said = False, said + content
-                out.flush()
+        for delta in deltas:
+            thought, content = delta.reasoning or delta.reasoning_content, delta.content
+            if dim and thought:
+                shown = printable(thought, _is_text)
+                out.write(shown if thinking else DIM + shown)
+                thinking = True
+            if content:
+                shown = printable(content, _is_text)
+                out.write(f"{PLAIN}\n{shown}" if thinking else shown)
+                thinking, said = False, said + content
+            out.flush()
     except KeyboardInterrupt:
         pass
     finally:
-        chunks.close()  # type: ignore[attr-defined]
+        deltas.close()  # type: ignore[attr-defined]
         out.write(f"{PLAIN}\n" if dim else "\n")
     return said
+
+
+def _is_text(char: str) -> bool:
+    """Whether a character belongs to a text of several lines in any language. Controls, signs that change the direction
+    of others, and half surrogates do not; the joiners of Persian, of Hindi and of emoji do."""
+    return char in "\n\t\u200c\u200d" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp")

@@ -12,6 +12,8 @@ FrontendError(Exception)
 └── APIError(ValueError)              one request is refused; carries the HTTP status and error fields
 """
 
+from collections.abc import Callable
+
 __all__ = [
     "APIError",
     "EngineDeadError",
@@ -25,6 +27,7 @@ __all__ = [
     "Unsupported",
     "is_users_error",
     "one_line",
+    "printable",
 ]
 
 
@@ -110,9 +113,11 @@ def is_users_error(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line for a user: its message, or its type if it has no message. Characters that a terminal
-    would obey, such as an escape sequence in the name of a tensor, are written out."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text
-    )
+    """An exception as one line for a user: its message, or its type if it has no message."""
+    return printable(" ".join(str(error).split()) or type(error).__name__)
+
+
+def printable(text: str, keep: Callable[[str], bool] = str.isprintable) -> str:
+    """The text with characters that a terminal would obey, such as escape sequences, written out. keep: whether a
+    character stays as it is."""
+    return "".join(c if keep(c) else c.encode("unicode_escape", "backslashreplace").decode() for c in text)

@@ -5,11 +5,14 @@ import contextvars
 import io
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
 
-__all__ = ["REQUEST_ID", "LogLines", "log_settings", "say", "set_up_logging"]
+from openinfer.frontend.errors import printable
+
+__all__ = ["REQUEST_ID", "LogLines", "log_settings", "open_standard_streams", "say", "set_up_logging"]
 
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id")
 """Set while a request is handled; its log lines name it."""
@@ -52,11 +55,11 @@ class _Text(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, the standard library names it
         request_id = REQUEST_ID.get(None)
         line = super().formatMessage(record)
-        return _printable(line if not request_id or request_id in line else f"{line}, id {request_id}")
+        return printable(line if not request_id or request_id in line else f"{line}, id {request_id}")
 
     def formatException(self, ei: object) -> str:  # noqa: N802
         lines = super().formatException(ei).splitlines()  # type: ignore[arg-type]
-        return "\n".join("  " + _printable(line) for line in lines)
+        return "\n".join("  " + printable(line) for line in lines)
 
     def format(self, record: logging.LogRecord) -> str:
         record.exc_text = None  # another handler's, unescaped
@@ -74,6 +77,19 @@ def set_up_logging(level: str, form: str, secrets: Sequence[str] = ()) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null where this process was started without standard input, output or error. A socket that took such a
+    number would get what is printed, and libuv ends a process that listens on one."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            stream = open(descriptor, "w" if descriptor else "r", closefd=False)  # noqa: SIM115, for ever
+            setattr(sys, name, stream)
 
 
 def log_settings() -> tuple[str, str]:
@@ -103,7 +119,7 @@ def say(line: str) -> None:
     if isinstance(formatter, _Json):
         line = formatter.format(logging.LogRecord("openinfer", logging.INFO, "", 0, line, None, None))
     else:
-        line = f"openinfer: {line}"
+        line = printable(f"openinfer: {line}")
     with contextlib.suppress(OSError):  # a full disk, or a reader that has left, is no reason not to serve
         sys.stderr.write(f"{line}\n")  # one write: two threads may speak at once
         sys.stderr.flush()
@@ -112,10 +128,6 @@ def say(line: str) -> None:
 def _formatter() -> logging.Formatter | None:
     handlers = logging.getLogger().handlers
     return handlers[0].formatter if handlers else None
-
-
-def _printable(line: str) -> str:
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
 
 
 def _hide(text: str, secrets: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from openinfer.frontend.errors import FlagError, ModelFilesError, is_users_error, one_line
 from openinfer.frontend.flag_types import check_plan, key_of_environment
-from openinfer.frontend.logs import say, set_up_logging
+from openinfer.frontend.logs import open_standard_streams, say, set_up_logging
 from openinfer.frontend.recipe import Recipe
 from openinfer.frontend.server_flags import build_parser
 
@@ -44,6 +44,7 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     The code is 0 after an orderly end, and 1 when the engine did not start or was lost. It is 2 for wrong flags (as
     argparse does), and 130 or 143 when interrupted or terminated while starting. Errors are one line on stderr.
     """
+    open_standard_streams()
     args = build_parser(recipe, prog).parse_args(argv)
     try:
         args.api_key = args.api_key or key_of_environment()
