@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.cli.bench_ledger import Machine
-from openinfer.cli.bench_ops import measured as entries_of
-from openinfer.cli.segments import step_segments
+from openinfer.cli.bench.ops import measured as entries_of
+from openinfer.cli.explain.ledger import Machine
+from openinfer.cli.explain.segments import step_segments
 from openinfer.graph import Readback, Shape, StepGraphs
 from openinfer.graph.runner import Runner, readback_bytes, segments
 from openinfer.kernels import CpuPack, Op, Pack, Store, Target, cublas_available

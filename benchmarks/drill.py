@@ -23,8 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from openinfer.cli import bench_idle, recipes
-from openinfer.cli.bench_ledger import Recorder
+from openinfer.cli import recipes
+from openinfer.cli.bench import idle as bench_idle
+from openinfer.cli.explain.ledger import Recorder
 from openinfer.frontend.contract import SlowTraces
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.recipes.engine.startup import build

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.cli import recipes
-from openinfer.cli.bench_record import percentile
+from openinfer.cli.bench.record import percentile
 from openinfer.frontend import heap
 from openinfer.kvpool.tiers.moves import Loading
 from openinfer.recipes.engine.startup import build

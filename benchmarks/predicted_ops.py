@@ -21,8 +21,9 @@ import numpy as np
 import predicted_rows
 from predicted_rows import ONE_RANK, RESULTS, Figure
 
-from openinfer.cli import bench_ledger, tune_speed
-from openinfer.cli.segments import Outline
+from openinfer.cli.explain import ledger as bench_ledger
+from openinfer.cli.explain.segments import Outline
+from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Cost, Lines
 from openinfer.kernels.speed_fit import MeasuredCalls, fit_lines
 from openinfer.kernels.speeds import FOLDER, dump_lines

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from openinfer.cli import bench_recipe, tune_speed
-from openinfer.cli.bench_serve import Load
-from openinfer.cli.plan_load import Point, Server
-from openinfer.cli.plan_text import name_of
-from openinfer.cli.segments import Outline
+from openinfer.cli import recipe_flags
+from openinfer.cli.bench.serve import Load
+from openinfer.cli.explain.segments import Outline
+from openinfer.cli.plan.load import Point, Server
+from openinfer.cli.plan.text import name_of
+from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Figures, Parts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,7 +85,7 @@ class Figure(NamedTuple):
 def rows() -> Iterator[tuple[str, Point, float, list[Figure]]]:
     """Each recorded row: its model, the predicted point, the measured requests a second, the figures."""
     for file, (model, gpus, flags) in RUNS.items():
-        _, asked = bench_recipe.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
+        _, asked = recipe_flags.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
         server = Server.of(asked, H200, GPUS[H200.gpu], gpus)
         for result in json.loads((RESULTS / file).read_text())["results"]:
             rate = float(result["request_rate"])
@@ -139,7 +140,7 @@ def steps(figures: Figures = GPUS[H200.gpu]) -> Iterator[tuple[str, str, float, 
 @functools.cache
 def outline(model: str, gpus: int, flags: tuple[str, ...]) -> Outline:
     """The engine of a published model on GPUs that share it."""
-    _, asked = bench_recipe.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
+    _, asked = recipe_flags.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
     return Outline(asked.recipe, asked.source(), asked.options, H200, ranks=gpus)
 
 

@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from openinfer.cli import bench_recipe, tune_speed
-from openinfer.cli.segments import Outline
+from openinfer.cli import recipe_flags
+from openinfer.cli.explain.segments import Outline
+from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Parts, Speed
 from openinfer.kernels.speed_fit import errors, fit_speed
 
@@ -40,7 +41,7 @@ RECORDED = {
 
 def outline(model: str, *flags: str) -> Outline:
     """The engine of a published model with these flags."""
-    _, asked = bench_recipe.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
+    _, asked = recipe_flags.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
     return Outline(asked.recipe, asked.source(), asked.options, H200)
 
 

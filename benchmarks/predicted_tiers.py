@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from openinfer.cli import bench_recipe, plan_tiers
-from openinfer.cli.bench_serve import Load
-from openinfer.cli.plan_load import Agents, Point, Server
+from openinfer.cli import recipe_flags
+from openinfer.cli.bench.serve import Load
+from openinfer.cli.plan import tiers as plan_tiers
+from openinfer.cli.plan.load import Agents, Point, Server
 from openinfer.kernels import GPUS, H200
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
@@ -38,7 +39,7 @@ def points() -> Iterator[tuple[str, Point]]:
     agents = Agents(TURNS, SYSTEM, THINK_S, plan_tiers.speeds(parser.parse_args([])))
     for name, flags in TIERS.items():
         words = [MODEL, "--max-model-len", "40960", *flags.split()]
-        _, asked = bench_recipe.parse(words, "plan", __doc__, lambda parser: None, named=True)
+        _, asked = recipe_flags.parse(words, "plan", __doc__, lambda parser: None, named=True)
         server = Server.of(asked, H200, GPUS[H200.gpu], 1, agents=agents)
         for rate in RATES:
             yield name, server.serve(Load(rate, REQUESTS, 0, INPUT, OUTPUT, 1))

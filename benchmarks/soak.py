@@ -136,10 +136,10 @@ def slope(requests: Sequence[int], memory: Sequence[int]) -> tuple[float, float]
 
 @contextlib.contextmanager
 def served(
-    what: str, folder: Path, fake: str = "openinfer.cli.bench_fake"
+    what: str, folder: Path, fake: str = "openinfer.cli.bench.fake"
 ) -> Iterator[tuple[int, list[int]]]:
     """A server's port and processes: itself and its engine. fake: the module that serves a fake engine."""
-    from openinfer.cli.bench_server import _family, free_port, running, serving
+    from openinfer.cli.bench.server import _family, free_port, running, serving
 
     port = free_port()
     if what == "fake":
@@ -171,7 +171,7 @@ def plot(path: Path, data: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    from openinfer.cli.bench_record import add_arguments, record, write
+    from openinfer.cli.bench.record import add_arguments, record, write
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

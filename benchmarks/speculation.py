@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 
 from openinfer.cli import recipes
-from openinfer.cli.plan_cost import StepCost
-from openinfer.cli.segments import Outline
+from openinfer.cli.explain.segments import Outline
+from openinfer.cli.plan.cost import StepCost
 from openinfer.frontend.contract import Request
 from openinfer.graph.runner.trials import Trials
 from openinfer.kernels import GPUS, H200

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from check_routers import CheckFailed, answers, ask, chat, running
 
-from openinfer.cli.bench_server import free_port
+from openinfer.cli.bench.server import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("ray[serve]==2.60.0",)

@@ -30,7 +30,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from openinfer.cli.bench_server import free_port, serving
+from openinfer.cli.bench.server import free_port, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("vllm-router==0.1.17", "ai-dynamo-runtime==1.6.1")

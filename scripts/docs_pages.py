@@ -17,7 +17,7 @@ from typing import Any
 
 from flag_reference import ours
 
-from openinfer.cli.segments import SERVED, Outline
+from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.kernels import H200, Target
 from openinfer.recipes.engine import Recipe, SetupError, Source
 

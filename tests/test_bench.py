@@ -18,23 +18,21 @@ from typing import Any, cast
 import pytest
 from module_files import module_at
 
-from openinfer.cli import (
-    bench,
-    bench_fake,
-    bench_gaps,
-    bench_host,
-    bench_idle,
-    bench_ops,
-    bench_serve,
-    bench_server,
-    bench_step,
-    explain,
-)
-from openinfer.cli.bench_client import Answer, Client, Run, arrivals, run_load
-from openinfer.cli.bench_ledger import Machine, Recorder, grouped, key
-from openinfer.cli.bench_record import percentile
-from openinfer.cli.bench_serve import Load, summary
-from openinfer.cli.segments import Outline
+from openinfer.cli import bench
+from openinfer.cli.bench import fake as bench_fake
+from openinfer.cli.bench import gaps as bench_gaps
+from openinfer.cli.bench import host as bench_host
+from openinfer.cli.bench import idle as bench_idle
+from openinfer.cli.bench import ops as bench_ops
+from openinfer.cli.bench import serve as bench_serve
+from openinfer.cli.bench import server as bench_server
+from openinfer.cli.bench import step as bench_step
+from openinfer.cli.bench.client import Answer, Client, Run, arrivals, run_load
+from openinfer.cli.bench.record import percentile
+from openinfer.cli.bench.serve import Load, summary
+from openinfer.cli.explain import command as explain
+from openinfer.cli.explain.ledger import Machine, Recorder, grouped, key
+from openinfer.cli.explain.segments import Outline
 from openinfer.graph.runner import Leader, Writer
 from openinfer.kernels import H200, Cost, NullPack, Workload
 from openinfer.recipes.deepseek_v4 import published as deepseek_v4
@@ -281,7 +279,7 @@ def test_bench_serve_says_what_is_wrong(
 def test_text_prompts_have_about_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
-    from openinfer.cli.bench_text import Text
+    from openinfer.cli.bench.serve import Text
 
     text, tokenizer = Text(TINY), Tokenizer.from_file(str(TINY / "tokenizer.json"))
     rng = random.Random(3)
@@ -481,7 +479,7 @@ def test_a_start_that_takes_long_is_told(
 ) -> None:
     monkeypatch.setattr(bench_server, "SAY_S", 0.05)
     port = bench_server.free_port()
-    module = ["openinfer.cli.bench_fake", str(port), str(tmp_path)]
+    module = ["openinfer.cli.bench.fake", str(port), str(tmp_path)]
     with bench_server.running(module, port, tmp_path / "log"):
         pass
     assert "openinfer: the server starts, 0 s so far: nothing yet" in capsys.readouterr().err
@@ -674,7 +672,7 @@ def test_the_documents_have_the_tables_of_the_results(table: Any) -> None:
 
 
 def test_targets_name_points_that_the_yardsticks_measure() -> None:
-    from openinfer.cli.steps import POINTS
+    from openinfer.cli.bench.points import POINTS
 
     targets = json.loads((BENCHMARKS / "targets.json").read_text())
     assert {t["point"] for t in targets if t["bench"] == "step"} == set(POINTS)

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from openinfer.cli import bench_kernels
-from openinfer.cli.bench_ledger import Machine
+from openinfer.cli.bench import kernels as bench_kernels
+from openinfer.cli.explain.ledger import Machine
 from openinfer.kernels import NullPack, Target
 from openinfer.kernels.benchmark import Measurement, Memory
 from openinfer.tensor import Device

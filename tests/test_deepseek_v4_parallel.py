@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from openinfer.cli.segments import Outline
+from openinfer.cli.explain.segments import Outline
 from openinfer.kernels import GPUS, H200
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import Config

@@ -13,7 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from openinfer.cli import bench_eval, chat, recipes
+from openinfer.cli import chat, recipes
+from openinfer.cli.bench import eval as bench_eval
 
 DEMO = Path(__file__).parents[1] / "demo"
 FAMILIES = ("qwen3", "qwen3_5", "deepseek_v4")

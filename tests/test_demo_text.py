@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from openinfer.cli import eval_cases
+from openinfer.cli.bench import eval_cases
 from openinfer.frontend.chat import TOOL_FORMATS, Content, OutputParser, ToolCall, default_formats
 
 ROOT = Path(__file__).parents[1]

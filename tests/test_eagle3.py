@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from openinfer.cli.segments import Outline
+from openinfer.cli.explain.segments import Outline
 from openinfer.graph import Buckets, Shape
 from openinfer.graph.runner import segments
 from openinfer.kernels import H200, CpuPack, InterpDriver, LaunchPack, Pack, Target

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli.segments import Outline
+from openinfer.cli.explain.segments import Outline
 from openinfer.graph.runner.segments import segments
 from openinfer.kernels import H200, Launch, NullPack
 from openinfer.recipes.engine import Source

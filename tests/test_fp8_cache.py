@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from openinfer.cli import explain, recipes
+from openinfer.cli import recipes
+from openinfer.cli.explain import command as explain
 from openinfer.kernels import Target
 from openinfer.recipes.engine import Options, SetupError, Source
 from openinfer.recipes.engine.engine import Engine

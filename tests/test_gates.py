@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from openinfer.cli import gate, recipes
+from openinfer.cli import recipes
+from openinfer.cli.selftest import gate
 from openinfer.recipes.deepseek_v4.choices import Choices, Witness
 from openinfer.recipes.deepseek_v4.layers import Injected, LayerCheck
 from openinfer.recipes.engine.forced import Forced, NoRoom

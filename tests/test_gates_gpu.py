@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli import gate, recipes
+from openinfer.cli import recipes
+from openinfer.cli.selftest import gate
 from openinfer.recipes.deepseek_v4.choices import Choices
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.verdict import Check, Verdict, limits

@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import invariance
 import pytest
 
-from openinfer.cli import bench_gaps, bench_idle, bench_serve, bench_step, invariance
 from openinfer.cli.api import Api
-from openinfer.cli.bench_server import free_port, running
+from openinfer.cli.bench import gaps as bench_gaps
+from openinfer.cli.bench import idle as bench_idle
+from openinfer.cli.bench import serve as bench_serve
+from openinfer.cli.bench import step as bench_step
+from openinfer.cli.bench.server import free_port, running
 from openinfer.graph import Readback, StepTrace
 from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.startup import build

@@ -12,7 +12,7 @@ import pytest
 import test_qwen3_fp8 as fp8
 
 from openinfer.cli import main
-from openinfer.cli.segments import Outline
+from openinfer.cli.explain.segments import Outline
 from openinfer.kernels import H200
 from openinfer.recipes.engine import SetupError, Source, UnsupportedModel
 from openinfer.recipes.engine.startup import build

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli import bench_eval, bench_serve, chat
+from openinfer.cli import chat
 from openinfer.cli.api import Api, ApiError
+from openinfer.cli.bench import eval as bench_eval
+from openinfer.cli.bench import serve as bench_serve
 
 KEY = "s3cret-schlüssel"
 USAGE = {"prompt_tokens": 2, "completion_tokens": 1}

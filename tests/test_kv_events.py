@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from openinfer.cli import recipes
-from openinfer.cli.bench_server import free_port
+from openinfer.cli.bench.server import free_port
 from openinfer.frontend.contract import ResetPrefixCache
 from openinfer.kvpool import InvalidConfig
 from openinfer.kvpool.tiers.layout import aligned

@@ -15,8 +15,9 @@ import pytest
 from safetensors.numpy import save_file
 from test_eagle3 import speculation, write_head
 
-from openinfer.cli import recipes, steps
-from openinfer.cli.segments import Outline, Placed
+from openinfer.cli import recipes
+from openinfer.cli.bench import points as steps
+from openinfer.cli.explain.segments import Outline, Placed
 from openinfer.frontend.contract import LoadAdapter, Rejected, UnloadAdapter
 from openinfer.frontend.errors import Unsupported
 from openinfer.kernels import H200

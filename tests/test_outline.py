@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from openinfer.cli import recipes
-from openinfer.cli.segments import Outline
+from openinfer.cli.explain.segments import Outline
 from openinfer.kernels import H200
 from openinfer.recipes.engine import Source
 

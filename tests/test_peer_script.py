@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from module_files import module_at
 
-from openinfer.cli import steps
+from openinfer.cli.bench import points as steps
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peer" / "vllm_steps.py"
 

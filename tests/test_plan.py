@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 from module_files import module_at
 
-from openinfer.cli import bench_ops, bench_recipe, plan, plan_text, tune, tune_speed
-from openinfer.cli.bench_serve import Load
-from openinfer.cli.plan_compare import Objectives, Variant, choice
-from openinfer.cli.plan_cost import PROMPT_STEP_S, StepCost
-from openinfer.cli.plan_load import Point, Server
+from openinfer.cli import recipe_flags
+from openinfer.cli.bench import ops as bench_ops
+from openinfer.cli.bench.serve import Load
+from openinfer.cli.plan import command as plan
+from openinfer.cli.plan import text as plan_text
+from openinfer.cli.plan.compare import Objectives, Variant, choice
+from openinfer.cli.plan.cost import PROMPT_STEP_S, StepCost
+from openinfer.cli.plan.load import Point, Server
+from openinfer.cli.tune import command as tune
+from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Prediction, Speed, Workload
 from openinfer.kernels.speed_fit import errors
 from openinfer.kernels.speeds import dump_lines
@@ -37,7 +42,7 @@ def served(tmp_path: Path, *words: str) -> dict[str, Any]:
 
 
 def server(model: str, *flags: str) -> Server:
-    _, asked = bench_recipe.parse([model, *flags], "plan", None, lambda parser: None, named=True)
+    _, asked = recipe_flags.parse([model, *flags], "plan", None, lambda parser: None, named=True)
     return Server.of(asked, H200, GPUS[H200.gpu], 1)
 
 
@@ -396,7 +401,7 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
 ) -> None:
     """Steps one after the other, with 2 ms of the host between two, and one in eight held up."""
     flags = ["--max-num-seqs", "16"]
-    _, asked = bench_recipe.parse([str(TINY), *flags], "plan", None, lambda parser: None, named=True)
+    _, asked = recipe_flags.parse([str(TINY), *flags], "plan", None, lambda parser: None, named=True)
     made = Server.of(asked, tune_speed.CPU, tune_speed.figures(tune_speed.CPU), 1).outline
     true, events, now = tune_speed.figures(tune_speed.CPU).at(Speed(4e9, 8e9, 60e-6)), [], 0.0
     for tokens, rows in ((1, 1), (4, 4), (16, 16), (64, 1), (256, 4)):
@@ -422,7 +427,7 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
 
 def test_a_cpus_trace_gives_a_line_to_each_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One op is ten times slower than bytes and FLOPs say, and the host takes 2 ms between two decode steps."""
-    _, asked = bench_recipe.parse([str(TINY)], "plan", None, lambda parser: None, named=True)
+    _, asked = recipe_flags.parse([str(TINY)], "plan", None, lambda parser: None, named=True)
     made = Server.of(asked, tune_speed.CPU, tune_speed.figures(tune_speed.CPU), 1).outline
     true, events, now = tune_speed.figures(tune_speed.CPU).at(Speed(4e9, 8e9, 60e-6)), [], 0.0
     for tokens, rows in ((1, 1), (4, 4), (64, 1)):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from openinfer.cli import bench_ops, bench_step, explain
-from openinfer.cli.segments import Segment
+from openinfer.cli.bench import ops as bench_ops
+from openinfer.cli.bench import step as bench_step
+from openinfer.cli.explain import command as explain
+from openinfer.cli.explain.segments import Segment
 
 TINY = Path(__file__).parent / "goldens" / "qwen3_5-tiny"
 SIZES = ("--max-num-seqs", "3", "--max-num-batched-tokens", "32")

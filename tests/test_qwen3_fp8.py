@@ -12,7 +12,7 @@ import pytest
 from test_lora import write_adapter
 from test_weight_dtypes import write
 
-from openinfer.cli.segments import Outline
+from openinfer.cli.explain.segments import Outline
 from openinfer.kernels import H200
 from openinfer.kernels.authoring import dequantized
 from openinfer.recipes.engine import Source, UnsupportedModel

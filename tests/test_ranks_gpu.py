@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from openinfer.cli import gate
+from openinfer.cli.selftest import gate
 from openinfer.kernels import RankLost
 from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
 from openinfer.recipes.engine.forced import Forced

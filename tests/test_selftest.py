@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.cli import gate, recipes, selftest_model, selftest_packed
-from openinfer.cli.selftest_ops import check
+from openinfer.cli import recipes
+from openinfer.cli.selftest import gate
+from openinfer.cli.selftest import packed as selftest_packed
+from openinfer.cli.selftest import small_model as selftest_model
+from openinfer.cli.selftest.ops import check
 from openinfer.kernels import H200
 from openinfer.kernels.benchmark import Memory
 from openinfer.kernels.ops import route

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli import bench_recipe
-from openinfer.cli.bench_serve import Load
-from openinfer.cli.plan_cost import StepCost
-from openinfer.cli.plan_load import Server, requests
+from openinfer.cli import recipe_flags
+from openinfer.cli.bench.serve import Load
+from openinfer.cli.plan.cost import StepCost
+from openinfer.cli.plan.load import Server, requests
 from openinfer.frontend.contract import TERMINALS, Request, SlowTraces
 from openinfer.graph import StepTrace, Watch
 from openinfer.graph.runner import FirstTokens
@@ -269,7 +269,7 @@ def test_a_calm_server_raises_no_alarm(seconds: int, monkeypatch: pytest.MonkeyP
 
 
 def planned() -> Server:
-    _, asked = bench_recipe.parse(["qwen3-4B"], "plan", None, lambda parser: None, named=True)
+    _, asked = recipe_flags.parse(["qwen3-4B"], "plan", None, lambda parser: None, named=True)
     return Server.of(asked, H200, GPUS[H200.gpu], 1)
 
 

@@ -17,7 +17,7 @@ SOAK = Path(__file__).parents[1] / "benchmarks" / "soak.py"
 LEAK = '''
 """bench_fake, but each request leaves a kilobyte behind."""
 
-from openinfer.cli import bench_fake
+from openinfer.cli.bench import fake as bench_fake
 from openinfer.frontend.http.service import Service
 
 kept = []
@@ -65,7 +65,7 @@ def median_slope(values: Sequence[int]) -> float:
 @pytest.mark.parametrize("leaks", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_kilobyte_a_request_would_be_seen(soak: Any, leaks: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """Half a kilobyte is the line."""
-    module = "openinfer.cli.bench_fake"
+    module = "openinfer.cli.bench.fake"
     if leaks:
         (tmp_path / "leaking_fake.py").write_text(LEAK)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli import tune, tune_ranks
+from openinfer.cli.tune import command as tune
+from openinfer.cli.tune import ranks as tune_ranks
 from openinfer.kernels import InvalidTable, Target, tuner, tuning
 from openinfer.kernels.tuner import Measured, Shape
 from openinfer.kernels.tuning import NCCL, Choice, Exchange, choose, choose_exchange

@@ -3,7 +3,7 @@
     python scripts/reference {qwen3,qwen3_5,deepseek_v4} --shape 4b --out DIR [--fp8] [--long] [...]
 
 This script makes test data. It needs torch and transformers, which no distribution of this project needs. DIR gets the
-checkpoint in the published format and reference.npz, which openinfer.cli.gate reads. reference.npz has token
+checkpoint in the published format and reference.npz, which openinfer.cli.selftest.gate reads. reference.npz has token
 sequences. For the last positions of each sequence it has
 
 - the 64 most likely tokens of transformers' run in bf16;

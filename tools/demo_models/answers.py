@@ -12,7 +12,7 @@ import torch
 from model import Model
 from tokenizers import Tokenizer
 
-from openinfer.cli import eval_cases
+from openinfer.cli.bench import eval_cases
 
 MAX_NEW = 160
 FORMATS = {"qwen3": "hermes", "qwen3_5": "qwen3_xml", "deepseek_v4": "deepseek_v4"}

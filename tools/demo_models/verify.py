@@ -24,7 +24,7 @@ from model import Model
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from openinfer.cli import eval_cases
+from openinfer.cli.bench import eval_cases
 
 
 def reference(folder: Path) -> Any:

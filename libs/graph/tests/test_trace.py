@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from openinfer.graph import StepTrace, trace
+from openinfer.graph import StepTrace
+from openinfer.graph.watch import trace
 from openinfer.tensor import Activity, ActivityNotAvailable
 
 Event = dict[str, Any]

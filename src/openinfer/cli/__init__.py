@@ -88,7 +88,7 @@ def _compile(argv: list[str]) -> int:
 
 
 def _selftest(argv: list[str]) -> int:
-    from openinfer.cli.selftest import main
+    from openinfer.cli.selftest.command import main
 
     return main(argv)
 
@@ -100,19 +100,19 @@ def _bench(argv: list[str]) -> int:
 
 
 def _explain(argv: list[str]) -> int:
-    from openinfer.cli.explain import main
+    from openinfer.cli.explain.command import main
 
     return main(argv)
 
 
 def _plan(argv: list[str]) -> int:
-    from openinfer.cli.plan import main
+    from openinfer.cli.plan.command import main
 
     return main(argv)
 
 
 def _tune(argv: list[str]) -> int:
-    from openinfer.cli.tune import main
+    from openinfer.cli.tune.command import main
 
     return main(argv)
 

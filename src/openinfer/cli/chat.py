@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from openinfer.cli import recipes
 from openinfer.cli.api import Api, ApiError, add_api_key, api_key
-from openinfer.cli.bench_server import NotReady, serving
+from openinfer.cli.bench.server import NotReady, serving
 from openinfer.frontend.errors import FlagError, one_line, printable
 from openinfer.frontend.flag_parser import FlagParser
 

@@ -9,8 +9,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from openinfer.cli import bench_recipe
-from openinfer.cli.bench_recipe import Asked
+from openinfer.cli import recipe_flags
+from openinfer.cli.recipe_flags import Asked
 from openinfer.frontend.errors import FlagError
 from openinfer.kernels import H200, Spec, Store, Target
 from openinfer.kernels.store import default_cache, nvrtc_version
@@ -30,7 +30,7 @@ GPUS = {
 
 def main(argv: list[str]) -> int:
     """Compile; returns 0, 1 for what cannot be compiled, 2 for wrong arguments."""
-    return bench_recipe.run(argv, "compile", __doc__, _flags, _compile)
+    return recipe_flags.run(argv, "compile", __doc__, _flags, _compile)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:

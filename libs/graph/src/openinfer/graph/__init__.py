@@ -3,13 +3,13 @@
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.costs import StepCosts
 from openinfer.graph.errors import FieldError, GraphError, MissingExtra, NotPossible, RingFull, UnknownStep
-from openinfer.graph.loads import SlowLoads
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
 from openinfer.graph.rows import Delta, Field, Rows
 from openinfer.graph.steps import StepGraphs, bucket_for
-from openinfer.graph.trace import StepTrace
-from openinfer.graph.watch import Finding, Watch
+from openinfer.graph.watch.loads import SlowLoads
+from openinfer.graph.watch.trace import StepTrace
+from openinfer.graph.watch.watch import Finding, Watch
 
 __all__ = [
     "Buckets",

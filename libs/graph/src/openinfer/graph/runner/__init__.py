@@ -4,11 +4,11 @@ try:
     from openinfer.graph.runner.adapting import AdapterQueue
     from openinfer.graph.runner.batch import Batch, Read, StepRows
     from openinfer.graph.runner.drafting import Drafting, Proposal
+    from openinfer.graph.runner.first_tokens import FirstTokens
     from openinfer.graph.runner.follower import Leader, follow
     from openinfer.graph.runner.host import HostPack
     from openinfer.graph.runner.model import Constraint, Masks, Model, States
     from openinfer.graph.runner.proposing import Proposer
-    from openinfer.graph.runner.requests import FirstTokens
     from openinfer.graph.runner.ring import Reader, Ring, Writer
     from openinfer.graph.runner.runner import Payload, Runner
     from openinfer.graph.runner.sampling import Sampling

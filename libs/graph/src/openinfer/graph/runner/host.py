@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from openinfer.graph.trace import StepTrace
+from openinfer.graph.watch.trace import StepTrace
 from openinfer.kernels import Op, Pack
 
 

@@ -25,8 +25,8 @@ from openinfer.graph.runner.segments import UPLOAD, segments
 from openinfer.graph.runner.verifying import read_verified, write_following, write_verified
 from openinfer.graph.runner.wishes import Wishes
 from openinfer.graph.steps import StepGraphs
-from openinfer.graph.trace import StepTrace
-from openinfer.graph.watch import Watch
+from openinfer.graph.watch.trace import StepTrace
+from openinfer.graph.watch.watch import Watch
 from openinfer.kernels import Pack
 from openinfer.sampler.gpu import RowStatus, masks_after, values
 from openinfer.scheduler import FinishReason, Seq, Step, StepResult

@@ -1,0 +1,125 @@
+"""`openinfer bench kernels [OP ...]`: ops at the shapes that their modules name, on this GPU.
+
+Times are medians of a CUDA graph of calls. The calls rotate among copies of weights or cache, so that the L2 cache does
+not serve them. With --variants other launches of the same op stand beside those that are chosen, if their output is the
+same. `--list` names the cases and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import logging
+import math
+import pkgutil
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from openinfer.cli.bench.ops import machine, machine_flags
+from openinfer.cli.bench.record import add_arguments, record, write
+from openinfer.cli.explain.ledger import Machine, figures
+from openinfer.frontend.flag_parser import FlagParser
+from openinfer.kernels.benchmark import Case, Measurement, Memory, measure
+from openinfer.kernels.tuner import DeviceMeter
+from openinfer.tensor import Device, TensorError
+
+PACKAGES = ("openinfer.kernels.ops", "openinfer.sampler.gpu.ops")
+"""Packages of ops, beside those of the installed recipes."""
+
+
+def main(argv: list[str]) -> int:
+    """Measure or list; returns 0, 1 without a GPU, 2 for wrong arguments."""
+    parser = FlagParser(
+        "openinfer bench kernels", usage="openinfer bench kernels [OP ...] [flags]", description=__doc__
+    )
+    add = parser.add_argument
+    add("ops", nargs="*", metavar="OP", help="names of ops; default: all ops with cases")
+    add("--variants", action="store_true", help="measure other launches of each case too")
+    add("--list", action="store_true", help="print the names of the cases and stop")
+    machine_flags(parser)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    listed = list(cases(Memory(Device("null")), args.ops))
+    missing = set(args.ops) - {case.op.name for _, case in listed}
+    if missing or not listed:
+        known = ", ".join(sorted({case.op.name for _, case in cases(Memory(Device("null")), [])}))
+        parser.error(f"no cases for {', '.join(sorted(missing))}; ops with cases: {known}")
+    if args.list:
+        for _, case in listed:
+            print(f"{case.op.name}: {case.name}")
+        return 0
+    return _measure(args)
+
+
+def modules() -> Iterator[ModuleType]:
+    """Every module of ops that has cases."""
+    entries = importlib.metadata.entry_points(group="openinfer.recipes")
+    recipes = (f"{entry.module}.ops" for entry in entries)
+    for name in dict.fromkeys((*PACKAGES, *recipes)):
+        try:
+            package = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name == name:
+                continue  # a recipe without ops of its own
+            raise
+        for found in pkgutil.iter_modules(package.__path__, name + "."):
+            module = importlib.import_module(found.name)
+            if hasattr(module, "cases"):
+                yield module
+
+
+def cases(memory: Memory, ops: list[str]) -> Iterator[tuple[ModuleType, Case]]:
+    """The cases of these ops, of all if none is named, with the module that each comes from."""
+    for module in modules():
+        for case in module.cases(memory):
+            if not ops or case.op.name in ops:
+                yield module, case
+
+
+def _measure(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    try:
+        meter = DeviceMeter()
+    except TensorError as error:
+        print(f"openinfer bench kernels: error: {error}", file=sys.stderr)
+        return 1
+    limits, results = machine(args), []
+    try:
+        for module, case in cases(Memory(meter.device, meter.stream), args.ops):
+            others = (
+                module.variants(meter.target, case) if args.variants and hasattr(module, "variants") else ()
+            )
+            for found in measure(meter, case, others):
+                results.append(entry(case, found, limits))
+                print(line(results[-1]), flush=True)
+    finally:
+        if args.json:
+            write(args.json, record("kernels", args, results, target=meter.target.gpu))
+    return 0
+
+
+def entry(case: Case, found: Measurement, limits: Machine) -> dict[str, Any]:
+    """The JSON entry of a measurement. Without a time `us` is None and `problem` says why."""
+    cost = case.op.cost(case.workload, **case.args[0])
+    floor_us, us = limits.floor_us(cost), found.seconds * 1e6
+    known = not math.isnan(us)
+    return {
+        "op": case.op.name,
+        "case": case.name,
+        "variant": found.variant,
+        "us": us if known else None,
+        "bytes": cost.bytes,
+        "flops": cost.flops,
+        "floor_us": floor_us,
+        "of_floor": floor_us / us if known else None,
+        "problem": found.problem,
+    }
+
+
+def line(entry: dict[str, Any]) -> str:
+    """An entry as text."""
+    what = f"{entry['op']} {entry['case']}: {entry['variant']}"
+    return f"{what}\n{figures(entry) if entry['us'] is not None else '    ' + entry['problem']}"

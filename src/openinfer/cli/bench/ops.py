@@ -1,0 +1,172 @@
+"""`openinfer bench ops MODEL_DIR`: every op at every shape that the engine's recorded steps run.
+
+An op's calls of one step (one a layer) are captured together in a CUDA graph and replayed. So weights and cache come
+from memory, as in a step, and activations come from where the step leaves them. Sampling is greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from openinfer.cli import recipe_flags
+from openinfer.cli.bench import against
+from openinfer.cli.bench.record import add_arguments, percentile, progress, record, write
+from openinfer.cli.explain import ledger
+from openinfer.cli.explain.ledger import Machine, OpCall, Recorder, figures, grouped
+from openinfer.cli.explain.segments import Segment, engine_segments
+from openinfer.cli.recipe_flags import Asked, without_prefix_cache
+from openinfer.graph import StepGraphs
+from openinfer.kernels import Pack, Workload
+from openinfer.tensor import Event, Stream
+
+CALLS = 32
+"""The fewest calls in a graph, so that the start of the graph itself does not count."""
+WARM_UP = 2
+CPU_TOKENS = 8192
+"""Tokens of the cache on a CPU. It fills them in about a minute for a small model; a GPU's cache would take hours."""
+
+
+def main(argv: list[str]) -> int:
+    """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
+    return recipe_flags.run(argv, "bench ops", __doc__, _flags, _measure)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--context", type=int, default=1024, help="tokens of a decode row; default: %(default)s")
+    add("--tokens", type=int, nargs="+", metavar="N", help="only steps of these recorded token counts")
+    add("--repeats", type=int, default=10, help="replays an op and shape; default: %(default)s")
+    add("--against", type=Path, metavar="FILE",
+        help="name the ops that are slower or faster than in this ledger of an earlier --json; exit code 1 if one is "
+        "slower")  # fmt: skip
+    add("--ledger", type=Path, metavar="FILE",
+        help="with --against: compare this ledger instead of measuring; needs no GPU")  # fmt: skip
+    machine_flags(parser)
+    add_arguments(parser)
+
+
+def machine_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags for the floor; the defaults are what was measured on an H200."""
+    default, add = Machine(), parser.add_argument
+    add("--bandwidth", type=float, default=default.bytes_per_s / 1e12, metavar="TB/S",
+        help="bandwidth of device memory; default: %(default)s")  # fmt: skip
+    add("--tflops", type=float, default=default.flops_per_s / 1e12, metavar="N",
+        help="speed of the matrix units in bf16; default: %(default)s")  # fmt: skip
+
+
+def machine(args: argparse.Namespace) -> Machine:
+    """The machine that the flags describe."""
+    return Machine(args.bandwidth * 1e12, args.tflops * 1e12)
+
+
+def _measure(args: argparse.Namespace, asked: Asked) -> int:
+    before = ledger.entries(args.against) if args.against else None
+    if args.ledger is None:
+        results = _measured(args, asked)
+    elif before is None:
+        raise recipe_flags.BadFlags("--ledger FILE is compared with --against FILE; one of them is missing")
+    else:
+        results = list(ledger.entries(args.ledger).values())
+    if before is None:
+        return 0
+    text, slower = against.report(before, {entry["key"]: entry for entry in results})
+    print(text)
+    return int(slower)
+
+
+def _measured(args: argparse.Namespace, asked: Asked) -> list[dict[str, Any]]:
+    """Measure, print and write every op."""
+    if args.repeats < 1:
+        raise recipe_flags.BadFlags(f"--repeats {args.repeats}: it must be at least 1")
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    engine = without_prefix_cache(asked)
+    rows = engine.runner.buckets.max_rows
+    if engine.runner.stream.device.kind == "cpu" and rows * args.context > CPU_TOKENS:
+        engine.close()
+        raise recipe_flags.BadFlags(
+            f"{rows} rows of {args.context} tokens take too long on a CPU: lower --max-num-seqs or --context to "
+            f"{CPU_TOKENS} tokens in all, or run it on a GPU"
+        )
+    progress(f"{rows} rows get {args.context} tokens of cache each")
+    limits, results, seen = machine(args), [], set[str]()
+    try:
+        runner = engine.runner
+        for segment in engine_segments(engine, args.context, args.tokens):
+            for entry in measured(segment, runner.pack, runner.stream, args.repeats, limits, seen):
+                results.append(entry)
+                print(line(entry), flush=True)
+    finally:
+        engine.close()
+        if args.json:
+            floor = {"bytes_per_s": limits.bytes_per_s, "flops_per_s": limits.flops_per_s}
+            write(args.json, record("ops", args, results, model=engine.info.model, machine=floor))
+    return results
+
+
+def measured(
+    segment: Segment, pack: Pack, stream: Stream, repeats: int, limits: Machine, seen: set[str]
+) -> Iterator[dict[str, Any]]:
+    """A ledger's entries for the calls of a segment that are not in `seen` yet; their keys are added to `seen`."""
+    recorder = Recorder()
+    segment.run(recorder)
+    groups = {k: c for k, c in grouped(recorder.calls, segment.workload).items() if k not in seen}
+    progress(f"{segment.name}: {len(groups)} new of its ops and shapes")
+    for name, calls in groups.items():
+        seen.add(name)
+        times = _seconds(pack, stream, calls, repeats)
+        yield _entry(name, calls, segment.workload, times, limits)
+
+
+def _seconds(pack: Pack, stream: Stream, calls: list[OpCall], repeats: int) -> list[float]:
+    """Device seconds of one call, by replay."""
+    rounds = max(1, CALLS // len(calls))
+    graphs = StepGraphs(stream.device, stream, capture=True)
+    graphs.record("calls", functools.partial(_enqueue, pack, calls, rounds))
+    for _ in range(WARM_UP):
+        graphs.launch("calls")
+    marks = [Event(stream.device, timing=True) for _ in range(2 * repeats)]
+    for before, after in zip(marks[::2], marks[1::2], strict=True):
+        before.record(stream)
+        graphs.launch("calls")
+        after.record(stream)
+    stream.synchronize()
+    times = [a.elapsed_s(b) / (rounds * len(calls)) for b, a in zip(marks[::2], marks[1::2], strict=True)]
+    for mark in marks:
+        mark.close()
+    graphs.close()
+    return times
+
+
+def _enqueue(pack: Pack, calls: list[OpCall], rounds: int) -> None:
+    for _ in range(rounds):
+        for op, args in calls:
+            pack.run(op, args)
+
+
+def _entry(
+    name: str, calls: list[OpCall], workload: Workload, times: list[float], limits: Machine
+) -> dict[str, Any]:
+    op, args = calls[0]
+    cost, us = op.cost(workload, **args), percentile(times, 50) * 1e6
+    floor_us = limits.floor_us(cost)
+    return {
+        "key": name,
+        "op": op.name,
+        "calls_a_step": len(calls),
+        "us": us,
+        "bytes": cost.bytes,
+        "flops": cost.flops,
+        "floor_us": floor_us,
+        "of_floor": floor_us / us,
+        "repeats": {"us": [t * 1e6 for t in times]},
+    }
+
+
+def line(entry: dict[str, Any]) -> str:
+    """An entry as text."""
+    return f"{entry['calls_a_step']:3} x {entry['key']}\n{figures(entry)}"

@@ -1,0 +1,190 @@
+"""A server under loads, simulated: the engine's own scheduler and pool in virtual time, with predicted steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from openinfer.cli.bench.client import arrivals
+from openinfer.cli.bench.record import percentile
+from openinfer.cli.bench.serve import Load
+from openinfer.cli.explain.segments import Outline
+from openinfer.cli.plan.cost import ARRIVAL_S, StepCost
+from openinfer.cli.plan.tiers import tiers_of
+from openinfer.cli.recipe_flags import Asked
+from openinfer.kernels import Figures, Target
+from openinfer.kvpool import Pool
+from openinfer.scheduler import Policy, make_policy
+from openinfer.scheduler.sim import Record, Request, SteadyDrafts, TierSpeeds, chats, simulate
+
+FULL = 0.97
+"""A part of the pool, or of the most that a server completes, that counts as all of it."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The figures of one load. Latencies in milliseconds, as p50, p99 and mean.
+
+    busy: part of the time in which a step ran. binds: shares of the steps' time by what they wait for. limits: "rows"
+    and "KV room", as far as none was left. rows: the most rows at once. cache: the largest used part of the cache."""
+
+    load: Load
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft_ms: Json
+    tpot_ms: Json
+    e2el_ms: Json
+    busy: float
+    binds: dict[str, float]
+    limits: list[str]
+    rows: int
+    cache: float
+    preemptions: int
+    rejected: int
+    hits: float = 0.0
+    """Part of the prompts' tokens that was cached."""
+
+    def as_dict(self) -> Json:
+        """For JSON. An infinite rate is "inf", as in the results of bench serve."""
+        rate = self.load.request_rate
+        load = dataclasses.asdict(self.load) | {"request_rate": "inf" if math.isinf(rate) else rate}
+        own = dataclasses.asdict(self)
+        del own["load"]
+        return load | own
+
+    @property
+    def power(self) -> float:
+        """Kleinrock's power: throughput over latency. The load with the largest is the knee."""
+        return self.requests_per_s / float(self.e2el_ms["mean"])
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Clients that go on: each prompt is all that was said, and the load's input_len tokens more. They all begin with
+    the same `system` tokens, take `turns` turns, and think `think_s` seconds, on average, between an answer and the
+    next prompt. speeds: of the tiers."""
+
+    turns: int
+    system: int
+    think_s: float
+    speeds: TierSpeeds
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An engine with these options on GPUs that need not be here. cache_bytes: the memory of each that is left for the
+    cache. acceptance: the chance that a draft is accepted where those before it were. agents None: prompts share
+    nothing, so there is no prefix cache and no tier."""
+
+    asked: Asked
+    outline: Outline
+    figures: Figures
+    cache_bytes: int
+    gpus: int
+    acceptance: float = 0.0
+    agents: Agents | None = None
+
+    @classmethod
+    def of(
+        cls,
+        asked: Asked,
+        target: Target,
+        figures: Figures,
+        gpus: int,
+        acceptance: float = 0.0,
+        agents: Agents | None = None,
+    ) -> Server:
+        """Trace its steps and plan its memory. Raises SetupError."""
+        options = dataclasses.replace(asked.options, enable_prefix_caching=agents is not None)
+        outline = Outline(asked.recipe, asked.source(), options, target, ranks=gpus)
+        room = int(figures.memory_bytes * options.gpu_memory_utilization) - outline.fixed_bytes
+        wanted = options.kv_cache_memory_bytes
+        server = cls(asked, outline, figures, room if wanted is None else wanted, gpus, acceptance, agents)
+        outline.cache(server.cache_bytes)  # too little room is said before the work
+        return server
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return min(self.outline.max_model_len, self.outline.cache(self.cache_bytes).capacity_tokens)
+
+    def policy(self) -> Policy:
+        """A new policy, as the flags want it. Raises InvalidSetup."""
+        asked = self.asked.options.scheduling_policy
+        if not isinstance(asked, str):
+            return asked
+        return make_policy(asked, max_batched_tokens=self.outline.buckets.max_tokens)
+
+    def _drafts(self, cost: StepCost, seed: int) -> SteadyDrafts | None:
+        levels, most = self.outline.buckets.draft_levels, self.outline.buckets.max_tokens
+        return SteadyDrafts(levels, most, self.acceptance, cost.decode_s, seed) if levels else None
+
+    def serve(self, load: Load) -> Point:
+        """Simulate one load. Raises SchedulerError."""
+        options, pool = self.asked.options, self.outline.cache(self.cache_bytes)
+        tiers = None
+        if self.agents is not None:
+            tiers = tiers_of(options, pool.groups, self.outline.parts, self.agents.speeds)
+            pool = Pool(pool.groups, loader=tiers, saver=tiers)
+        states = self.outline.model.states if self.agents is not None else None
+        cost, most_used = StepCost(self.outline.steps, self.outline.buckets, self.figures, self.gpus), 0.0
+
+        def timed(work: Any) -> float:
+            nonlocal most_used
+            most_used = max(most_used, pool.used_tokens / pool.capacity_tokens)
+            return cost(work)
+
+        report = simulate(
+            requests(load, self.agents), self.policy(), pool, timed, max_rows=options.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_queued=options.max_num_queued_reqs, drafts=self._drafts(cost, load.seed), tiers=tiers,
+            lone_tokens=self.outline.buckets.lone_tokens,
+            snapshots=states.snapshots if states is not None else None,
+        )  # fmt: skip
+        done = [record for record in report.records if record.num_output]
+        full = most_used > FULL or report.preemptions > 0
+        limits = ["KV room"] * full + ["rows"] * (cost.most_rows >= options.max_num_seqs)
+        return Point(
+            load, report.requests_per_s, report.output_tokens_per_s, _figures([_ttft_s(one) for one in done]),
+            _figures([one.tpot or 0.0 for one in done]), _figures([_e2el_s(one) for one in done]), report.busy,
+            cost.shares(), limits, cost.most_rows, most_used, report.preemptions, report.rejected, report.hit_rate,
+        )  # fmt: skip
+
+
+def requests(load: Load, agents: Agents | None = None) -> list[Request]:
+    """The requests of a load. Without agents, at the times at which `bench serve` sends them."""
+    if agents is not None:
+        found = chats(
+            load.num_prompts, load.request_rate, (load.input_len,) * 2, (load.output_len,) * 2, turns=agents.turns,
+            system_tokens=agents.system, think_s=agents.think_s, seed=load.seed,
+        )  # fmt: skip
+        for number, request in enumerate(found if load.max_concurrency else ()):
+            request.arrival, request.after = ARRIVAL_S, number - 1 if number else None
+        return found
+    times = arrivals(load.num_prompts, load.request_rate, random.Random(load.seed))
+    limit = load.max_concurrency
+    found = []
+    for number, time in enumerate(times):
+        after = number - limit if limit and number >= limit else None
+        prompt, output = [1] * load.input_len, [1] * load.output_len
+        found.append(Request(time if after is None else ARRIVAL_S, prompt, output, load.output_len, after))
+    return found
+
+
+def _ttft_s(record: Record) -> float:
+    return record.ttft + ARRIVAL_S
+
+
+def _e2el_s(record: Record) -> float:
+    return record.last_token - record.arrival + ARRIVAL_S
+
+
+def _figures(seconds: list[float]) -> Json:
+    mean = sum(seconds) / len(seconds) if seconds else math.nan
+    percentiles = {f"p{p}": percentile(seconds, p) * 1e3 for p in (50, 99)}
+    return {"mean": mean * 1e3, **percentiles}

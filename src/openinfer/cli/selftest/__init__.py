@@ -1,0 +1,1 @@
+"""`openinfer selftest`: tests, accuracy gates and speed of this machine."""

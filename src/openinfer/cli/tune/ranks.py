@@ -1,0 +1,102 @@
+"""`openinfer tune -tp N`: the ways in which the GPUs of a model add up their parts. A process a GPU measures them.
+
+`python -m openinfer.cli.tune.ranks WIDTH ROWS,... BOOT` is a rank above 0.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from openinfer.cli.explain.ledger import Recorder
+from openinfer.cli.explain.segments import Outline
+from openinfer.kernels import tuning
+from openinfer.kernels.exchange_tuner import ExchangeRank, entry, other_ranks
+from openinfer.kernels.tuning import Exchange
+
+Found = tuple[int, Mapping[Exchange, float]]
+"""Rows, and seconds by way."""
+
+
+def width_of(outline: Outline) -> int | None:
+    """Columns of the rows that ranks add up; None where there is one rank."""
+    recorder = Recorder()
+    for segment in outline.prefill(outline.buckets.max_tokens)[0]:
+        segment.run(recorder)
+    for op, args in recorder.calls:
+        if op.collective and args.get("ranks", 1) > 1 and op.name != "gather_columns":
+            summed = args["x"] if "x" in args else args["y"]
+            return int(summed.shape[1])
+    return None
+
+
+def missing(ranks: int, width: int, rows: Sequence[int], known: tuning.Table) -> list[int]:
+    """The rows that a table has no way for."""
+    entries = known.get(tuning.EXCHANGES, {}).get(f"{ranks}x{width}", {})
+    return [count for count in rows if str(count) not in entries]
+
+
+def measured(ranks: int, width: int, rows: Sequence[int]) -> Iterator[Found]:
+    """Each number of rows in each way, on GPUs 0 to ranks - 1. Raises RankLost."""
+    command = [sys.executable, "-m", "openinfer.cli.tune.ranks", str(width), ",".join(map(str, rows))]
+    with other_ranks(ranks, command) as (memory, links):
+        rank = ExchangeRank(0, ranks, width, memory, links)
+        yield from rank.sums(rows)
+        rank.close()
+
+
+def table(ranks: int, width: int, found: Found) -> tuning.Table:
+    """The fastest way as a table has it."""
+    rows, seconds = found
+    best = min(seconds, key=seconds.__getitem__)
+    return {tuning.EXCHANGES: {f"{ranks}x{width}": {str(rows): entry(best)}}}
+
+
+def line(ranks: int, width: int, found: Found) -> str:
+    """A measurement as text."""
+    rows, seconds = found
+    ways = ", ".join(
+        f"{_name(way)} {1e6 * s:.1f}" for way, s in sorted(seconds.items(), key=lambda one: one[1])
+    )
+    return f"sum of {ranks} ranks [{rows}, {width}]: {ways} us"
+
+
+def _name(way: Exchange) -> str:
+    return {"push": "one shot", "two_shot": "two shots", "nccl": "NCCL"}[way.kind] + (
+        "" if way.kind == "nccl" else f" of {way.warps} warps"
+    )
+
+
+def tune(
+    outline: Outline,
+    ranks: int,
+    tokens: Sequence[int],
+    known: tuning.Table,
+    keep: Callable[[tuning.Table], None],
+) -> list[dict[str, object]]:
+    """Measure what `known` lacks; `keep` gets each entry. The measurements, for JSON."""
+    width, results = width_of(outline), list[dict[str, object]]()
+    rows = [] if width is None else missing(ranks, width, tokens, known)
+    if width is None or not rows:
+        return results
+    for found in measured(ranks, width, rows):
+        keep(table(ranks, width, found))
+        print(line(ranks, width, found), flush=True)
+        us = [{**entry(way), "us": 1e6 * s} for way, s in found[1].items() if not math.isnan(s)]
+        results.append({"op": tuning.EXCHANGES, "ranks": ranks, "width": width, "rows": found[0], "us": us})
+    return results
+
+
+def main(argv: Sequence[str]) -> int:
+    """A rank above 0."""
+    width, rows, boot = argv
+    rank = ExchangeRank.joined(boot, int(width))
+    for _ in rank.sums([int(count) for count in rows.split(",")]):
+        pass
+    rank.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
