@@ -288,7 +288,7 @@ def run_tests(python: str, project: Path, folder: Path, report: Path | None = No
     copy = folder / "away" / "tests"
     shutil.copytree(project / "tests", copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy.parent / "pytest.ini").write_text(
-        "[pytest]\nmarkers =\n    gpu: \n    slow: \nfilterwarnings = error\n"
+        "[pytest]\nmarkers =\n    attack: \n    gpu: \n    slow: \nfilterwarnings = error\n"
     )
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-m", "not slow"]
     options += [f"--junitxml={report}"] if report else []

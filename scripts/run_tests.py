@@ -3,7 +3,7 @@
 Every library's tests run in a process of their own, so that no library relies on the tests of another. The tests of
 one library, another at each commit, run from its wheel instead; --all runs all of them from the checkout and a wheel.
 One more suite runs at a time than there are cores, at most three, because tests of servers wait much. The output of a
-suite is shown when it has ended.
+suite is shown when it has ended. With --all the tests marked `attack` are a suite of their own (scripts/attack.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ PACKAGES = [
 ]
 # reference/ wants torch, clients.* the clients; neither is here.
 TYPED_SCRIPTS = (
+    "attack",
     "check_clients",
     "check_language",
     "check_ranges",
@@ -82,6 +83,7 @@ SUITES = [
     "tests/test_recipes.py",
     "tests/test_speculation.py",
 ]
+ATTACKS = "scripts/attack.py"
 # These take longest, so they are begun first.
 LONGEST = (
     "libs/frontend",
@@ -94,6 +96,7 @@ LONGEST = (
     "recipes",
     "libs/sampler",
     "tests/test_speculation.py",
+    ATTACKS,
     "libs/kvpool",
     "libs/scheduler",
     "mypy",
@@ -114,9 +117,9 @@ def main() -> int:
     """Run what was asked for; 0 if everything passed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="slow tests too")
-    parser.add_argument("names", nargs="*", choices=[[], *CHECKS, *SUITES], metavar="NAME")
+    parser.add_argument("names", nargs="*", choices=[[], *CHECKS, *SUITES, ATTACKS], metavar="NAME")
     args = parser.parse_args()
-    names = args.names or [*CHECKS, *SUITES]
+    names = args.names or [*CHECKS, *SUITES, *[ATTACKS] * args.all]
     from_wheel = "" if args.names or args.all else in_turn()
     longest = [LONGEST[0], from_wheel, *LONGEST[1:]]
     outcomes = {}
@@ -189,12 +192,15 @@ def run_suite(folder: str, *, slow: bool) -> tuple[bool, Counter[str], str]:
     """Run the tests of a folder, a file or a pattern of files, and count them. A suite without tests fails."""
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary) / "report.xml"
-        which = "slow or not slow" if slow else "not slow"
+        which = "not attack" if slow else "not slow"
         # A base folder of its own: pytest's default one is cleaned up by other runs on the machine.
         places = [f"--junitxml={report}", f"--basetemp={temporary}/pytest"]
         paths = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(folder))
         others = [f"--ignore-glob={ROOT / suite}" for suite in SUITES if suite.startswith(f"{folder}/")]
-        ok, printed = run_python(["-c", PYTEST, "-q", "-r", "fE", "-m", which, *places, *others, *paths])
+        if folder == ATTACKS:
+            ok, printed = run_python([ATTACKS, "-r", "fE", *places])
+        else:
+            ok, printed = run_python(["-c", PYTEST, "-q", "-r", "fE", "-m", which, *places, *others, *paths])
         return ok, count(report), printed
 
 

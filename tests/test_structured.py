@@ -256,6 +256,7 @@ def post_grammar(url: str, stream: bool = False, max_tokens: int = 2, **wanted: 
     )
 
 
+@pytest.mark.attack
 def test_expressions_that_explode_stall_no_other_request(
     tiny: Any, start: Callable[..., Any], url: str
 ) -> None:
@@ -281,6 +282,7 @@ def test_expressions_that_explode_stall_no_other_request(
     assert httpx.get(f"{url}/health").status_code == 200
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_cannot_be_followed_is_a_400(url: str, stream: bool) -> None:
     answer = post_grammar(url, stream, grammar="start: start | start start")
@@ -289,6 +291,7 @@ def test_a_grammar_that_cannot_be_followed_is_a_400(url: str, stream: bool) -> N
     assert error["message"] == "lark: no output fits the grammar"
 
 
+@pytest.mark.attack
 def test_a_grammar_that_becomes_too_costly_ends_its_own_request_only(url: str) -> None:
     answer = post_grammar(url, max_tokens=400, grammar=AMBIGUOUS)
     error = answer.json()["error"]

@@ -19,6 +19,8 @@ from openinfer.frontend.chat.parts import overlap
 from openinfer.frontend.http import ChatTemplate, Tokenizer, prompt_text
 from openinfer.frontend.testing import FakeEngine
 
+pytestmark = pytest.mark.attack
+
 P = {"prompt": [5], "max_tokens": 1}
 HI = {"role": "user", "content": "hi"}
 ALL_CONTENTS = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})

@@ -14,6 +14,8 @@ from openinfer.frontend import FlagError, ModelFilesError, is_users_error, one_l
 from openinfer.frontend.chat_template import template_spec
 from openinfer.frontend.render_pool import RenderPool
 
+pytestmark = pytest.mark.attack
+
 SCRIPT = [sys.executable, str(Path(__file__).parent / "fake_recipe.py")]
 NESTED = "{% if true %}" * 3000 + "x" + "{% endif %}" * 3000
 

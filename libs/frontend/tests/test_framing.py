@@ -13,6 +13,8 @@ import pytest
 import openinfer.frontend.http.connections as connections
 from openinfer.frontend.http.framing import HEAD_BYTES, Framing
 
+pytestmark = pytest.mark.attack
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 BODY = json.dumps({"prompt": [5], "max_tokens": 2}).encode()
 PLAIN = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY

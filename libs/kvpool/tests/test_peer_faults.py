@@ -16,6 +16,8 @@ from openinfer.kvpool.tiers.peers import shared
 from openinfer.kvpool.tiers.peers.link import Link, greet
 from openinfer.kvpool.tiers.testing import ABOUT, TOKENS, SharingEngine, transfer, two_engines
 
+pytestmark = pytest.mark.attack
+
 
 def test_blocks_that_left_meanwhile_are_computed(engines):
     first = engines()
