@@ -121,7 +121,7 @@ def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int
         max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=max(context, tokens) + PAGE
     )
     blueprint = RECIPE.blueprint(source, options, ranks=ranks)
-    limits = decide(options, device, blueprint.max_positions, PAGE)
+    limits = decide(options, device, blueprint)
     buckets = buckets_for(blueprint, limits)
     target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
     plan = make_plan(blueprint, limits, buckets, target)

@@ -11,7 +11,7 @@ import pytest
 
 from openinfer.graph import Shape
 from openinfer.recipes.deepseek_v4.recipe import RECIPE as DEEPSEEK_V4
-from openinfer.recipes.engine import startup
+from openinfer.recipes.engine import Source, startup
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.qwen3.recipe import RECIPE as QWEN3
 from openinfer.recipes.qwen3_5.recipe import RECIPE as QWEN3_5
@@ -65,7 +65,8 @@ def test_its_tokens_are_those_of_small_chunks(
 
 def test_only_qwen3_on_a_gpu_has_them_and_only_by_default() -> None:
     def of(recipe: Any, device: str = "cuda", **flags: Any) -> int:
-        return decide(recipe.options(**flags), Device(device), 40960, 16).lone_tokens
+        options = recipe.options(**flags)
+        return decide(options, Device(device), recipe.blueprint(Source(recipe.small), options)).lone_tokens
 
     assert of(QWEN3) == 4096
     assert of(QWEN3, max_num_batched_tokens=2048) == of(QWEN3, "cpu") == of(QWEN3_5) == of(DEEPSEEK_V4) == 0

@@ -48,6 +48,7 @@ ROPES = {
     "rope_parameters": {
         "rope_type": "yarn",
         "factor": 4.0,
+        "original_max_position_embeddings": 4096,
         "rope_theta": 1e6,
         "beta_fast": 32,
         "beta_slow": 1,

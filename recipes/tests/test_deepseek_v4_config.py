@@ -103,7 +103,7 @@ def share(nbytes: int, **flags: Any) -> tuple[int, int]:
     """Pages of windows and of entries that five layers get of so many bytes on a GPU."""
     options = RECIPE.options(kv_cache_memory_bytes=nbytes, **flags)
     blueprint = RECIPE.blueprint(Source(config_json("Flash", layers=5)), options)
-    limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
+    limits = decide(options, Device("cuda"), blueprint)
     windows, entries = blueprint.share(limits, Room(nbytes, Device("cuda"), 0))
     return windows, entries
 
@@ -132,13 +132,14 @@ def test_a_sequence_fits_the_cache() -> None:
     capacity = {
         entries: Pool(groups(config, 2, 80, entries)).capacity_tokens for entries in (8193, 8192, 1001)
     }
-    limits = decide(chosen, Device("cuda"), config.max_position_embeddings, 128)
+    blueprint = RECIPE.blueprint(Source(config_json("Flash", layers=5)), default)
+    limits = decide(chosen, Device("cuda"), blueprint)
     assert fit(limits, chosen, capacity[8193]) is limits
     with pytest.raises(
         SetupError, match=r"needs as many tokens of cache; there is room for 1048448: lower it"
     ):
         fit(limits, chosen, capacity[8192])
-    shorter = decide(default, Device("cuda"), config.max_position_embeddings, 128)
+    shorter = decide(default, Device("cuda"), blueprint)
     assert fit(shorter, default, capacity[1001]).max_model_len == 128_000
 
 

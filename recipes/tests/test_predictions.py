@@ -39,7 +39,7 @@ class Planned:
     def __init__(self, recipe: Recipe[Any], config: Json, ranks: int = 1, target: Target = H200) -> None:
         options, self.target = recipe.options(device="cuda"), target
         blueprint: Any = recipe.blueprint(Source(config), options, ranks=ranks)
-        limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
+        limits = decide(options, Device("cuda"), blueprint)
         self.buckets = buckets_for(blueprint, limits)
         self.plan, null = make_plan(blueprint, limits, self.buckets, target), Device("null")
         one_each = [1] * len(blueprint.groups(limits))

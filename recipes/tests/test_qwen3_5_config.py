@@ -124,7 +124,7 @@ def test_flat_and_nested_configs_are_the_same_model() -> None:
         ({"text": {"mamba_ssm_dtype": "bfloat16"}}, "mamba_ssm_dtype is 'bfloat16'"),
         ({"text": {"output_gate_type": "sigmoid"}}, "output_gate_type is 'sigmoid'"),
         ({"text": {"linear_num_value_heads": 24}}, "linear_num_value_heads 24"),
-        ({"text": {"rope_parameters": {"rope_type": "yarn"}}}, "'yarn'"),
+        ({"text": {"rope_parameters": {"rope_type": "dynamic"}}}, "'dynamic'"),
         ({"text": {"mtp_num_hidden_layers": 2}}, "mtp_num_hidden_layers"),
         ({"text": {"mlp_only_layers": [1]}}, "mlp_only_layers"),
         ({"text": {"mtp_use_dedicated_embeddings": True}}, "mtp_use_dedicated_embeddings"),

@@ -19,7 +19,7 @@ FLAGS = {"device": "cuda", "batch_invariant": True}
 def plan(target: Target, size: str = "4B", **flags: Any) -> Plan:
     options = Options(**flags)
     blueprint = RECIPE.blueprint(SOURCES[size], options)
-    limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
+    limits = decide(options, Device("cuda"), blueprint)
     return make_plan(blueprint, limits, buckets_for(blueprint, limits), options_target(options, target))
 
 

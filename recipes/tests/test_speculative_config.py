@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from openinfer.graph import Buckets, StepPace
+from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.qwen3 import RECIPE as QWEN3
@@ -13,6 +14,7 @@ from openinfer.scheduler import InvalidSetup, Suffixes
 from openinfer.tensor import Device
 
 BUCKETS = Buckets.up_to(8, 64, (1, 2, 4), 4)
+BLUEPRINT = QWEN3.blueprint(Source(QWEN3.small), QWEN3.options())
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -49,16 +51,16 @@ class Silent:
 def test_a_class_of_which_no_drafter_can_be_made_is_refused_before_the_weights_load(name, complaint):
     text = f'{{"method": "custom_class", "model": "{__name__}:{name}", "num_speculative_tokens": 2}}'
     with pytest.raises(InvalidSetup, match=complaint):
-        decide(QWEN3.options(speculative_config=text), Device("cpu"), 1024, 16)
+        decide(QWEN3.options(speculative_config=text), Device("cpu"), BLUEPRINT)
 
 
 def test_the_engine_has_room_for_logits_after_each_draft():
     options = QWEN3.options(speculative_config=NGRAM, max_num_seqs=8)
     options.check("qwen3")
-    limits = decide(options, Device("cpu"), 1024, 16)
+    limits = decide(options, Device("cpu"), BLUEPRINT)
     assert (limits.max_drafts, limits.max_logits) == (3, 32)
     assert QWEN3.options().drafting(BUCKETS, StepPace(), 100) is None
-    assert decide(QWEN3.options(), Device("cpu"), 1024, 16).max_drafts == 0
+    assert decide(QWEN3.options(), Device("cpu"), BLUEPRINT).max_drafts == 0
 
 
 def test_n_grams_are_as_long_as_the_config_says():

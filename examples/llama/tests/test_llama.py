@@ -73,7 +73,7 @@ def test_what_the_configuration_says() -> None:
     ("changes", "words"),
     [
         ({"attention_bias": True}, "attention_bias is True; this recipe runs False"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 evenly"),
     ],

@@ -62,7 +62,7 @@ class Llama(Blueprint[Model]):
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
         c, (pages,), (t, dtype) = self.config, blocks, (limits.max_tokens, limits.dtype)
         weights = Weights.allocate(c, arena, dtype)
-        cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len)
+        cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len, c.rope_scale)
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))], max_rows=limits.max_rows,
             max_tokens=t, vocab_size=c.vocab_size, width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts,

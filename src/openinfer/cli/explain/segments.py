@@ -82,7 +82,7 @@ class Outline:
     ) -> None:
         ranks = options.tensor_parallel_size if ranks is None else ranks
         blueprint: Any = recipe.blueprint(source, options, ranks=ranks)
-        limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
+        limits = decide(options, Device("cuda"), blueprint)
         self._blueprint, self._limits, self._prefix_cache = blueprint, limits, options.enable_prefix_caching
         self.buckets = buckets_for(blueprint, limits)
         self.target = options_target(options, target)

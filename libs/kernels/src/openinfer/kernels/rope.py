@@ -17,18 +17,27 @@ def rope_frequencies(theta: float, rotary: int) -> Array:
 
 
 def yarn_frequencies(
-    theta: float, rotary: int, *, factor: float, original: int, fast: float, slow: float
+    theta: float,
+    rotary: int,
+    *,
+    factor: float,
+    original: int,
+    fast: float,
+    slow: float,
+    truncate: bool = True,
 ) -> Array:
     """The frequencies of static YaRN, float32 [rotary / 2]: long wavelengths are `factor` times as long.
 
     original: positions of the training before it. Between `fast` and `slow` turns over these positions the change sets
-    in by and by. The factor on cosines and sines is not in here.
+    in gradually; truncate: both bounds are rounded outwards to whole frequencies. The factor on cosines and sines is
+    not in here.
     """
     plain = rope_frequencies(theta, rotary)
-    bounds = (
+    low, high = (
         rotary * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow)
     )
-    low, high = (round_(bound) for round_, bound in zip((math.floor, math.ceil), bounds, strict=True))
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary - 1)
     ramp = np.clip((np.arange(rotary // 2, dtype=np.float32) - low) / np.float32(high - low or 0.001), 0, 1)
     return np.asarray(plain * (1 - ramp) + plain / np.float32(factor) * ramp, np.float32)

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from openinfer.kernels import rope_frequencies, yarn_frequencies
+from openinfer.kernels import rope_frequencies
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, eos_ids, share_evenly, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.recipes.engine.rope import Floats, rope_of
 
 CSA, HCA = 4, 128
 """Tokens of a compressed entry. CSA is compressed sparse attention (overlapping windows, an indexer), HCA is heavily
@@ -30,8 +29,6 @@ WANTED: Mapping[str, Any] = {
     "hc_mult": 4,
 }
 """Keys that have this value in every published model."""
-
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +65,7 @@ class Config:
     vocab_size: int
     rms_norm_eps: float
     max_position_embeddings: int
+    max_positions: int
     main_freq: Floats
     compress_freq: Floats
     mtp: bool
@@ -151,6 +149,7 @@ class Config:
         vocab = fields.size("vocab_size")
         eos = fields.get("eos_token_id") if eos is None else eos
         rope_dim = fields.size("qk_rope_head_dim")
+        compressed = rope_of(fields, rope_dim, base="compress_rope_theta", scaled=False)
         config = cls(
             hidden_size=fields.size("hidden_size"),
             ratios=_ratios(fields),
@@ -176,8 +175,9 @@ class Config:
             vocab_size=vocab,
             rms_norm_eps=fields.number("rms_norm_eps", most=1),
             max_position_embeddings=fields.size("max_position_embeddings"),
+            max_positions=compressed.max_positions,
             main_freq=rope_frequencies(fields.number("rope_theta", above=1, most=1e15), rope_dim),
-            compress_freq=_yarn(fields, rope_dim),
+            compress_freq=compressed.inv_freq,
             mtp=fields.count("num_nextn_predict_layers", default=0, most=1) == 1,
             eos_token_ids=eos_ids(eos, vocab),
         )
@@ -216,21 +216,6 @@ def _ratios(fields: Fields) -> tuple[int, ...]:
             f"config.json: compress_ratios gives the last layer {ratios[-1]}; it must be 0 (MTP)"
         )
     return tuple(ratios[:layers])
-
-
-def _yarn(fields: Fields, dim: int) -> Floats:
-    """Frequencies of layers with compressed entries, the same at every position."""
-    scaling = fields.fields("rope_scaling")
-    scaling.is_all({"type": "yarn"}, "possible is")
-    theta = fields.number("compress_rope_theta", above=1, most=1e15)
-    return yarn_frequencies(
-        theta,
-        dim,
-        factor=scaling.number("factor", most=1e6),
-        original=scaling.size("original_max_position_embeddings"),
-        fast=scaling.number("beta_fast", most=1e6),
-        slow=scaling.number("beta_slow", most=1e6),
-    )
 
 
 def _check_sizes(c: Config) -> None:

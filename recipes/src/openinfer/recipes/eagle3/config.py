@@ -8,6 +8,7 @@ from typing import Protocol
 
 from openinfer.recipes.engine.config_fields import Fields, read_json, share_evenly
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
+from openinfer.recipes.engine.rope import Rope, rope_of
 
 READ = 3
 """Layers of the model that the head reads."""
@@ -51,7 +52,7 @@ class Head:
     intermediate_size: int
     draft_vocab_size: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: Rope
     layers: tuple[int, ...]
 
     @classmethod
@@ -75,7 +76,7 @@ class Head:
                 f"{path}/config.json: {heads} heads of {dim}; the head shares the pages of the model, whose heads have "
                 f"{target.head_dim} elements and {target.num_kv_heads} keys"
             )
-        fields.is_all({"rope_scaling": None, "num_hidden_layers": 1}, "this recipe runs")
+        fields.is_all({"num_hidden_layers": 1}, "this recipe runs")
         inter = fields.size("intermediate_size")
         share_evenly(ranks, {"num_attention_heads": (heads, 1), "intermediate_size": (inter, 16)})
         return cls(
@@ -84,7 +85,7 @@ class Head:
             inter,
             fields.size("draft_vocab_size", default=target.vocab_size),
             fields.number("rms_norm_eps", default=1e-6, most=1),
-            fields.number("rope_theta", default=1e4, most=1e12),
+            rope_of(fields, dim, default=1e4),
             _layers(fields, target.num_layers),
         )
 

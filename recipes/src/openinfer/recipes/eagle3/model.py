@@ -24,7 +24,6 @@ from openinfer.kernels import (
     place_rope_table,
     project,
     qk_norm_rope_write,
-    rope_frequencies,
     select_rows,
 )
 from openinfer.recipes.eagle3.config import READ, Head, Target
@@ -53,7 +52,7 @@ class Buffers:
         *, max_tokens: int, max_logits: int, length: int,
     ) -> Buffers:  # fmt: skip
         """For steps of at most max_tokens tokens, and sequences of at most `length`."""
-        h, d = target.hidden_size, target.head_dim
+        h = target.hidden_size
         q, kv, inter = head.sizes(target)
         widths = (h, h, h, q + 2 * kv, q, inter)
         fused, embeds, normed, qkv, heads, mlp = (arena.alloc((max_tokens, width), dtype) for width in widths)
@@ -61,7 +60,7 @@ class Buffers:
         counts = arena.alloc((max_tokens + 1,), int32)
         if arena.device.kind != "null":
             counts.copy_from(np.arange(max_tokens + 1, dtype=np.int32), stream)
-        cos_sin = place_rope_table(arena, stream, rope_frequencies(head.rope_theta, d), length)
+        cos_sin = place_rope_table(arena, stream, head.rope.inv_freq, length, head.rope.rope_scale)
         return cls(fused, embeds, normed, qkv, heads, mlp, logits, counts, cos_sin)
 
 

@@ -42,6 +42,9 @@ class ModelConfig(Protocol):
     @property
     def max_position_embeddings(self) -> int: ...
 
+    @property
+    def max_positions(self) -> int: ...
+
 
 class Blueprint(ABC, Generic[M]):
     """A model before it has memory. It touches no device by itself; `lay_out` takes memory from the arena it is given.
@@ -60,9 +63,14 @@ class Blueprint(ABC, Generic[M]):
         return self.config.eos_token_ids
 
     @property
-    def max_positions(self) -> int:
-        """The longest sequence in tokens that the config allows (max_position_embeddings)."""
+    def usual_positions(self) -> int:
+        """Tokens of the longest sequence where no flag asks for more (max_position_embeddings)."""
         return self.config.max_position_embeddings
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest sequence that the config allows, which YaRN makes longer."""
+        return self.config.max_positions
 
     @property
     @abstractmethod

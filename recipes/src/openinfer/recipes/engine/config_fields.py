@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,10 @@ class Fields:
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the fields that are there."""
+        return (key for key in self._values if key in self)
 
     def size(self, key: str, *, default: int | None = None) -> int:
         """An integer from 1 to the field's value in LARGEST."""

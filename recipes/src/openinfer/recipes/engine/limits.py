@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
 from openinfer.scheduler import GuardedDrafters
 from openinfer.tensor import Device, bfloat16, dtypes, float8_e4m3fn, float32, format_bytes
+
+if TYPE_CHECKING:
+    from openinfer.recipes.engine.blueprint import Blueprint
 
 log = logging.getLogger("openinfer.engine")
 
@@ -95,7 +98,7 @@ class Room:
         )
 
 
-def decide(options: Options, device: Device, max_positions: int, page_size: int) -> Limits:
+def decide(options: Options, device: Device, blueprint: Blueprint[Any]) -> Limits:
     """Choose the sizes that the flags leave open. Raises SetupError for a flag that the model or device cannot have."""
     if device.kind == "null":
         raise SetupError("--device null plans and runs nothing; use cpu or cuda")
@@ -109,11 +112,12 @@ def decide(options: Options, device: Device, max_positions: int, page_size: int)
         raise SetupError(
             "--kv-cache-dtype bfloat16 needs --dtype bfloat16; give both, or fp8, or leave it out"
         )
-    wanted = max_positions if options.max_model_len is None else options.max_model_len
-    if not 2 <= wanted <= max_positions:
-        raise SetupError(
-            f"--max-model-len {wanted}: this model has positions for 2 to {max_positions} tokens"
-        )
+    longest = blueprint.max_positions
+    wanted = blueprint.usual_positions if options.max_model_len is None else options.max_model_len
+    if not 2 <= wanted <= longest:
+        raise SetupError(f"--max-model-len {wanted}: this model has positions for 2 to {longest} tokens")
+    if options.max_model_len is None and wanted < longest:
+        log.info("max-model-len is %d; with YaRN --max-model-len may be up to %d", wanted, longest)
     usual = 2048 if device.kind == "cuda" else 512
     tokens = options.max_num_batched_tokens or max(usual, options.max_num_seqs)
     if tokens < options.max_num_seqs:
@@ -127,7 +131,7 @@ def decide(options: Options, device: Device, max_positions: int, page_size: int)
     if speculation is not None and speculation.method == "custom_class":
         GuardedDrafters.named(speculation.model, 1)  # to refuse a wrong class before weights load
     return Limits(
-        wanted, options.max_num_seqs, tokens, page_size, dtype, adapters, drafts, options.proposes,
+        wanted, options.max_num_seqs, tokens, blueprint.page_size, dtype, adapters, drafts, options.proposes,
         fp8_cache=options.kv_cache_dtype.startswith("fp8"),
         lone_tokens=0 if chosen or options.lone_tokens <= tokens else options.lone_tokens,
     )  # fmt: skip

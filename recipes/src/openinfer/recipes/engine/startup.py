@@ -179,7 +179,7 @@ def _opened(
     with checkpoint:
         source = dataclasses.replace(source, checkpoint=None if dummy else checkpoint)
         blueprint = recipe.blueprint(source, options, ranks=ranks.size, rank=ranks.rank)
-        limits = decide(options, device, blueprint.max_positions, blueprint.page_size)
+        limits = decide(options, device, blueprint)
         plain = dataclasses.replace(limits, fp8_cache=False)
         if limits.fp8_cache and blueprint.groups(limits) == blueprint.groups(plain):
             raise SetupError("--kv-cache-dtype: this model's recipe has no FP8 cache; leave the flag out")
@@ -319,7 +319,7 @@ def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target:
 def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) -> list[Spec]:
     """The kernels that an engine with these flags runs on a GPU of the target's kind. Needs no GPU."""
     blueprint = recipe.blueprint(source, options, ranks=options.tensor_parallel_size)
-    limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
+    limits = decide(options, Device("cuda"), blueprint)
     return make_plan(blueprint, limits, buckets_for(blueprint, limits), options_target(options, target)).specs
 
 

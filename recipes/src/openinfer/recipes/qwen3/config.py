@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from openinfer.kernels import rope_frequencies, yarn_frequencies
 from openinfer.recipes.engine.config_fields import (
     Fields,
     attention_heads,
     eos_ids,
     share_evenly,
     share_or_repeat,
-    shown,
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking, packing
+from openinfer.recipes.engine.rope import Floats, rope_of
 from openinfer.tensor import Checkpoint
-
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """A dense Qwen3. packing: how its projections are packed. `windows[l]` is layer l's sliding window in
-    tokens, 0 for full attention; `rope_scale` multiplies cosines and sines (YaRN), and `inv_freq` float32
-    [head_dim / 2] are the rotation's frequencies."""
+    tokens, 0 for full attention. inv_freq, rope_scale, max_positions: see Rope."""
 
     hidden_size: int
     num_layers: int
@@ -45,6 +38,7 @@ class Config:
     windows: tuple[int, ...]
     inv_freq: Floats
     rope_scale: float
+    max_positions: int
     eos_token_ids: tuple[int, ...]
     packing: AnyPacking | None = None
     rank: int = 0
@@ -101,7 +95,8 @@ class Config:
         _refuse(fields)
         heads, kv_heads = attention_heads(fields)
         head_dim = fields.size("head_dim", default=fields.size("hidden_size") // heads)
-        inv_freq, rope_scale = _rope(fields, head_dim)
+        windows = _windows(fields)
+        types = {"sliding_attention" if window else "full_attention" for window in windows}
         vocab = fields.size("vocab_size")
         return cls(
             hidden_size=fields.size("hidden_size"),
@@ -114,9 +109,8 @@ class Config:
             rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, most=1),
             max_position_embeddings=fields.size("max_position_embeddings"),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
-            windows=_windows(fields),
-            inv_freq=inv_freq,
-            rope_scale=rope_scale,
+            windows=windows,
+            **rope_of(fields, head_dim, default=1e4, layer_types=types)._asdict(),
             eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
             packing=packing(fields, quantization, coded, checkpoint),
         )
@@ -141,24 +135,3 @@ def _windows(fields: Fields) -> tuple[int, ...]:
         return (0,) * layers
     window = fields.size("sliding_window")
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
-
-
-def _rope(fields: Fields, dim: int) -> tuple[Floats, float]:
-    """Frequencies and the factor on cosines and sines; plain RoPE or static YaRN, in old or new config style."""
-    new, old = fields.fields("rope_parameters"), fields.fields("rope_scaling")
-    scaling = new if "rope_parameters" in fields else old
-    theta = (new if "rope_theta" in new else fields).number("rope_theta", default=1e4, above=1, most=1e15)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return rope_frequencies(theta, dim), 1.0
-    if kind != "yarn":
-        raise UnsupportedModel(
-            f"config.json: rope type {shown(kind)} is not supported; 'default' and 'yarn' are"
-        )
-    factor = scaling.number("factor", above=0, most=1e6)
-    key = "original_max_position_embeddings"
-    original = scaling.size(key, default=fields.size("max_position_embeddings"))
-    fast = scaling.number("beta_fast", default=32, most=1e6)
-    slow = scaling.number("beta_slow", default=1, most=1e6)
-    scale = scaling.number("attention_factor", default=0.1 * math.log(factor) + 1.0, most=1e3)
-    return yarn_frequencies(theta, dim, factor=factor, original=original, fast=fast, slow=slow), scale

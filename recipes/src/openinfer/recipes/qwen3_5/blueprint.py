@@ -87,7 +87,7 @@ class Qwen35(Blueprint[Model]):
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
         c, dtype, (pages, num_states) = self.config, limits.dtype, blocks
         weights = Weights.allocate(c, arena, dtype, self.form)
-        cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len)
+        cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len, c.rope_scale)
         states = States(Boundaries(self.options.snapshot_interval), limits.max_tokens)
         slots, snapshots = limits.max_rows + 1, limits.max_rows * states.max_snapshots
         batch = Batch.allocate(

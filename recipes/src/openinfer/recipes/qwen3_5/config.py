@@ -7,19 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from openinfer.kernels import rope_frequencies
 from openinfer.recipes.engine.config_fields import (
     Fields,
     attention_heads,
     eos_ids,
     share_evenly,
     share_or_repeat,
-    shown,
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking, packing
+from openinfer.recipes.engine.rope import SECTIONS, Floats, Rope, rope_of
 from openinfer.recipes.qwen3_5.published import MODEL_TYPES
 from openinfer.tensor import Checkpoint
 
@@ -47,7 +44,7 @@ class Config:
     full: full[l] is True where layer l is full attention, False where it is a gated delta net.
     experts: None for a dense model, whose MLP is `intermediate_size` wide (0 with experts).
     tie_word_embeddings: None where the file contradicts itself.
-    inv_freq: float32 [rotary_dim / 2].
+    inv_freq, rope_scale, max_positions: see Rope. Part of a head is rotated.
     mtp: the checkpoint has an MTP head, which predicts one more token.
     packing: how packed weights are.
     text_only: there is no vision tower, and tensors have other names.
@@ -70,7 +67,9 @@ class Config:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool | None
-    inv_freq: np.ndarray[Any, np.dtype[np.float32]]
+    inv_freq: Floats
+    rope_scale: float
+    max_positions: int
     mtp: bool
     packing: AnyPacking | None
     text_only: bool
@@ -198,7 +197,7 @@ class Config:
             rms_norm_eps=text.number("rms_norm_eps", default=1e-6, most=1),
             max_position_embeddings=text.size("max_position_embeddings"),
             tie_word_embeddings=_tied(whole, text),
-            inv_freq=_rope(text, head_dim),
+            **_rope(whole, text, head_dim)._asdict(),
             mtp=text.count("mtp_num_hidden_layers", default=0, most=1) == 1,
             packing=packing(whole, quantization, coded, checkpoint),
             text_only=text is whole,
@@ -256,20 +255,10 @@ def _full(text: Fields) -> tuple[bool, ...]:
     return tuple(kind == "full_attention" for kind in types)
 
 
-def _rope(text: Fields, head_dim: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Frequencies of the rotated part of a head. For text the three streams of positions are one."""
-    rope = text.fields("rope_parameters")
-    kind = rope.get("rope_type", "default")
-    if kind != "default" or text.get("rope_scaling"):
-        raise UnsupportedModel(
-            f"config.json: rope type {shown(kind)} or rope_scaling is not supported; 'default' is"
-        )
-    theta = (rope if "rope_theta" in rope else text).number("rope_theta", default=1e7, above=1, most=1e15)
-    key = "partial_rotary_factor"
-    factor = (rope if key in rope else text).number(key, default=0.25, most=1)
-    dim = int(head_dim * factor)
-    if dim < 2 or dim % 2 or dim > head_dim:
-        raise UnsupportedModel(
-            f"config.json: partial_rotary_factor {factor} rotates {dim} of {head_dim} elements"
-        )
-    return rope_frequencies(theta, dim)
+def _rope(whole: Fields, text: Fields, head_dim: int) -> Rope:
+    """For text the three streams of positions are one."""
+    for key in (*SECTIONS, "rope_theta"):
+        if whole is not text and key in whole:
+            raise whole.wrong(key, "it belongs into text_config, where other programs read it too")
+    streams = ("mrope_interleaved", "mrope_section")
+    return rope_of(text, head_dim, default=1e7, partial=0.25, without_effect=streams)

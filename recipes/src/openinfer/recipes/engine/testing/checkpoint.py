@@ -40,7 +40,7 @@ def write_random_checkpoint(
     (folder / "config.json").write_text(json.dumps(dict(config)))
     blueprint = recipe.blueprint(Source(config), options)
     asked = _Asked()
-    limits = decide(options, Device("cpu"), blueprint.max_positions, blueprint.page_size)
+    limits = decide(options, Device("cpu"), blueprint)
     blueprint.validate(cast(Checkpoint, asked), limits)
     rng, arrays = np.random.default_rng(seed), {}
     for name, (shape, allowed) in asked.expected.items():

@@ -104,7 +104,7 @@ class EngineConformance:
         """An engine that preempts rows now and then, and whose cache is twice the least."""
         options = cls.recipe.options(**{"device": "cpu", **SIZES, **cls.flags})
         blueprint, cpu = cls.recipe.blueprint(Source.read(cls.checkpoint), options), Device("cpu")
-        limits = decide(options, cpu, blueprint.max_positions, blueprint.page_size)
+        limits = decide(options, cpu, blueprint)
         nbytes = 1 << 12
         while True:
             try:
