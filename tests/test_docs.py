@@ -154,7 +154,7 @@ def test_the_metrics_that_are_said_to_be_the_same_are_there() -> None:
     missing = set(re.findall(r"`(vllm:\w+)`", rest.partition("## Not here")[2])) - {
         "vllm:e2e_request_latency_seconds"
     }
-    source = (ROOT / "libs/frontend/src/openinfer/frontend/http/metrics.py").read_text()
+    source = (ROOT / "libs/frontend/src/openinfer/frontend/http/admin/metrics.py").read_text()
     made = {f"vllm:{name}" for name in re.findall(r'new\(\s*"(\w+)"', source)} | set(
         re.findall(r'"(vllm:\w+)"', source)
     )

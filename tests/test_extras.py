@@ -73,7 +73,7 @@ NEEDS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("openinfer-scheduler", "plot"): (("matplotlib",), SIMULATOR),
     ("openinfer-frontend", "http"): (("starlette",), SERVE),
     ("openinfer-frontend", "process"): (("zmq",), SERVE),
-    ("openinfer-frontend", "otel"): (("opentelemetry",), "import openinfer.frontend.http.tracing"),
+    ("openinfer-frontend", "otel"): (("opentelemetry",), "import openinfer.frontend.http.admin.tracing"),
     ("openinfer-frontend", "fast"): (("uvloop", "httptools"), FAST),
 }
 """What is blocked, and what then needs it."""

@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-import openinfer.frontend.http.chat as chat
+import openinfer.frontend.http.text.chat_format as chat_format
 from openinfer.frontend import APIError
 from openinfer.frontend.chat.parts import overlap
-from openinfer.frontend.http import ChatTemplate, Tokenizer, prompt_text
+from openinfer.frontend.http import ChatTemplate, Tokenizer
+from openinfer.frontend.http.text import prompt_text
 from openinfer.frontend.testing import FakeEngine
 
 pytestmark = pytest.mark.attack
@@ -120,7 +121,7 @@ def quadratic(tokenizer: Tokenizer) -> ChatTemplate:
 def test_a_template_that_takes_too_long_is_stopped_and_holds_up_nobody(
     start: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(chat_format, "RENDER_TIMEOUT_S", 1.0)
     live = start(app={"template": quadratic(tokenizer)})
     answers: list[httpx.Response] = []
     long = {"messages": [{"role": "user", "content": "x" * 50_000}]}
@@ -264,8 +265,8 @@ def test_large_chats_are_rendered_as_small_ones_are(start: Any) -> None:
 
 
 def test_larger_than() -> None:
-    assert not chat._larger_than(10, ["abc", {"k": "v"}, 1, None])
-    assert chat._larger_than(10, ["abc", {"k": "v" * 20}])
-    assert chat._larger_than(10, [0] * 11)
-    assert chat._larger_than(10, [[[["x" * 5], "x" * 5]]])
-    assert not chat._larger_than(20, json.loads("[" * 15 + "]" * 15))
+    assert not chat_format._larger_than(10, ["abc", {"k": "v"}, 1, None])
+    assert chat_format._larger_than(10, ["abc", {"k": "v" * 20}])
+    assert chat_format._larger_than(10, [0] * 11)
+    assert chat_format._larger_than(10, [[[["x" * 5], "x" * 5]]])
+    assert not chat_format._larger_than(20, json.loads("[" * 15 + "]" * 15))

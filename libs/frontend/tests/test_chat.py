@@ -8,9 +8,9 @@ import pytest
 
 from openinfer.frontend.chat_template import template_spec
 from openinfer.frontend.errors import FlagError
-from openinfer.frontend.http.chat import ChatFormat
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import Service
+from openinfer.frontend.http.text.chat_format import ChatFormat
 from openinfer.frontend.render_pool import RenderPool
 from openinfer.frontend.testing import FakeEngine
 from openinfer.frontend.thread_driver import ThreadDriver

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from openinfer.frontend.http.detokenizer import Detokenizer, StopStrings, TextDetokenizer
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.text.detokenizer import Detokenizer, StopStrings, TextDetokenizer
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 

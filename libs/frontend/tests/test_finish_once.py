@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from openinfer.frontend.contract import TokenLogprobs
-from openinfer.frontend.http.shapes import likeliest
+from openinfer.frontend.http.openai.completions import likeliest
 
 
 @pytest.fixture(scope="module")

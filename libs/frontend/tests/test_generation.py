@@ -10,12 +10,12 @@ import pytest
 from openinfer.frontend.chat import OutputParser
 from openinfer.frontend.client import Delta
 from openinfer.frontend.contract import Drafts, EngineInfo, EngineStats, Finished, Request, TokenLogprobs
-from openinfer.frontend.http.chat_shape import ChatShape
+from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.generation import Choice, Usage
-from openinfer.frontend.http.metrics import Metrics
+from openinfer.frontend.http.openai.chat_shape import ChatShape
+from openinfer.frontend.http.openai.completions import usage_body
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.shapes import usage_body
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.sampler import SamplingParams
 
 

@@ -22,7 +22,7 @@ def markdown() -> Markdown:
     """markdown(text): the tree of nodes."""
     context = quickjs.Context()
     context.set_time_limit(10)  # of the processor, in seconds
-    context.eval(files("openinfer.frontend.http").joinpath("static", "markdown.js").read_text())
+    context.eval(files("openinfer.frontend.http.pages").joinpath("static", "markdown.js").read_text())
     tree = context.eval("text => JSON.stringify(markdown(text))")
     return lambda text: json.loads(tree(text))
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from openinfer.frontend.http.body import REFUSED
-from openinfer.frontend.http.bounds import BOUNDS
+from openinfer.frontend.http.openapi import BOUNDS
 
 
 @pytest.fixture(scope="module")

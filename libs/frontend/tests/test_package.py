@@ -64,7 +64,7 @@ def test_importing_is_quick() -> None:
     [
         ("starlette", "openinfer.frontend.http", "http"),
         ("prometheus_client", "openinfer.frontend.http", "http"),
-        ("opentelemetry", "openinfer.frontend.http.tracing", "otel"),
+        ("opentelemetry", "openinfer.frontend.http.admin.tracing", "otel"),
         ("zmq", "openinfer.frontend.process_driver", "process"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from openinfer.frontend.errors import FlagError
 from openinfer.frontend.flag_types import check_plan
-from openinfer.frontend.http import page
+from openinfer.frontend.http.pages import page
 
 
 @pytest.mark.parametrize("path", ["/", "/plan"])

@@ -10,7 +10,8 @@ import pytest
 
 from openinfer.frontend import APIError
 from openinfer.frontend.http import SamplingDefaults, Tokenizer
-from openinfer.frontend.http.body import ChatBody, CompletionBody
+from openinfer.frontend.http.openai.chat_body import ChatBody
+from openinfer.frontend.http.openai.completions import CompletionBody
 from openinfer.frontend.http.params import make_plan
 from openinfer.frontend.testing import FakeEngine
 from openinfer.sampler import SamplingParams

@@ -182,7 +182,7 @@ def test_items_may_be_named_for_a_while_unless_the_client_stores_nothing(speak: 
 
 
 def test_the_oldest_items_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    from openinfer.frontend.http import kept
+    from openinfer.frontend.http.openai import responses_body as kept
 
     monkeypatch.setattr(kept, "MAX_ITEMS", 2)
     items = kept.KeptItems()

@@ -7,7 +7,7 @@ from typing import Any
 
 from openinfer.frontend.client import Driver
 from openinfer.frontend.contract import EngineInfo, EngineStats, StepOutputs, StepTimes
-from openinfer.frontend.http.metrics import Metrics
+from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.wire import Stepped
 
 INFO = EngineInfo(

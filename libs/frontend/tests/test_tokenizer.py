@@ -10,7 +10,7 @@ import pytest
 from openinfer.frontend.chat_template import ChatTemplate, find_template
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.params import SamplingDefaults
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "golden.json").read_text())

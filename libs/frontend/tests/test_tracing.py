@@ -5,7 +5,7 @@ from typing import Any
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from openinfer.frontend.http.tracing import Tracing
+from openinfer.frontend.http.admin.tracing import Tracing
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.body import CompletionBody
+from openinfer.frontend.http.openai.completions import CompletionBody
 from openinfer.frontend.http.params import SamplingDefaults, make_plan
 
 P = {"prompt": [5], "max_tokens": 4}

@@ -16,7 +16,7 @@ from openinfer.cli import hub, recipes
 from openinfer.frontend.chat import DeepSeekV4Renderer, Message, Renderer
 from openinfer.frontend.contract import Engine, Finished, Request, Scheduled, Update
 from openinfer.frontend.http import ChatTemplate, SamplingDefaults, Tokenizer, find_template
-from openinfer.frontend.http.detokenizer import Detokenizer, StopStrings
+from openinfer.frontend.http.text.detokenizer import Detokenizer, StopStrings
 from openinfer.frontend.model_files import read_json
 from openinfer.sampler import SamplingParams
 from openinfer.tensor import ProgressBar

@@ -12,13 +12,14 @@ ignores one.
 Times are `time.monotonic()` seconds, which the processes of one Linux machine share.
 """
 
+import importlib
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from openinfer.frontend.engine_spec import EngineSpec
-from openinfer.frontend.errors import InvalidRequest
+from openinfer.frontend.errors import EngineSpecError, InvalidRequest
 from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.grammar import Grammar
@@ -398,3 +399,22 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release all resources. Called once; the driver calls no other method after it."""
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """How to build an engine in any process: call `target` ("package.module:function") with JSON `kwargs`."""
+
+    target: str
+    kwargs: dict[str, Any] = {}
+
+    def build(self) -> Engine:
+        """Import the module and call the function. Raises EngineSpecError, or what the function raises."""
+        module_name, _, function_name = self.target.partition(":")
+        if not module_name or not function_name:
+            raise EngineSpecError(f"engine target {self.target!r} is not 'package.module:function'")
+        function: Callable[..., Engine] | None = getattr(
+            importlib.import_module(module_name), function_name, None
+        )
+        if function is None:
+            raise EngineSpecError(f"engine target {self.target!r}: {module_name} has no {function_name!r}")
+        return function(**self.kwargs)

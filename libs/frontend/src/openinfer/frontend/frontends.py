@@ -20,8 +20,8 @@ import msgspec
 
 from openinfer.frontend.errors import EngineStartError, one_line
 from openinfer.frontend.frontend_process import Engine, FrontendBoot, Lost, Order, Report, Stop
-from openinfer.frontend.http.board import Board
-from openinfer.frontend.http.metrics import Metrics
+from openinfer.frontend.http.admin.board import Board
+from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.server import on_signals
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.restart import MAX_RESTARTS, Budget, broken

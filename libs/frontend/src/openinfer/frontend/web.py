@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from openinfer.frontend.client import EngineClient
     from openinfer.frontend.http import Tokenizer
-    from openinfer.frontend.http.tracing import Tracing
+    from openinfer.frontend.http.admin.tracing import Tracing
     from openinfer.frontend.render_pool import RenderPool
 
 __all__ = ["WebOptions", "run_loop", "serve_web"]
@@ -88,7 +88,7 @@ async def serve_web(
         from openinfer.frontend.http import run_server
 
         if options.otlp_traces_endpoint is not None:
-            from openinfer.frontend.http.tracing import Tracing
+            from openinfer.frontend.http.admin.tracing import Tracing
 
             tracing = Tracing.to(options.otlp_traces_endpoint, client.info.model)
         app = _make_app(options, client, *texts.result(), tracing, boards)
@@ -126,7 +126,7 @@ def _make_app(
 ) -> "Starlette":
     """The application of a client that has started."""
     from openinfer.frontend.http import SamplingDefaults, create_app
-    from openinfer.frontend.http.board import Board
+    from openinfer.frontend.http.admin.board import Board
     from openinfer.frontend.http.cors import Cors
 
     auto = options.generation_config == "auto"

@@ -16,25 +16,24 @@ from openinfer.frontend.chat import TOOL_FORMATS, Renderer, RendererSpec
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.access import AccessLog
+from openinfer.frontend.http.admin.board import Board
 from openinfer.frontend.http.answer import error_response
-from openinfer.frontend.http.board import Board
-from openinfer.frontend.http.chat import ChatFormat
+from openinfer.frontend.http.anthropic.messages_shape import messages_error
 from openinfer.frontend.http.cors import Cors
 from openinfer.frontend.http.dialects import Dialects
 from openinfer.frontend.http.elsewhere import hint
 from openinfer.frontend.http.guard import ApiKeyGuard, RequestIds
-from openinfer.frontend.http.messages_shape import messages_error
 from openinfer.frontend.http.openapi import Endpoint, document, endpoints
-from openinfer.frontend.http.page import Page
+from openinfer.frontend.http.pages.page import Page, PlanPage
 from openinfer.frontend.http.params import SamplingDefaults
-from openinfer.frontend.http.plan_page import PlanPage
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.http.shapes import package_version
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.text.chat_format import ChatFormat
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.frontend.render_pool import RenderPool
 
 if TYPE_CHECKING:
-    from openinfer.frontend.http.tracing import Tracing
+    from openinfer.frontend.http.admin.tracing import Tracing
 
 __all__ = ["create_app"]
 

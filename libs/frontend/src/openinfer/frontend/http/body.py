@@ -1,4 +1,4 @@
-"""The JSON bodies of the two completion endpoints, typed. A known field that is not supported is refused by name.
+"""What JSON bodies have in common, typed. A known field that is not supported is refused by name.
 
 Unknown fields are ignored, as clients expect. A field that is known and would change the answer is either honoured
 or answered with 400.
@@ -13,17 +13,19 @@ from msgspec import inspect as info
 
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.elsewhere import instead
-from openinfer.frontend.http.structured import ResponseFormat, StructuredOutputs
 from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = [
     "CHAT_REFUSED",
     "REFUSED",
-    "ChatBody",
     "CommonBody",
-    "CompletionBody",
     "FunctionSpec",
-    "NamedChoice",
+    "JsonObjectFormat",
+    "JsonSchemaFormat",
+    "JsonSchemaSpec",
+    "ResponseFormat",
+    "StructuredOutputs",
+    "TextFormat",
     "Thinking",
     "ToolSpec",
     "decode_body",
@@ -35,7 +37,6 @@ ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 Budget = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-BudgetOrAll = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -44,6 +45,46 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
+    """response_format: anything."""
+
+
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+    """response_format: any JSON object."""
+
+
+class JsonSchemaSpec(msgspec.Struct):
+    """The schema with its name. It is kept to with `strict` and without."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    """response_format: JSON after a schema."""
+
+    json_schema: JsonSchemaSpec
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's structured_outputs: one of the first five."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
@@ -92,15 +133,6 @@ class CommonBody(msgspec.Struct, kw_only=True):
     disable_spec_decode: bool | None = None
 
 
-class CompletionBody(CommonBody, kw_only=True):
-    """POST /v1/completions."""
-
-    prompt: str | list[Any] | None = None
-    logprobs: int | None = None
-    echo: bool | None = None
-    add_special_tokens: bool | None = None
-
-
 class FunctionSpec(msgspec.Struct, omit_defaults=True):
     """A function on offer. With `strict` its calls are held to `parameters`; forced calls always are."""
 
@@ -117,50 +149,11 @@ class ToolSpec(msgspec.Struct):
     function: FunctionSpec
 
 
-class FunctionName(msgspec.Struct):
-    """The function of a NamedChoice."""
-
-    name: ToolName
-
-
-class NamedChoice(msgspec.Struct):
-    """tool_choice, to force one."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 class Thinking(msgspec.Struct):
     """thinking."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: Budget | None = None
-
-
-class ChatBody(CommonBody, kw_only=True):
-    """POST /v1/chat/completions."""
-
-    messages: list[dict[str, Any]] | None = None
-    tools: Annotated[list[ToolSpec], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
-    separate_reasoning: bool | None = None
-    """SGLang's field: false leaves the thoughts in the content."""
-    reasoning_effort: str | None = None
-    thinking: Thinking | None = None
-    thinking_token_budget: BudgetOrAll | None = None
-    thinking_budget: BudgetOrAll | None = None
-    max_thinking_tokens: BudgetOrAll | None = None
-    """The last three are one thing under the names of three servers: tokens of the thoughts. -1: any number."""
-    verbosity: str | None = None
-    """Ignored: no template has such a thing."""
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 # Known fields we do not honour, each with the values that ask for nothing.

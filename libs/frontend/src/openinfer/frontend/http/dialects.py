@@ -9,18 +9,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http import messages_body, responses_body
+from openinfer.frontend.http.anthropic import messages_body
+from openinfer.frontend.http.anthropic.messages_body import MessagesBody, messages_chat, messages_common
+from openinfer.frontend.http.anthropic.messages_shape import MessagesShape
 from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, decode_body
-from openinfer.frontend.http.chat import Chat, ParserFactory, chat_messages
-from openinfer.frontend.http.chat_body import tool_object
-from openinfer.frontend.http.kept import KeptItems
-from openinfer.frontend.http.messages_body import MessagesBody, messages_chat, messages_common
-from openinfer.frontend.http.messages_shape import MessagesShape
+from openinfer.frontend.http.openai import responses_body
+from openinfer.frontend.http.openai.chat_body import tool_object
+from openinfer.frontend.http.openai.responses_body import (
+    KeptItems,
+    ResponsesBody,
+    responses_chat,
+    responses_common,
+)
+from openinfer.frontend.http.openai.responses_shape import ResponsesShape
 from openinfer.frontend.http.params import Plan, max_tokens_for, prompt_ids
-from openinfer.frontend.http.responses_body import ResponsesBody, responses_chat, responses_common
-from openinfer.frontend.http.responses_shape import ResponsesShape
 from openinfer.frontend.http.service import Service, json_response, read_body
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.text.chat import Chat, chat_messages
+from openinfer.frontend.http.text.chat_format import ParserFactory
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 
 __all__ = ["DetokenizeBody", "Dialects", "TokenizeBody"]
 

@@ -20,10 +20,10 @@ from openinfer.frontend.contract import (
     TokenLogprobs,
 )
 from openinfer.frontend.errors import APIError, EngineDeadError
-from openinfer.frontend.http.detokenizer import StopStrings
-from openinfer.frontend.http.metrics import Metrics
+from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.text.detokenizer import StopStrings
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["Choice", "Generation", "Usage"]

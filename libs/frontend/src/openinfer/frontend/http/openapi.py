@@ -7,24 +7,31 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openinfer.frontend.http import messages_body, responses_body
-from openinfer.frontend.http.adapters import AdapterEndpoints, LoadBody, UnloadBody
-from openinfer.frontend.http.admin import Admin, SleepBody, UpdateBody, WakeBody
-from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, ChatBody, CompletionBody
-from openinfer.frontend.http.bounds import EXAMPLES, narrow
-from openinfer.frontend.http.chat_shape import ChatResponse
+from openinfer.frontend.http.admin.endpoints import (
+    AdapterEndpoints,
+    Admin,
+    LoadBody,
+    SleepBody,
+    UnloadBody,
+    UpdateBody,
+    WakeBody,
+)
+from openinfer.frontend.http.anthropic import messages_body
+from openinfer.frontend.http.anthropic.messages_body import MessagesBody
+from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED
 from openinfer.frontend.http.dialects import DetokenizeBody, Dialects, TokenizeBody
 from openinfer.frontend.http.guard import OPEN_PATHS
-from openinfer.frontend.http.messages_body import MessagesBody
-from openinfer.frontend.http.page import Page
-from openinfer.frontend.http.plan_page import PlanPage
-from openinfer.frontend.http.render import Render
-from openinfer.frontend.http.responses_body import ResponsesBody
+from openinfer.frontend.http.openai import responses_body
+from openinfer.frontend.http.openai.chat_body import ChatBody
+from openinfer.frontend.http.openai.chat_shape import ChatResponse
+from openinfer.frontend.http.openai.completions import CompletionBody, CompletionResponse
+from openinfer.frontend.http.openai.render import Render
+from openinfer.frontend.http.openai.responses_body import ResponsesBody
+from openinfer.frontend.http.pages.page import Page, PlanPage
+from openinfer.frontend.http.params import MAX_LOGPROBS, MAX_N, MAX_SALT_CHARS, MAX_STOP_STRINGS
 from openinfer.frontend.http.service import Service
-from openinfer.frontend.http.shapes import CompletionResponse
 
 __all__ = ["Endpoint", "document", "endpoints"]
-
 _REF = "#/components/schemas/{name}"
 _ERROR = {
     "type": "object",
@@ -148,7 +155,7 @@ def document(table: Sequence[Endpoint], version: str, models: Sequence[str], gua
         if endpoint.body is not None:
             properties = schemas[endpoint.body.__name__]["properties"]
             properties |= {name: _only(values) for name, values in endpoint.refused.items()}
-            narrow(properties, models)
+            _narrow(properties, models)
     paths = {
         one.path.replace("{name:path}", "{name}"): {one.method.lower(): _operation(one, models)}
         for one in table
@@ -197,3 +204,63 @@ def _only(values: tuple[Any, ...]) -> dict[str, Any]:
 
 def _ref(name: str) -> dict[str, str]:
     return {"$ref": _REF.format(name=name)}
+
+
+_AT_LEAST_ONE = {"minimum": 1}
+_TWO_EACH_WAY = {"minimum": -2, "maximum": 2}
+_STOP = {"minLength": 1, "maxItems": MAX_STOP_STRINGS, "items": {"type": "string", "minLength": 1}}
+BOUNDS: Mapping[str, Mapping[str, Any]] = {
+    "cache_salt": {"maxLength": MAX_SALT_CHARS},
+    "frequency_penalty": _TWO_EACH_WAY,
+    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "max_completion_tokens": _AT_LEAST_ONE,
+    "max_output_tokens": _AT_LEAST_ONE,
+    "max_tokens": _AT_LEAST_ONE,
+    "messages": {"minItems": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
+    "n": {"minimum": 1, "maximum": MAX_N},
+    "presence_penalty": _TWO_EACH_WAY,
+    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
+    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
+    "stop": _STOP,
+    "stop_sequences": _STOP,
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_k": {"minimum": -1, "maximum": 2**31 - 1},
+    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+}
+"""Field -> keywords of JSON schema, each for the types that know it."""
+
+_CHAT = [{"role": "user", "content": "Hello"}]
+EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "ChatBody": {"messages": _CHAT, "max_tokens": 16},
+    "CompletionBody": {"prompt": "Hello", "max_tokens": 16},
+    "DetokenizeBody": {"tokens": [5, 6]},
+    "LoadBody": {"lora_name": "sql", "lora_path": "/adapters/sql"},
+    "MessagesBody": {"messages": _CHAT, "max_tokens": 16},
+    "ResponsesBody": {"input": "Hello", "max_output_tokens": 16},
+    "SleepBody": {"level": 1},
+    "TokenizeBody": {"prompt": "Hello"},
+    "UnloadBody": {"lora_name": "sql"},
+    "UpdateBody": {"path": "/checkpoints/step-7", "version": "step 7"},
+    "WakeBody": {},
+}
+"""Name of a body -> one that every server answers."""
+
+_KNOWN_BY = {
+    "integer": ("minimum", "maximum", "exclusiveMinimum"),
+    "number": ("minimum", "maximum", "exclusiveMinimum"),
+    "string": ("minLength", "maxLength"),
+    "array": ("minItems", "maxItems", "items"),
+}
+
+
+def _narrow(properties: dict[str, Any], models: Sequence[str]) -> None:
+    """Write the bounds into a body's properties. models: the names that requests may give."""
+    for name in properties.keys() & BOUNDS.keys():
+        for option in properties[name].get("anyOf", [properties[name]]):
+            known = _KNOWN_BY.get(option.get("type"), ())
+            option |= {word: value for word, value in BOUNDS[name].items() if word in known}
+    if "model" in properties:
+        properties["model"] = {"enum": [*models, None], "default": None}

@@ -12,9 +12,8 @@ import msgspec
 from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.body import CommonBody
-from openinfer.frontend.http.kv_params import kv_transfer_of
-from openinfer.frontend.http.structured import grammar_of, unkept
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.text.structured import grammar_of, unkept
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.frontend.model_files import read_json
 from openinfer.sampler import InvalidParams, SamplingParams
@@ -26,6 +25,7 @@ __all__ = [
     "Plan",
     "SamplingDefaults",
     "check_grammars",
+    "check_size",
     "make_plan",
     "max_tokens_for",
     "prompt_ids",
@@ -42,6 +42,10 @@ MAX_STOP_IDS = 1024
 MAX_USER_CHARS = 1024
 MAX_SALT_CHARS = 128
 MAX_BAD_WORDS = 64
+MAX_LOGPROB_ENTRIES = 8 << 20
+"""The most log-probabilities of an answer: alternatives asked for, times tokens of all sequences."""
+MAX_POOLS = 16
+"""Tokens of one HTTP request's sequences, prompts and outputs at their longest, in units of the KV capacity."""
 _BAD_SALT = re.compile(r"[@/\\\0]")
 _SAMPLING = (
     *("seed", "min_tokens", "ignore_eos", "temperature", "top_k", "top_p", "min_p"),
@@ -188,7 +192,7 @@ def make_plan(
         grammar=grammar,
         grammar_field=field,
         prompt_logprobs=_prompt_logprobs(body, info),
-        kv_transfer=kv_transfer_of(body, n, info),
+        kv_transfer=_kv_transfer(body, n, info),
         disable_spec_decode=bool(body.disable_spec_decode),
         warnings=_warnings(body, grammar, field),
     )
@@ -375,6 +379,81 @@ def prompt_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> list[
             f"{param} holds token id {wrong}, the model has 0 to {info.vocab_size - 1}", param=param
         )
     return ids
+
+
+def check_size(prompts: Sequence[list[int]], limits: Sequence[int], plan: Plan, info: EngineInfo) -> None:
+    """Check that the request's sequences together are within bounds. Raises APIError (400).
+
+    limits: the most tokens to generate for each prompt.
+    """
+    _check_single(plan.kv_transfer, len(prompts))
+    total = plan.n * (sum(map(len, prompts)) + sum(limits))
+    most = MAX_POOLS * max(info.kv_capacity_tokens, info.max_model_len)
+    if total > most:
+        raise APIError(
+            f"{len(limits) * plan.n} sequences of this length come to {total} tokens, one request may have {most}: "
+            "lower n or max_tokens",
+            param="n" if plan.n > 1 else None,
+            code="request_too_large",
+        )
+    entries = plan.n * sum(limits) * (1 + (plan.sampling.logprobs or 0))
+    if plan.sampling.logprobs and entries > MAX_LOGPROB_ENTRIES:
+        raise APIError(
+            f"log-probabilities come to {entries} entries, one request may have {MAX_LOGPROB_ENTRIES}: lower n, "
+            "max_tokens or the number of alternatives",
+            param="logprobs",
+            code="request_too_large",
+        )
+    entries = plan.n * sum(map(len, prompts)) * (1 + (plan.wanted_of_prompt or 0))
+    if plan.wanted_of_prompt is not None and entries > MAX_LOGPROB_ENTRIES:
+        raise APIError(
+            f"log-probabilities of prompts come to {entries} entries, one request may have {MAX_LOGPROB_ENTRIES}: "
+            "shorten the prompts, lower n or the number of alternatives",
+            param="echo" if plan.prompt_logprobs is None else "prompt_logprobs",
+            code="request_too_large",
+        )
+
+
+def _kv_transfer(body: CommonBody, n: int, info: EngineInfo) -> KVTransfer | None:
+    """The field, if it asks for anything. Raises APIError (400)."""
+    given = body.kv_transfer_params
+    if given is None or not (given.do_remote_decode or given.do_remote_prefill):
+        return None
+    if "kv_transfer" not in info.features:
+        raise _kv_refusal(
+            "kv_transfer_params is not supported by this engine; start it with --kv-transfer-config"
+        )
+    if given.do_remote_decode and given.do_remote_prefill:
+        raise _kv_refusal(
+            "kv_transfer_params has both do_remote_decode and do_remote_prefill; give one of them"
+        )
+    if given.do_remote_prefill and (not given.remote_host or not 0 < (given.remote_port or 0) < 65536):
+        raise _kv_refusal("kv_transfer_params with do_remote_prefill needs remote_host and remote_port")
+    if given.do_remote_decode and body.stream:
+        raise _kv_refusal(
+            "do_remote_decode is not possible with stream: true: a whole answer says where the KV is"
+        )
+    if given.do_remote_decode and n > 1:
+        raise _kv_refusal(
+            f"do_remote_decode is not possible with n: {n}; the decode server makes the choices"
+        )
+    if body.prompt_logprobs is not None:
+        raise _kv_refusal(
+            "kv_transfer_params is not possible with prompt_logprobs, which need the whole prompt computed"
+        )
+    return given
+
+
+def _check_single(given: KVTransfer | None, prompts: int) -> None:
+    """Raise APIError (400) where several prompts would share the field."""
+    if given is not None and prompts > 1:
+        raise _kv_refusal(
+            f"kv_transfer_params is of one prompt, and {prompts} are given; send them one by one"
+        )
+
+
+def _kv_refusal(message: str) -> APIError:
+    return APIError(message, param="kv_transfer_params", code="unsupported")
 
 
 def _check(good: bool, param: str, given: object, allowed: str) -> None:

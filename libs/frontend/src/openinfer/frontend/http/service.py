@@ -14,39 +14,34 @@ from starlette.responses import Response
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.contract import CONTRACT_VERSION
 from openinfer.frontend.errors import APIError, FlagError
+from openinfer.frontend.http.admin.board import Board
+from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.answer import Answer
-from openinfer.frontend.http.board import Board
-from openinfer.frontend.http.body import (
-    CHAT_REFUSED,
-    REFUSED,
-    ChatBody,
-    CommonBody,
-    CompletionBody,
-    decode_body,
-)
-from openinfer.frontend.http.chat import Chat, ChatFormat, ParserFactory
-from openinfer.frontend.http.chat_body import chat_of, top_logprobs
-from openinfer.frontend.http.chat_shape import ChatShape
+from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, CommonBody, decode_body
 from openinfer.frontend.http.generation import Generation
-from openinfer.frontend.http.metrics import Metrics
+from openinfer.frontend.http.openai.chat_body import ChatBody, chat_of, top_logprobs
+from openinfer.frontend.http.openai.chat_shape import ChatShape
+from openinfer.frontend.http.openai.completions import CompletionBody, CompletionShape
 from openinfer.frontend.http.params import (
     MAX_SEQUENCES,
     Plan,
     SamplingDefaults,
     check_grammars,
+    check_size,
     make_plan,
     max_tokens_for,
     prompt_ids,
     with_echo,
 )
-from openinfer.frontend.http.prompt_text import encode_prompt
-from openinfer.frontend.http.shapes import CompletionShape, Shape, fingerprint, package_version
-from openinfer.frontend.http.sizes import check_size
-from openinfer.frontend.http.thoughts import budgeted, without_idle_budget
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.shapes import Shape, fingerprint, package_version
+from openinfer.frontend.http.text.chat import Chat
+from openinfer.frontend.http.text.chat_format import ChatFormat, ParserFactory
+from openinfer.frontend.http.text.prompt_text import encode_prompt
+from openinfer.frontend.http.text.thoughts import budgeted, without_idle_budget
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from openinfer.frontend.http.tracing import Tracing
+    from openinfer.frontend.http.admin.tracing import Tracing
 
 __all__ = ["Service", "json_response", "read_body"]
 

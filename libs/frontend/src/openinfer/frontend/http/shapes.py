@@ -1,45 +1,17 @@
-"""The common parts of all answers, and /v1/completions in OpenAI's form. Pure: choices in, bytes out."""
+"""The common parts of all answers. Pure: choices in, bytes out."""
 
 import functools
 import importlib.metadata
-import time
-import uuid
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from openinfer.frontend.contract import TokenLogprobs
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import Choice, Usage
-from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.tokenizer import Tokenizer
-from openinfer.frontend.kv_transfer import KVTransfer
 
-__all__ = [
-    "CompletionResponse",
-    "CompletionShape",
-    "Shape",
-    "UsageBody",
-    "encode",
-    "error_body",
-    "event",
-    "fingerprint",
-    "has_news",
-    "likeliest",
-    "named_event",
-    "package_version",
-    "prompt_logprobs",
-    "stream_end",
-    "stream_error",
-    "token_text",
-    "usage_body",
-    "usage_so_far",
-]
+__all__ = ["Shape", "encode", "error_body", "fingerprint", "named_event", "package_version"]
 
-DONE_EVENT = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
 
@@ -56,48 +28,6 @@ def package_version() -> str:
 def fingerprint() -> str:
     """system_fingerprint: it covers all that may change an answer to the same request with the same seed."""
     return f"openinfer-{package_version()}"
-
-
-class PromptDetails(msgspec.Struct):
-    cached_tokens: int
-
-
-class CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int
-    accepted_prediction_tokens: int | UnsetType = UNSET
-    rejected_prediction_tokens: int | UnsetType = UNSET
-    accepted_per_position: list[int] | UnsetType = UNSET
-
-
-class UsageBody(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-
-
-class _Completion(msgspec.Struct):
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
-
-
-class CompletionResponse(msgspec.Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: Sequence[_Completion]
-    usage: UsageBody | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    system_fingerprint: str = ""
-    kv_transfer_params: KVTransfer | UnsetType = UNSET
 
 
 class Shape(Protocol):
@@ -119,107 +49,6 @@ class Shape(Protocol):
         """The body when there is no answer."""
 
 
-class CompletionShape:
-    """/v1/completions."""
-
-    def __init__(
-        self,
-        model: str,
-        plan: Plan,
-        tokenizer: Tokenizer | None,
-        echoes: Sequence[str] = (),
-        mark: Callable[[], str] = fingerprint,
-    ) -> None:
-        """echoes: the text of each prompt, where the plan echoes. mark: the system_fingerprint."""
-        self._echoes, self._mark = echoes, mark
-        self._head = (f"cmpl-{uuid.uuid4().hex}", "text_completion", int(time.time()), model)
-        self._plan = plan
-        self._tokenizer = tokenizer
-        self._names = None if plan.tokens_as_ids else tokenizer
-        self._begun: set[int] = set()
-        self._text_offsets: dict[int, int] = {}
-
-    def events(self, choice: Choice) -> bytes:
-        if not has_news(choice, self._plan):
-            return b""
-        body = self._choice(choice)
-        return event(self._response([body], usage_so_far(choice, self._plan)))
-
-    def _response(self, bodies: Sequence[_Completion], usage: UsageBody | UnsetType) -> CompletionResponse:
-        return CompletionResponse(*self._head, bodies, usage, system_fingerprint=self._mark())
-
-    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        last = self._response([], usage_body(usage))
-        return stream_end(last if self._plan.include_usage else None)
-
-    def broken(self, error: APIError) -> bytes:
-        return stream_error(error)
-
-    def refusal(self, error: APIError) -> bytes:
-        return error_body(error)
-
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        bodies = [self._choice(choice) for choice in choices]
-        answer = self._response(bodies, usage_body(usage))
-        answer.kv_transfer_params = choices[0].kv_transfer or UNSET
-        return encode(answer)
-
-    def _choice(self, choice: Choice) -> _Completion:
-        text, token_ids, logprobs = choice.take()
-        ids = token_ids if self._plan.return_token_ids else UNSET
-        prompt, scores = choice.request.prompt_token_ids, choice.prompt_logprobs
-        is_first = choice.index not in self._begun
-        self._begun.add(choice.index)
-        if is_first and self._plan.echo:
-            text = self._echoes[choice.index // self._plan.n] + text
-            token_ids = prompt + token_ids
-            if self._plan.sampling.logprobs is not None:
-                logprobs = [None, *scores, *logprobs]
-        asked = self._plan.prompt_logprobs
-        return _Completion(
-            choice.index,
-            text,
-            self._logprobs(choice.index, token_ids, logprobs) if logprobs else None,
-            choice.finish_reason,
-            choice.stop_reason,
-            ids,
-            prompt if is_first and self._plan.return_token_ids else UNSET,
-            UNSET if asked is None else prompt_logprobs(self._names, prompt, scores, asked),
-        )
-
-    def _logprobs(
-        self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs | None]
-    ) -> dict[str, Any]:
-        """OpenAI's four parallel lists; offsets are characters from the start of the text."""
-        tokens, values, tops, offsets = [], [], [], []
-        offset = self._text_offsets.get(index, 0)
-        for token_id, entry in zip(token_ids, logprobs, strict=True):
-            token = token_text(self._names, token_id)
-            tokens.append(token)
-            offsets.append(offset)
-            offset += len(token_text(self._tokenizer, token_id))
-            values.append(entry.logprob if entry else None)
-            tops.append(self._top(token, entry) if entry else None)
-        self._text_offsets[index] = offset
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-    def _top(self, token: str, entry: TokenLogprobs) -> dict[str, float] | None:
-        count = self._plan.sampling.logprobs
-        if not count:
-            return None
-        top = likeliest(entry, count, partial(token_text, self._names))
-        top.setdefault(token, entry.logprob)
-        return top
-
-
-def likeliest(entry: TokenLogprobs, count: int, text: Callable[[int], str]) -> dict[str, float]:
-    """The `count` likeliest tokens by their text; of two tokens with one text the likelier."""
-    found: dict[str, float] = {}
-    for token_id, value in zip(entry.top_token_ids[:count], entry.top_logprobs[:count], strict=True):
-        found.setdefault(text(token_id), value)
-    return found
-
-
 def error_body(error: APIError) -> bytes:
     """OpenAI's error object."""
     kinds = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
@@ -228,73 +57,6 @@ def error_body(error: APIError) -> bytes:
     return encode({"error": fields})
 
 
-def stream_error(error: APIError) -> bytes:
-    """The error as an event of a stream that had begun, and the end of that stream."""
-    return b"data: " + error_body(error) + b"\n\n" + DONE_EVENT
-
-
 def named_event(name: str, data: object) -> bytes:
     """An event that has a name, as the newer APIs write them."""
     return b"event: " + name.encode() + b"\ndata: " + encode(data) + b"\n\n"
-
-
-def stream_end(last: msgspec.Struct | None) -> bytes:
-    """The end of an OpenAI stream, after a last chunk where there is one."""
-    return DONE_EVENT if last is None else event(last) + DONE_EVENT
-
-
-def has_news(choice: Choice, plan: Plan) -> bool:
-    ids = choice.token_ids if plan.return_token_ids else choice.logprobs
-    return bool(ids) or choice.finish_reason is not None or choice.has_text()
-
-
-def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    return tokenizer.token_text(token_id) if tokenizer else f"token_id:{token_id}"
-
-
-def prompt_logprobs(
-    tokenizer: Tokenizer | None, prompt: list[int], scores: Sequence[TokenLogprobs], count: int
-) -> list[dict[str, Any] | None]:
-    """vLLM's prompt_logprobs: nothing is known of the first token; of each other one, by id, its own and those of the
-    `count` most likely."""
-
-    def entry(token_id: int, value: float, rank: int | None) -> dict[str, Any]:
-        return {"logprob": value, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
-
-    found: list[dict[str, Any] | None] = [None]
-    for token_id, score in zip(prompt[1:], scores, strict=True):
-        of_token = {str(token_id): entry(token_id, score.logprob, score.rank)}
-        tops = zip(score.top_token_ids[:count], score.top_logprobs[:count], strict=True)
-        for rank, (top_id, value) in enumerate(tops, start=1):
-            of_token.setdefault(str(top_id), entry(top_id, value, rank))
-        found.append(of_token)
-    return found
-
-
-def event(response: msgspec.Struct) -> bytes:
-    return b"data: " + encode(response) + b"\n\n"
-
-
-def usage_body(usage: Usage) -> UsageBody:
-    total = usage.prompt_tokens + usage.completion_tokens
-    return UsageBody(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        total,
-        PromptDetails(usage.cached_tokens),
-        _completion_details(usage),
-    )
-
-
-def _completion_details(usage: Usage) -> CompletionDetails:
-    """Drafts are counted in OpenAI's fields for predictions, and by their position in a step."""
-    drafts = usage.drafts
-    if drafts is None:
-        return CompletionDetails(usage.reasoning_tokens)
-    accepted = sum(drafts.accepted)
-    return CompletionDetails(usage.reasoning_tokens, accepted, drafts.tokens - accepted, drafts.accepted)
-
-
-def usage_so_far(choice: Choice, plan: Plan) -> UsageBody | UnsetType:
-    """The usage in an event of a choice, if the request asks for it."""
-    return usage_body(Usage([choice], 1)) if plan.continuous_usage else UNSET

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from openinfer.frontend.chat import Content, OutputParser, Part, Reasoning
 from openinfer.frontend.chat.output import END_THINK
 from openinfer.frontend.contract import TokenLogprobs
-from openinfer.frontend.http.chat import ParserFactory
-from openinfer.frontend.http.detokenizer import Detokenizer
 from openinfer.frontend.http.generation import Choice
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.text.chat_format import ParserFactory
+from openinfer.frontend.http.text.detokenizer import Detokenizer
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 
 __all__ = ["Piece", "Reader", "new_call_id", "said"]
 

@@ -1,16 +1,58 @@
-"""The chat that a body of /v1/chat/completions stands for."""
+"""The body of /v1/chat/completions, and the chat that it stands for."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.body import ChatBody, FunctionSpec, NamedChoice
-from openinfer.frontend.http.chat import Chat, chat_messages
+from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, Thinking, ToolName, ToolSpec
 from openinfer.frontend.http.params import MAX_LOGPROBS
-from openinfer.frontend.http.thoughts import thinking_options
+from openinfer.frontend.http.text.chat import Chat, chat_messages
+from openinfer.frontend.http.text.thoughts import thinking_options
 
-__all__ = ["chat_of", "tool_object", "top_logprobs", "verbosity_warnings"]
+__all__ = ["ChatBody", "chat_of", "tool_object", "top_logprobs", "verbosity_warnings"]
 
+BudgetOrAll = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 _BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "thinking_budget")
+
+
+class FunctionName(msgspec.Struct):
+    """The function of a NamedChoice."""
+
+    name: ToolName
+
+
+class NamedChoice(msgspec.Struct):
+    """tool_choice, to force one."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatBody(CommonBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: Annotated[list[ToolSpec], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    """SGLang's field: false leaves the thoughts in the content."""
+    reasoning_effort: str | None = None
+    thinking: Thinking | None = None
+    thinking_token_budget: BudgetOrAll | None = None
+    thinking_budget: BudgetOrAll | None = None
+    max_thinking_tokens: BudgetOrAll | None = None
+    """The last three are one thing under the names of three servers: tokens of the thoughts. -1: any number."""
+    verbosity: str | None = None
+    """Ignored: no template has such a thing."""
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def chat_of(body: ChatBody, variables: frozenset[str]) -> Chat:

@@ -2,72 +2,19 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import Any
 
 from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.body import CommonBody, JsonObjectFormat, JsonSchemaFormat
 from openinfer.frontend.http.elsewhere import instead
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.grammar import Grammar
 from openinfer.sampler.schema import wishes
 
-if TYPE_CHECKING:
-    from openinfer.frontend.http.body import CommonBody
-
-__all__ = [
-    "JsonObjectFormat",
-    "JsonSchemaFormat",
-    "JsonSchemaSpec",
-    "ResponseFormat",
-    "StructuredOutputs",
-    "TextFormat",
-    "grammar_of",
-    "unkept",
-]
+__all__ = ["grammar_of", "unkept"]
 
 
-class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
-    """response_format: anything."""
-
-
-class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
-    """response_format: any JSON object."""
-
-
-class JsonSchemaSpec(msgspec.Struct):
-    """The schema with its name. It is kept to with `strict` and without."""
-
-    schema: dict[str, Any]
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
-    """response_format: JSON after a schema."""
-
-    json_schema: JsonSchemaSpec
-
-
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
-
-
-class StructuredOutputs(msgspec.Struct):
-    """vLLM's structured_outputs: one of the first five."""
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: Any = None
-    whitespace_pattern: str | None = None
-    disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
-
-
-def grammar_of(body: "CommonBody", format_field: str) -> tuple[str, Grammar] | None:
+def grammar_of(body: CommonBody, format_field: str) -> tuple[str, Grammar] | None:
     """The field that asks for a certain output, and the grammar of it; `format_field`: what the endpoint calls
     response_format. Raises APIError (400) naming the field, also where two fields ask for different ones."""
     found: dict[Grammar, str] = {}
@@ -94,7 +41,7 @@ def unkept(field: str, schemas: Iterable[Any]) -> tuple[str, ...]:
     return tuple(f"{name} in {field} is not kept: an answer may go against it" for name in names)
 
 
-def _wishes(body: "CommonBody", format_field: str) -> Iterator[tuple[str, Any, Any]]:
+def _wishes(body: CommonBody, format_field: str) -> Iterator[tuple[str, Any, Any]]:
     """Field, kind of grammar and its text or value."""
     match body.response_format:
         case JsonObjectFormat():

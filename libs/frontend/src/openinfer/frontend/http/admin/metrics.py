@@ -15,10 +15,10 @@ from prometheus_client.metrics_core import Metric
 
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.contract import Failed, Rejected, Request, StepTimes
-from openinfer.frontend.http.board import Board
+from openinfer.frontend.http.admin.board import Board
 
 if TYPE_CHECKING:
-    from openinfer.frontend.http.tracing import Tracing
+    from openinfer.frontend.http.admin.tracing import Tracing
 
 __all__ = ["Histogram", "Metrics"]
 

@@ -10,16 +10,10 @@ from msgspec import UNSET, UnsetType
 
 from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.chat import ParserFactory
 from openinfer.frontend.http.generation import Choice, Usage
-from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.reader import Piece, Reader, new_call_id, said
-from openinfer.frontend.http.shapes import (
+from openinfer.frontend.http.openai.completions import (
     UsageBody,
-    encode,
-    error_body,
     event,
-    fingerprint,
     has_news,
     prompt_logprobs,
     stream_end,
@@ -28,7 +22,11 @@ from openinfer.frontend.http.shapes import (
     usage_body,
     usage_so_far,
 )
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.params import Plan
+from openinfer.frontend.http.shapes import encode, error_body, fingerprint
+from openinfer.frontend.http.text.chat_format import ParserFactory
+from openinfer.frontend.http.text.reader import Piece, Reader, new_call_id, said
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["ChatResponse", "ChatShape"]

@@ -10,7 +10,7 @@ from tokenizers.decoders import ByteLevel
 
 from openinfer.frontend.contract import TokenTable
 from openinfer.frontend.errors import ModelFilesError
-from openinfer.frontend.http.detokenizer import ByteDetokenizer, Detokenizer, TextDetokenizer
+from openinfer.frontend.http.text.detokenizer import ByteDetokenizer, Detokenizer, TextDetokenizer
 from openinfer.frontend.model_files import read_json
 
 __all__ = ["Tokenizer"]

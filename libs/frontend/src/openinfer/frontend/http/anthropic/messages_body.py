@@ -5,12 +5,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, Thinking, ToolName
-from openinfer.frontend.http.chat import Chat, chat_messages, text_of
-from openinfer.frontend.http.chat_body import tool_object
+from openinfer.frontend.http.body import (
+    MAX_TOOLS,
+    CommonBody,
+    FunctionSpec,
+    JsonSchemaFormat,
+    JsonSchemaSpec,
+    Thinking,
+    ToolName,
+)
+from openinfer.frontend.http.openai.chat_body import tool_object
 from openinfer.frontend.http.params import MAX_STOP_CHARS, MAX_STOP_STRINGS
-from openinfer.frontend.http.structured import JsonSchemaFormat, JsonSchemaSpec
-from openinfer.frontend.http.thoughts import thinking_options
+from openinfer.frontend.http.text.chat import Chat, chat_messages, text_of
+from openinfer.frontend.http.text.thoughts import thinking_options
 
 __all__ = ["MessagesBody", "messages_chat", "messages_common"]
 

@@ -11,11 +11,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openinfer.frontend.http import responses_body
-from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, ChatBody, CompletionBody, decode_body
+from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, decode_body
 from openinfer.frontend.http.dialects import Dialects
+from openinfer.frontend.http.openai import responses_body
+from openinfer.frontend.http.openai.chat_body import ChatBody
+from openinfer.frontend.http.openai.completions import CompletionBody
+from openinfer.frontend.http.openai.responses_body import ResponsesBody
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.responses_body import ResponsesBody
 from openinfer.frontend.http.service import Service, json_response, read_body
 
 __all__ = ["Render"]

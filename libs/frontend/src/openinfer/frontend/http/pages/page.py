@@ -1,4 +1,4 @@
-"""The page at `/`: a small chat and the engine's state. It asks only this server for anything."""
+"""The page at `/` (a small chat and the engine's state) and the one at `/plan`. They ask only this server."""
 
 import base64
 import hashlib
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.service import Service, json_response
 
-__all__ = ["Page", "whole"]
+__all__ = ["Page", "PlanPage"]
 
 
 class Page:
@@ -19,7 +20,7 @@ class Page:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._html, self._headers = whole("page.html", "page.css", ("markdown.js", "page.js"))
+        self._html, self._headers = _whole("page.html", "page.css", ("markdown.js", "page.js"))
         self._icon = _static("favicon.svg")
 
     async def page(self, request: Request) -> Response:
@@ -54,7 +55,28 @@ class Page:
         )
 
 
-def whole(html: str, style: str, scripts: Sequence[str]) -> tuple[bytes, dict[str, str]]:
+class PlanPage:
+    """The curves of a plan over load, and where this server is now.
+
+    plan: the JSON of `openinfer plan --json FILE`; None: the page asks its reader for such a file.
+    """
+
+    def __init__(self, plan: bytes | None) -> None:
+        self._plan = plan
+        self._html, self._headers = _whole("plan.html", "page.css", ("plan.js",))
+
+    async def page(self, request: Request) -> Response:
+        """GET /plan."""
+        return Response(self._html, 200, self._headers, "text/html; charset=utf-8")
+
+    async def plan(self, request: Request) -> Response:
+        """GET /plan.json: the plan that the server was started with."""
+        if self._plan is None:
+            raise APIError("this server has no plan; start it with --plan FILE", status=404, code="no_plan")
+        return Response(self._plan, media_type="application/json")
+
+
+def _whole(html: str, style: str, scripts: Sequence[str]) -> tuple[bytes, dict[str, str]]:
     """A page with its style and scripts inside, and the headers that let it run these alone and ask this server
     alone."""
     css, script = _static(style), b"".join(map(_static, scripts))

@@ -1,23 +1,63 @@
 """The body of /v1/responses, and the chat it stands for. Items of answers are kept for a while, answers are not."""
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, ToolName
-from openinfer.frontend.http.chat import Chat, chat_messages, text_of
-from openinfer.frontend.http.chat_body import tool_object, verbosity_warnings
-from openinfer.frontend.http.kept import KeptItems
-from openinfer.frontend.http.structured import JsonObjectFormat, JsonSchemaFormat, JsonSchemaSpec, TextFormat
+from openinfer.frontend.http.body import (
+    MAX_TOOLS,
+    CommonBody,
+    FunctionSpec,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    JsonSchemaSpec,
+    TextFormat,
+    ToolName,
+)
+from openinfer.frontend.http.openai.chat_body import tool_object, verbosity_warnings
+from openinfer.frontend.http.shapes import encode
+from openinfer.frontend.http.text.chat import Chat, chat_messages, text_of
 
-__all__ = ["ResponsesBody", "responses_chat", "responses_common"]
+__all__ = ["KeptItems", "ResponsesBody", "responses_chat", "responses_common"]
 
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _TEXT_KINDS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 MAX_INCLUDED = 16
+MAX_ITEMS = 4096
+MAX_BYTES = 32 << 20
+
+
+class KeptItems:
+    """Items of answers by id, the newest last. The oldest are dropped when the items are too many or too large."""
+
+    def __init__(self) -> None:
+        self._items: OrderedDict[str, tuple[dict[str, Any], int]] = OrderedDict()
+        self._bytes = 0
+
+    def keep(self, items: Iterable[dict[str, Any]]) -> None:
+        """Keep the items of an answer that is complete."""
+        for item in items:
+            size = len(encode(item))
+            self._items[item["id"]] = item, size
+            self._bytes += size
+        while len(self._items) > MAX_ITEMS or self._bytes > MAX_BYTES:
+            _, (_, size) = self._items.popitem(last=False)
+            self._bytes -= size
+
+    def find(self, identity: object, where: str) -> dict[str, Any]:
+        """The item of an item_reference. Raises APIError (400)."""
+        if isinstance(identity, str) and identity in self._items:
+            return self._items[identity][0]
+        raise APIError(
+            f"{where} is an item_reference to {identity!r}, which this server does not keep (any more): send the item "
+            "itself, as clients do with store: false",
+            param="input",
+            code="item_not_found",
+        )
 
 
 class ResponseTool(FunctionSpec, kw_only=True):

@@ -7,14 +7,13 @@ from typing import Any
 
 from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.chat import ParserFactory
 from openinfer.frontend.http.generation import Choice, Usage
-from openinfer.frontend.http.kept import KeptItems
+from openinfer.frontend.http.openai.responses_body import KeptItems, ResponsesBody
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.reader import Reader, new_call_id
-from openinfer.frontend.http.responses_body import ResponsesBody
 from openinfer.frontend.http.shapes import encode, error_body, named_event
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.text.chat_format import ParserFactory
+from openinfer.frontend.http.text.reader import Reader, new_call_id
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 
 __all__ = ["ResponsesShape"]
 

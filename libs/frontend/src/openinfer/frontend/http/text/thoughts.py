@@ -1,10 +1,8 @@
 """How much a model may think: the efforts, switches and budgets of requests, as templates and grammars know them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,12 +11,10 @@ from openinfer.frontend.contract import EngineInfo
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import Thinking
 from openinfer.frontend.http.params import Plan, check_grammars
-from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.http.text.chat import Chat
+from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.sampler.budget import Budget
 from openinfer.sampler.grammar import Grammar
-
-if TYPE_CHECKING:
-    from openinfer.frontend.http.chat import Chat
 
 __all__ = ["Where", "budgeted", "effort_options", "thinking_options", "without_idle_budget"]
 

@@ -1,0 +1,1 @@
+"""For those who run a server: commands to the engine, metrics, traces."""

@@ -1,0 +1,1 @@
+"""OpenAI's APIs: bodies in, answers out."""
