@@ -323,12 +323,13 @@ def test_engines_without_adapters_refuse_them(small: Made) -> None:
     ("flags", "why"),
     [
         ({"lora_modules": ["a=b"]}, "--lora-modules needs --enable-lora"),
-        ({"enable_lora": True, "max_loras": 0}, "--max-loras 0: it must be at least 1"),
+        ({"enable_lora": True, "max_loras": 0}, "--max-loras 0: it must be from 1 to 1024"),
         ({"enable_lora": True, "max_lora_rank": 9}, "--max-lora-rank 9: 8, 16, 32"),
         ({"enable_lora": True, "lora_modules": ["a"]}, "--lora-modules .a.: give NAME=PATH"),
         ({"enable_lora": True, "lora_modules": [" =x"]}, "--lora-modules . =x.: give NAME=PATH"),
         ({"enable_lora": True, "lora_modules": ["a=x", "a=y"]}, "'a' comes twice"),
         ({"enable_lora": True, "lora_modules": ['{"name": "a"}']}, "'path'; name and path are needed"),
+        ({"enable_lora": True, "lora_modules": ['{"name":' + "[" * 100_000]}, "name and path are needed"),
         (
             {"enable_lora": True, "lora_modules": ['{"name": "a", "path": "/none"}']},
             "/none: there is no adapter",

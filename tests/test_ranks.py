@@ -391,5 +391,5 @@ def test_devices_that_cannot_be(flags, why):
 
 
 def test_no_ranks_are_refused():
-    with pytest.raises(SetupError, match="--tensor-parallel-size 0: it must be at least 1"):
+    with pytest.raises(SetupError, match="--tensor-parallel-size 0: it must be from 1 to 64"):
         build(RECIPE, TINY, tensor_parallel_size=0, **SMALL)

@@ -1,12 +1,15 @@
 """Flags in any order, from a file, and what is said of those that are not there."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
 
+from openinfer.frontend import FlagError
 from openinfer.frontend.flag_parser import NOT_POSSIBLE, FlagParser, merge
-from openinfer.frontend.flag_types import number, strings, tokens
+from openinfer.frontend.flag_types import check_plan, number, strings, tokens
+from openinfer.frontend.server_flags import server_parser
 from openinfer.frontend.vllm_flags import VLLM_FLAGS
 
 
@@ -75,6 +78,45 @@ def test_a_file_that_is_wrong_is_refused_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
     assert message in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--allowed-origins", "[" * 100_000],
+        ["--default-chat-template-kwargs", '{"a":' * 100_000],
+        ["--default-chat-template-kwargs", "\x1b[2J\n"],
+        ["--served-model-name", ""],
+        ["--served-model-name", "a", " "],
+        ["--served-model-name", "a\x1b[2J\nb"],
+        ["--served-model-name", "a\x9b2J"],
+        ["--served-model-name", "x" * 300],
+        ["--shutdown-timeout", "nan"],
+        ["--shutdown-timeout", "1e300"],
+        ["--engine-hang-timeout", "-1"],
+        ["--port", "9" * 5000],
+        ["--frontends", "1e3"],
+        ["--no-such\x1b[2J"],
+    ],
+    ids=range(14),
+)
+def test_absurd_values_are_refused_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        server_parser("serve", "").parse_args(["m", *words])
+    assert ended.value.code == 2
+    assert re.fullmatch(r"serve: error: [^\x00-\x1f\x7f-\x9f]{1,1300}\n", capsys.readouterr().err)
+
+
+def test_a_plan_and_a_file_of_flags_that_are_nested_are_refused(
+    parser: FlagParser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("a = " + "[" * 100_000)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["m", "--config", str(tmp_path / "file")])
+    assert "it is TOML, a line a flag" in capsys.readouterr().err
+    (tmp_path / "file").write_text("[" * 100_000)
+    with pytest.raises(FlagError, match="this is no file of"):
+        check_plan(tmp_path / "file")
 
 
 @pytest.mark.parametrize("word", ["nan", "inf", "-inf"])

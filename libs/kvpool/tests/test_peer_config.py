@@ -15,6 +15,8 @@ from openinfer.kvpool.tiers.testing import ABOUT, PAGES, transfer
     ("text", "words"),
     [
         ("x", "this is no JSON"),
+        ("[" * 100_000, "this is no JSON"),
+        ('{"kv_port": ' + "9" * 5000 + "}", "this is no JSON"),
         ("[]", "must be an object with kv_connector"),
         ('{"kv_role": "kv_both"}', "must be an object with kv_connector"),
         ('{"kv_connector": "LMCacheConnectorV1"}', "NixlConnector, TcpConnector are possible"),

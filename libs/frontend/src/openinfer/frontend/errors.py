@@ -95,10 +95,7 @@ class APIError(FrontendError, ValueError):
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
-        half = MAX_MESSAGE_CHARS // 2
-        super().__init__(
-            message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:half]} ... {message[-half:]}"
-        )
+        super().__init__(_shortened(message))
         self.status = status
         self.param = param
         self.code = code
@@ -112,12 +109,18 @@ def is_users_error(error: BaseException) -> bool:
     return (getattr(error, "user_can_mend", False) is True or isinstance(error, OSError)) and bool(str(error))
 
 
-def one_line(error: BaseException) -> str:
-    """An exception as one line for a user: its message, or its type if it has no message."""
-    return printable(" ".join(str(error).split()) or type(error).__name__)
+def one_line(error: BaseException | str) -> str:
+    """A message, or an exception, as one line for a user: the exception's type if it has no message. The middle is left
+    out beyond MAX_MESSAGE_CHARS."""
+    return printable(_shortened(" ".join(str(error).split())) or type(error).__name__)
 
 
 def printable(text: str, keep: Callable[[str], bool] = str.isprintable) -> str:
     """The text with characters that a terminal would obey, such as escape sequences, written out. keep: whether a
     character stays as it is."""
     return "".join(c if keep(c) else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def _shortened(text: str) -> str:
+    half = MAX_MESSAGE_CHARS // 2
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:half]} ... {text[-half:]}"

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from openinfer.frontend.errors import one_line
 from openinfer.frontend.flag_types import number, tokens
 from openinfer.frontend.vllm_flags import VLLM_FLAGS
 
@@ -31,7 +32,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line on stderr, and exit code 2."""
-        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)} ({self.prog} --help)\n")
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse, with the words of --config FILE before the others. Ends the process for wrong arguments."""
@@ -109,7 +110,7 @@ class FlagParser(argparse.ArgumentParser):
             return rest
         try:
             table = tomllib.loads(found.config.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.error(f"--config {found.config}: {error}; it is TOML, a line a flag: max-model-len = 8192")
         model = str(table.pop("model", ""))
         words = [word for name, value in table.items() for word in self._words(name, value)]

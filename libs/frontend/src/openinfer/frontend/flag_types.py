@@ -13,6 +13,7 @@ __all__ = [
     "count",
     "key",
     "key_of_environment",
+    "name",
     "number",
     "options",
     "port",
@@ -22,6 +23,8 @@ __all__ = [
 ]
 
 MAX_FRONTENDS = 64
+MAX_NAME_CHARS = 256
+MAX_SECONDS = 1e9
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """Units of a number, as vLLM has them: a small letter is a power of 1000, a capital one of 1024."""
 
@@ -47,20 +50,22 @@ def options(text: str) -> dict[str, object]:
     """A JSON object of variables of the chat template."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text} is not a JSON object, such as {{"enable_thinking": false}}')
+        raise argparse.ArgumentTypeError(
+            f'{text[:200]} is not a JSON object, such as {{"enable_thinking": false}}'
+        )
     return value
 
 
 def strings(text: str) -> list[str]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON list of strings")
+        raise argparse.ArgumentTypeError(f"{text[:200]} is not a JSON list of strings")
     return value
 
 
@@ -77,6 +82,14 @@ def key(text: str) -> str:
     return text
 
 
+def name(text: str) -> str:
+    if not 0 < len(text) <= MAX_NAME_CHARS or not text.isprintable() or text.isspace():
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r} is no name: it has 1 to {MAX_NAME_CHARS} characters, all printable and not only spaces"
+        )
+    return text
+
+
 def key_of_environment() -> str | None:
     given = os.environ.get("OPENINFER_API_KEY")
     try:
@@ -90,7 +103,7 @@ def check_plan(path: Path) -> None:
     try:
         data = json.loads(path.read_bytes())
         known = data["bench"] == "plan" and all(one["flags"] and one["points"] for one in data["results"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known:
         raise FlagError(f"--plan {path}: this is no file of `openinfer plan MODEL --json FILE`")
@@ -98,8 +111,8 @@ def check_plan(path: Path) -> None:
 
 def seconds(text: str) -> float:
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    if not 0 <= value <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 to {MAX_SECONDS:g}")
     return value
 
 

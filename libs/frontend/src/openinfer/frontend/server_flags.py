@@ -66,6 +66,7 @@ def _add_model(server: Any) -> None:
     """Add the flags of names, texts and formats."""
     server.add_argument(
         "--served-model-name",
+        type=flag_types.name,
         nargs="+",
         default=[],
         metavar="NAME",

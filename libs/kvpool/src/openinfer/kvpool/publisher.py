@@ -79,14 +79,16 @@ class EventsConfig:
             raise InvalidConfig(f"publisher is {self.publisher!r}; zmq and null are possible")
         for name in ("buffer_steps", "hwm", "max_queue_size", "data_parallel_rank"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InvalidConfig(f"{name} is {value!r}; it must be an integer of at least 0")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
+                raise InvalidConfig(f"{name} is {value!r}; it must be an integer from 0 to {(1 << 31) - 1}")
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if value is not None and "://" not in str(value):
                 raise InvalidConfig(f"{name} is {value!r}; it must be like tcp://127.0.0.1:5557")
             port = str(value).rpartition(":")[2]
-            if port.isdecimal() and int(port) > 65535:  # ZeroMQ takes what is left of it in 16 bits
+            if port.isdecimal() and (
+                len(port) > 5 or int(port) > 65535
+            ):  # ZeroMQ takes what is left of it in 16 bits
                 raise InvalidConfig(f"{name} is {value!r}; ports are 0 to 65535")
 
     @classmethod
@@ -94,7 +96,7 @@ class EventsConfig:
         """From JSON: an object with some of the keys."""
         try:
             given = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidConfig(f"this is no JSON ({error}): {text[:100]!r}") from None
         known = [field.name for field in fields(cls)]
         if not isinstance(given, dict) or set(given) - set(known):

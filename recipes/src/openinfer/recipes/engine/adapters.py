@@ -72,8 +72,10 @@ def _named(modules: Iterable[str]) -> Iterable[tuple[str, str]]:
             try:
                 entry = json.loads(module)
                 name, path = entry["name"], entry["path"]
-            except (ValueError, KeyError) as error:
-                raise SetupError(f"--lora-modules {module}: {error}; name and path are needed") from None
+            except (ValueError, KeyError, RecursionError) as error:
+                raise SetupError(
+                    f"--lora-modules {module[:200]}: {error}; name and path are needed"
+                ) from None
         named = isinstance(name, str) and name.isprintable() and name.strip()
         if not (named and isinstance(path, str) and path):
             raise SetupError(f"--lora-modules {module!r}: give NAME=PATH, and a name that is printable")

@@ -24,11 +24,19 @@ T = TypeVar("T")
 
 def option(
     default: T, text: str, *, kind: Callable[[str], Any] = str, choices: Sequence[T] | None = None,
-    metavar: str | None = None, many: bool = False,
+    metavar: str | None = None, many: bool = False, within: tuple[float, float] | None = None,
 ) -> T:  # fmt: skip
     """A field of Options. text: its help. kind: the type of the command line's word; bool makes a flag without a word,
-    with `--no-` where the default is True. many: the flag takes one word or more."""
-    given = {"text": text, "kind": kind, "choices": choices, "metavar": metavar, "many": many}
+    with `--no-` where the default is True. many: the flag takes one word or more. within: the least and the greatest
+    number."""
+    given = {
+        "text": text,
+        "kind": kind,
+        "choices": choices,
+        "metavar": metavar,
+        "many": many,
+        "within": within,
+    }
     made: Any = dataclasses.field(default=default, metadata=given)
     return cast(T, made)
 
@@ -50,7 +58,9 @@ class Options:
     lone_tokens: ClassVar[int] = 0
 
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
-    tensor_parallel_size: int = option(1, "GPUs that share the model, or processes on a CPU", kind=int)
+    tensor_parallel_size: int = option(
+        1, "GPUs that share the model, or processes on a CPU", kind=int, within=(1, 64)
+    )
     device_ids: str | None = option(
         None, "GPUs that share the model, as in 0,1; default: the first", metavar="LIST"
     )
@@ -85,16 +95,20 @@ class Options:
         "tokens of prompt and output; default: what model and cache allow",
         kind=tokens,
     )
-    max_num_seqs: int = option(256, "sequences that run at once", kind=int)
+    max_num_seqs: int = option(256, "sequences that run at once", kind=int, within=(1, 1 << 16))
     max_num_batched_tokens: int | None = option(
         None,
         "tokens of a step; default: 512 on a CPU, 2048 on a GPU (some models: 4096 of a lone prompt)",
         kind=number,
+        within=(1, 1 << 20),
     )
-    max_num_queued_reqs: int = option(1024, "requests that may wait", kind=int)
+    max_num_queued_reqs: int = option(1024, "requests that may wait", kind=int, within=(1, 1 << 30))
     gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to take", kind=float)
     kv_cache_memory_bytes: int | None = option(
-        None, "bytes for cache and states; default: what is left (cpu: 2 GiB)", kind=number
+        None,
+        "bytes for cache and states; default: what is left (cpu: 2 GiB)",
+        kind=number,
+        within=(1, 1 << 50),
     )
     block_size: int = option(16, "tokens of a cache page", kind=int, choices=(16, 32, 64))
     enforce_eager: bool = option(False, "launch kernels one by one instead of replaying graphs", kind=bool)
@@ -116,7 +130,9 @@ class Options:
         kind=bool,
     )
     enable_lora: bool = option(False, "serve adapters (LoRA) of the model beside it", kind=bool)
-    max_loras: int = option(1, "adapters of a step, each with a place on the device", kind=int)
+    max_loras: int = option(
+        1, "adapters of a step, each with a place on the device", kind=int, within=(1, 1024)
+    )
     max_lora_rank: int = option(
         16, "the largest rank of an adapter", kind=int, choices=(8, 16, 32, 64, 128, 256, 512)
     )
@@ -180,12 +196,12 @@ class Options:
             choices = field.metadata["choices"]
             if choices is not None and value not in (field.default, *choices):
                 raise SetupError(f"{flag} {value}: {', '.join(map(str, choices))} are possible")
-        if self.tensor_parallel_size < 1:
-            raise SetupError(f"--tensor-parallel-size {self.tensor_parallel_size}: it must be at least 1")
-        if self.max_num_seqs < 1 or self.max_num_queued_reqs < 1:
-            raise SetupError("--max-num-seqs and --max-num-queued-reqs must be at least 1")
-        if self.max_loras < 1:
-            raise SetupError(f"--max-loras {self.max_loras}: it must be at least 1")
+            if (
+                (bounds := field.metadata["within"])
+                and value is not None
+                and not bounds[0] <= value <= bounds[1]
+            ):
+                raise SetupError(f"{flag} {value}: it must be from {bounds[0]} to {bounds[1]}")
         if self.lora_modules and not self.enable_lora:
             raise SetupError("--lora-modules needs --enable-lora")
         if not 0 < self.gpu_memory_utilization <= 1:

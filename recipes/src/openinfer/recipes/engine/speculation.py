@@ -39,9 +39,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """methods: those of the model. Raises SetupError."""
         try:
             config = msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise SetupError(
-                f"--speculative-config {text}: {error}; it is a JSON object with the keys "
+                f"--speculative-config {text[:200]}: {error}; it is a JSON object with the keys "
                 f"{', '.join(cls.__struct_fields__)}"
             ) from None
         if config.method not in methods:

@@ -37,9 +37,10 @@ class Batching:
         tpot_s: float | None = None,
         rank: Callable[[Seq[Any]], float] | None = None,
     ) -> None:
-        if max_batched_tokens < 1 or (max_chunk_tokens is not None and max_chunk_tokens < 1):
+        sizes = [max_batched_tokens] if max_chunk_tokens is None else [max_batched_tokens, max_chunk_tokens]
+        if not all(isinstance(size, int) and size >= 1 for size in sizes):
             raise InvalidSetup(
-                "max_batched_tokens and max_chunk_tokens must be at least 1, "
+                "max_batched_tokens and max_chunk_tokens must be integers of at least 1, "
                 f"given {max_batched_tokens} and {max_chunk_tokens}"
             )
         self.max_batched_tokens = max_batched_tokens

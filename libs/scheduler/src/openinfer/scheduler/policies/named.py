@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +42,12 @@ def make_policy(spec: str, **options: Any) -> Policy:
     for pair in pairs:
         key, _, value = pair.partition("=")
         try:
-            options[key.strip()] = int(value) if value.strip().isdigit() else float(value)
+            number = float(value)
+            options[key.strip()] = int(number) if number.is_integer() else number
         except ValueError:
-            raise InvalidSetup(f"{pair!r} in the policy {spec!r} is not OPTION=NUMBER") from None
+            number = math.nan
+        if math.isnan(number):
+            raise InvalidSetup(f"{pair!r} in the policy {spec!r} is not OPTION=NUMBER")
     try:
         return factory(**options)
     except TypeError as error:

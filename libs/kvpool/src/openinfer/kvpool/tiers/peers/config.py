@@ -98,7 +98,7 @@ class TransferConfig:
         """From JSON: an object with some of the keys."""
         try:
             given = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidConfig(f"this is no JSON ({error}): {text[:100]!r}") from None
         known = [field.name for field in fields(cls)]
         if not isinstance(given, dict) or set(given) - {*known, *_IGNORED} or "kv_connector" not in given:
@@ -151,7 +151,7 @@ def parse_addresses(texts: Sequence[str]) -> list[Address]:
     found = []
     for text in texts:
         host, _, port = text.rpartition(":")
-        if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+        if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
             raise InvalidConfig(f"{text!r} is no peer; give HOST:PORT")
         found.append((host.strip("[]"), int(port)))
     return found
