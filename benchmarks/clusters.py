@@ -34,11 +34,11 @@ from openinfer.kernels import (
     gate_up_silu,
     linear_add,
 )
-from openinfer.kernels.cluster_memory import CLUSTER_TOKENS, ROW_BYTES, copied_tokens, sent_bytes
-from openinfer.kernels.cluster_product import cluster_product
+from openinfer.kernels.linear.choices import Choice, shared_bytes
+from openinfer.kernels.linear.cluster_memory import CLUSTER_TOKENS, ROW_BYTES, copied_tokens, sent_bytes
+from openinfer.kernels.linear.cluster_product import cluster_product
 from openinfer.kernels.norms import norm
 from openinfer.kernels.testing import run_reference
-from openinfer.kernels.tuning import Choice, shared_bytes
 from openinfer.tensor import Arena, Device, Event, Stream, Tensor, bfloat16, uint8
 
 SIZES = {  # rows of the weight, and blocks of a cluster

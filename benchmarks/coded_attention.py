@@ -20,7 +20,7 @@ import numpy as np
 
 from openinfer.graph import StepGraphs
 from openinfer.kernels import Command, CudaDriver, Launch, LaunchPack, Store, Target, norm_rope_attend
-from openinfer.kernels.kv_cache import KvLayout
+from openinfer.kernels.attention.kv_cache import KvLayout
 from openinfer.tensor import (
     Arena,
     Device,

@@ -25,8 +25,8 @@ from openinfer.cli.explain import ledger as bench_ledger
 from openinfer.cli.explain.segments import Outline
 from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Cost, Lines
-from openinfer.kernels.speed_fit import MeasuredCalls, fit_lines
-from openinfer.kernels.speeds import FOLDER, dump_lines
+from openinfer.kernels.measure.speed_fit import MeasuredCalls, fit_lines
+from openinfer.kernels.measure.speeds import FOLDER, dump_lines
 
 FILE = FOLDER / "nvidia_h200.json"
 

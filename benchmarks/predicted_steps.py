@@ -18,7 +18,7 @@ from openinfer.cli import recipe_flags
 from openinfer.cli.explain.segments import Outline
 from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Parts, Speed
-from openinfer.kernels.speed_fit import errors, fit_speed
+from openinfer.kernels.measure.speed_fit import errors, fit_speed
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "benchmarks" / "predicted_steps.json"

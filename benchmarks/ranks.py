@@ -22,10 +22,10 @@ import numpy as np
 
 from openinfer.graph import StepGraphs
 from openinfer.kernels import NullPack, gather_columns
-from openinfer.kernels.exchange import Normed, columns_of_ranks, sum_of_ranks
-from openinfer.kernels.exchange_tuner import CALLS, EPS, WAYS, ExchangeRank, other_ranks
-from openinfer.kernels.reference import rms_norm
-from openinfer.kernels.tuning import NCCL, Exchange
+from openinfer.kernels.linear.choices import NCCL, Exchange
+from openinfer.kernels.measure.exchange_tuner import CALLS, EPS, WAYS, ExchangeRank, other_ranks
+from openinfer.kernels.op.reference import rms_norm
+from openinfer.kernels.ranks.exchange import Normed, columns_of_ranks, sum_of_ranks
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32
 
 VOCABULARY = 151936

@@ -34,11 +34,11 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.formats import Coding
-from openinfer.kernels.int4 import group_words
-from openinfer.kernels.ring import group_ring_product, ring_product
+from openinfer.kernels.formats.codes import Coding
+from openinfer.kernels.formats.int4 import group_words
+from openinfer.kernels.linear.choices import Choice, group_ring_choice
+from openinfer.kernels.linear.ring import group_ring_product, ring_product
 from openinfer.kernels.testing import run_reference
-from openinfer.kernels.tuning import Choice, group_ring_choice
 from openinfer.tensor import (
     Arena,
     Device,

@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from openinfer.kernels import CompileError, Store, Target
-from openinfer.kernels.store import triton_version
-from openinfer.kernels.tuning import shared_bytes
+from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.store.cubins import triton_version
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("qwen3", "qwen3_5", "deepseek_v4")

@@ -25,7 +25,7 @@ import pytest
 from openinfer import cli
 from openinfer.cli import recipes
 from openinfer.graph import Readback
-from openinfer.kernels.adapters import AdapterSizes
+from openinfer.kernels.lora.adapters import AdapterSizes
 from openinfer.recipes.engine import Recipe, Source
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.startup import build

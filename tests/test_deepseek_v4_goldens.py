@@ -14,7 +14,7 @@ import pytest
 from golden_rows import TapPack, last_logits, start_row
 
 from openinfer.kernels import CpuPack, Op, select_rows
-from openinfer.kernels.formats import dequantized
+from openinfer.kernels.formats.codes import dequantized
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.places import Format

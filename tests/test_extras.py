@@ -32,7 +32,7 @@ openinfer.tensor.ActivityRecorder()
 STORE = """
 import pathlib, tempfile
 from openinfer.kernels import Store
-from openinfer.kernels.launch import launch
+from openinfer.kernels.op.launch import launch
 spec = launch("openinfer.kernels.device.rows", "gather_rows", (1,), {"n": 1}, {}).spec
 Store(90, pathlib.Path(tempfile.mkdtemp()), folders=[]).prepare([spec])
 """
@@ -63,7 +63,7 @@ NEEDS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("openinfer-kernels", "nvrtc"): (("nvidia-cuda-nvrtc",), CUDA),
     ("openinfer-kernels", "cublas"): (
         ("nvidia", "cuda.pathfinder"),
-        "from openinfer.kernels.cublas import load_library; load_library()",
+        "from openinfer.kernels.linear.cublas import load_library; load_library()",
     ),
     ("openinfer-graph", "runner"): (("openinfer.scheduler",), "import openinfer.graph.runner"),
     ("openinfer-kvpool", "events"): (("zmq",), "import openinfer.kvpool.publisher"),

@@ -11,7 +11,7 @@ import pytest
 
 from openinfer.graph import Buckets
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target, apply_writes
-from openinfer.kernels.adapters import AdapterSizes
+from openinfer.kernels.lora.adapters import AdapterSizes
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.startup import make_plan

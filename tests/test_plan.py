@@ -24,8 +24,8 @@ from openinfer.cli.plan.load import Point, Server
 from openinfer.cli.tune import command as tune
 from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Prediction, Speed, Workload
-from openinfer.kernels.speed_fit import errors
-from openinfer.kernels.speeds import dump_lines
+from openinfer.kernels.measure.speed_fit import errors
+from openinfer.kernels.measure.speeds import dump_lines
 from openinfer.scheduler.sim import StepWork
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ import pytest
 from golden_rows import TapPack, last_logits, start_row
 
 from openinfer.kernels import CpuPack
-from openinfer.kernels.reference import rms_norm
+from openinfer.kernels.op.reference import rms_norm
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.qwen3_5 import RECIPE
 from openinfer.recipes.qwen3_5.model import Model

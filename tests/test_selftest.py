@@ -17,10 +17,10 @@ from openinfer.cli.selftest import packed as selftest_packed
 from openinfer.cli.selftest import small_model as selftest_model
 from openinfer.cli.selftest.ops import check
 from openinfer.kernels import H200
-from openinfer.kernels.benchmark import Memory
+from openinfer.kernels.linear.choices import choose, cluster_choice
+from openinfer.kernels.op.cases import Memory
 from openinfer.kernels.ops import route
 from openinfer.kernels.packs.cpu import CpuPack
-from openinfer.kernels.tuning import choose, cluster_choice
 from openinfer.recipes.deepseek_v4.ops.cases import cases as attention_cases
 from openinfer.recipes.engine.startup import build
 from openinfer.tensor import Device

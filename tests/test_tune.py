@@ -11,9 +11,11 @@ import pytest
 
 from openinfer.cli.tune import command as tune
 from openinfer.cli.tune import ranks as tune_ranks
-from openinfer.kernels import InvalidTable, Target, tuner, tuning
-from openinfer.kernels.tuner import Measured, Shape
-from openinfer.kernels.tuning import NCCL, Choice, Exchange, choose, choose_exchange
+from openinfer.kernels import InvalidTable, Target
+from openinfer.kernels.linear import choices as tuning
+from openinfer.kernels.linear.choices import NCCL, Choice, Exchange, choose, choose_exchange
+from openinfer.kernels.measure import tuner
+from openinfer.kernels.measure.tuner import Measured, Shape
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 GPU = "Fake GPU 3000"

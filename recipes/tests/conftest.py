@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import NullPack, Op, Target
+from openinfer.kernels.measure.tuner import DeviceMeter
 from openinfer.kernels.testing import INTERPRETED, run_interpreted, run_on_gpu, run_reference
-from openinfer.kernels.tuner import DeviceMeter
 from openinfer.tensor import Tensor, TensorError
 
 Array = np.ndarray[Any, Any]

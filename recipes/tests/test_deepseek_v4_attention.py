@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import Launch, NullPack, Op, Target
-from openinfer.kernels.target import H200
+from openinfer.kernels.op.target import H200
 from openinfer.kernels.testing import error
 from openinfer.recipes.deepseek_v4 import sparse
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
@@ -367,7 +367,7 @@ def true_scores(args: Mapping[str, Any], t: int) -> Array:
 
 
 def index_query(args: Mapping[str, Any], t: int) -> Array:
-    from openinfer.kernels.formats import hadamard, q4
+    from openinfer.kernels.formats.codes import hadamard, q4
     from openinfer.recipes.deepseek_v4.ops.common import rope
 
     one = slice(t, t + 1)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, CpuPack, formats
+from openinfer.kernels import ContractError, CpuPack
+from openinfer.kernels.formats import codes as formats
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre, sinkhorn
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk

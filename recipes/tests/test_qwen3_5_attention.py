@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import Op, Target
-from openinfer.kernels.formats import q8_codes, q8_values
+from openinfer.kernels.formats.codes import q8_codes, q8_values
+from openinfer.kernels.measure.tuner import DeviceMeter
 from openinfer.kernels.testing import (
     error,
     fp8_cache,
@@ -25,7 +26,6 @@ from openinfer.kernels.testing import (
     run_on_gpu,
     run_reference,
 )
-from openinfer.kernels.tuner import DeviceMeter
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.tensor import bfloat16, float32

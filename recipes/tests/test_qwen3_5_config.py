@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from openinfer.kernels import Target
-from openinfer.kernels.kv_cache import KvLayout
+from openinfer.kernels.attention.kv_cache import KvLayout
 from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.recipes.engine.startup import kernel_specs
 from openinfer.recipes.qwen3_5 import RECIPE

@@ -23,9 +23,9 @@ from openinfer.kernels import (
     Store,
     Target,
 )
+from openinfer.kernels.linear.choices import shared_bytes
 from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.testing import copied, error, run_interpreted, run_reference
-from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.qwen3_5 import delta
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32

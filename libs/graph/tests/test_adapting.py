@@ -8,7 +8,7 @@ import pytest
 
 from openinfer.graph.runner import AdapterQueue, Sampling
 from openinfer.graph.runner.adapting import Places
-from openinfer.kernels.adapters import Adapter, Adapters, AdapterSizes
+from openinfer.kernels.lora.adapters import Adapter, Adapters, AdapterSizes
 from openinfer.sampler import SamplingParams
 from openinfer.scheduler import Seq
 from openinfer.tensor import Device, Stream

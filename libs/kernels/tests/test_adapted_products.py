@@ -21,10 +21,10 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.adapted_products import FEW_TOKENS
-from openinfer.kernels.int4 import group_words, pack
+from openinfer.kernels.formats.int4 import group_words, pack
+from openinfer.kernels.linear.adapted_products import FEW_TOKENS
+from openinfer.kernels.linear.choices import shared_bytes
 from openinfer.kernels.testing import INTERPRETED, compare, error, run_interpreted, run_on_gpu, run_reference
-from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import CpuPack, InvalidAdapter, add_lora
-from openinfer.kernels.adapters import Adapters, AdapterSizes, Projection
+from openinfer.kernels.lora.adapters import Adapters, AdapterSizes, Projection
 from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, bfloat16, dtypes, float16, float32
 
 CPU = Device("cpu")

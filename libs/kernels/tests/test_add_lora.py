@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack, Target, add_lora
-from openinfer.kernels.reference import rms_norm
+from openinfer.kernels.op.reference import rms_norm
 from openinfer.kernels.testing import Case, OpConformance, compare, run_interpreted, run_reference
 from openinfer.tensor import Tensor, bfloat16, float32
 

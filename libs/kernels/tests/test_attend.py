@@ -15,13 +15,13 @@ from openinfer.kernels import (
     Store,
     Target,
     attend,
-    attention,
-    long_attention,
 )
-from openinfer.kernels.attention_tiles import Tile
+from openinfer.kernels.attention import choose as attention
+from openinfer.kernels.attention import long as long_attention
+from openinfer.kernels.attention.tiles import Tile
+from openinfer.kernels.linear.choices import shared_bytes
 from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.testing import copied, paged_places, paged_rows
-from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits

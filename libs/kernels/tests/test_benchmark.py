@@ -18,7 +18,8 @@ from openinfer.kernels import (
     linear_add,
     ops,
 )
-from openinfer.kernels.benchmark import Case, Memory, Rows, measure
+from openinfer.kernels.measure.benchmark import measure
+from openinfer.kernels.op.cases import CaseRows, Memory, OpCase
 from openinfer.kernels.testing import INTERPRETED
 from openinfer.tensor import Device, Stream, Tensor
 
@@ -44,7 +45,7 @@ def test_cases_are_calls_that_have_a_plan(module):
 
 
 def test_a_batch_has_the_fields_of_a_step():
-    rows, memory = Rows([3, 1], [10, 40]), Memory(Device("cpu"), Stream(Device("cpu")))
+    rows, memory = CaseRows([3, 1], [10, 40]), Memory(Device("cpu"), Stream(Device("cpu")))
     fields = {name: tensor.numpy().tolist() for name, tensor in rows.fields(memory).items()}
     assert fields == {"slots": [0, 1], "q_starts": [0, 3, 4], "seq_lens": [10, 40], "alive": [1, 1]}
     assert rows.workload == Workload(4, 2, 13 + 41, 11 + 12 + 13 + 41)
@@ -84,7 +85,7 @@ def test_a_variant_is_timed_if_its_output_is_the_same(unwritten):
         "scales": None,
     }
     args["x"].numpy()[:unwritten] = np.nan
-    case = Case("small", linear_add, [args, dict(args)], Workload(3, 3, 0, 0))
+    case = OpCase("small", linear_add, [args, dict(args)], Workload(3, 3, 0, 0))
 
     def same(args):
         return linear_add.plan(INTERPRETED, args)
@@ -109,7 +110,7 @@ def test_a_variant_is_timed_if_its_output_is_the_same(unwritten):
 
 
 def test_copies_are_as_many_as_a_cache_takes(monkeypatch):
-    monkeypatch.setattr("openinfer.kernels.benchmark.COLD_BYTES", 10 * 64 * 2)
+    monkeypatch.setattr("openinfer.kernels.measure.benchmark.COLD_BYTES", 10 * 64 * 2)
     memory = Memory(Device("cpu"), Stream(Device("cpu")))
     args = {"x": memory.normal(4), "weight": memory.normal(64), "scales": None}
     copies = memory.copies(args, "weight", "scales")

@@ -19,7 +19,7 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.tuning import scaled_rule
+from openinfer.kernels.linear.choices import scaled_rule
 from openinfer.tensor import Tensor, bfloat16
 
 Array = np.ndarray[Any, Any]

@@ -19,7 +19,7 @@ from openinfer.kernels import (
     launch,
 )
 from openinfer.kernels.packs import cuda_driver
-from openinfer.kernels.store import Compiled
+from openinfer.kernels.store.cubins import Compiled
 from openinfer.tensor import Tensor, bfloat16, check, driver
 
 MAIN = 5

@@ -15,11 +15,11 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.cluster_memory import copied_tokens
-from openinfer.kernels.cluster_product import cluster_product
-from openinfer.kernels.launch import Scratch
+from openinfer.kernels.linear.choices import choose, cluster_choice, shared_bytes
+from openinfer.kernels.linear.cluster_memory import copied_tokens
+from openinfer.kernels.linear.cluster_product import cluster_product
+from openinfer.kernels.op.launch import Scratch
 from openinfer.kernels.testing import copied, run_on_gpu, run_reference
-from openinfer.kernels.tuning import choose, cluster_choice, shared_bytes
 from openinfer.tensor import bfloat16, float8_e4m3fn, float32
 
 TARGET = dataclasses.replace(H200, nvrtc=True)

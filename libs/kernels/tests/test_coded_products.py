@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack, NullPack, Target, gate_up_silu, linear_add, norm_linear
-from openinfer.kernels.formats import coded, dequantized
-from openinfer.kernels.launch import Launch, Matmul
+from openinfer.kernels.formats.codes import coded, dequantized
+from openinfer.kernels.op.launch import Launch, Matmul
 from openinfer.kernels.testing import error, run_reference
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
 

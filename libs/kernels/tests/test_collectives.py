@@ -31,18 +31,20 @@ from openinfer.kernels import (
     linear_add,
     reduce_add,
     reduce_scatter,
-    tuning,
 )
-from openinfer.kernels.exchange import sum_of_ranks
+from openinfer.kernels.linear import choices as tuning
+from openinfer.kernels.ranks.exchange import sum_of_ranks
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, float32
 
 WORKER = """
 import itertools, json, os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
-from openinfer.kernels import (CpuPack, InterpDriver, LaunchPack, SharedMemory, Target, all_gather, all_reduce,
-    gather_columns, reduce_add, reduce_scatter)
-from openinfer.kernels.reference import rms_norm
+from openinfer.kernels import (
+    CpuPack, InterpDriver, LaunchPack, SharedMemory, Target, all_gather, all_reduce, gather_columns, reduce_add,
+    reduce_scatter,
+)
+from openinfer.kernels.op.reference import rms_norm
 from openinfer.tensor import Tensor, bfloat16, float32
 file, rank, size = map(int, sys.argv[1:4])
 way = sys.argv[4]

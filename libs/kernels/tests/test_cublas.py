@@ -5,8 +5,9 @@ import dataclasses
 
 import pytest
 
-from openinfer.kernels import CublasLt, LaunchError, MissingExtra, Scratch, cublas, cublas_available
-from openinfer.kernels.launch import Matmul
+from openinfer.kernels import CublasLt, LaunchError, MissingExtra, Scratch, cublas_available
+from openinfer.kernels.linear import cublas
+from openinfer.kernels.op.launch import Matmul
 from openinfer.tensor import Device, Tensor, bfloat16, float32
 
 ROOM = 1 << 20

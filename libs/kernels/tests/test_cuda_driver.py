@@ -19,7 +19,7 @@ from openinfer.kernels import (
     linear_add,
 )
 from openinfer.kernels.packs import cuda_driver
-from openinfer.kernels.store import Compiled
+from openinfer.kernels.store.cubins import Compiled
 from openinfer.tensor import Device, Tensor, bfloat16, check, driver, float32
 
 

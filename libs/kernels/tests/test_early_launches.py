@@ -19,9 +19,9 @@ from openinfer.kernels import (
     norm_rope_attend,
 )
 from openinfer.kernels.norms import norm
+from openinfer.kernels.op.reference import normed
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.interp import InterpDriver
-from openinfer.kernels.reference import normed
 from openinfer.kernels.testing import INTERPRETED
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
 

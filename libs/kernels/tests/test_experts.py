@@ -4,9 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, NullPack, Store, Target, experts_add, plain_experts
-from openinfer.kernels.plain_experts import Tile
-from openinfer.kernels.tuning import shared_bytes
+from openinfer.kernels import ContractError, NullPack, Store, Target, experts_add
+from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.moe import plain as plain_experts
+from openinfer.kernels.moe.plain import Tile
 from openinfer.tensor import bfloat16, float32, int32
 
 BF16 = 1e-2  # relative error: two products and three roundings to 8 bits

@@ -16,18 +16,18 @@ from openinfer.kernels import (
     Store,
     Target,
     Workload,
-    attention,
-    long_attention,
     norm_rope_attend,
-    widened,
 )
-from openinfer.kernels.attention_tiles import HopperTile, Tile
-from openinfer.kernels.benchmark import Memory
-from openinfer.kernels.formats import q8_codes, q8_values
-from openinfer.kernels.launch import Aligned, launch
+from openinfer.kernels.attention import choose as attention
+from openinfer.kernels.attention import long as long_attention
+from openinfer.kernels.attention import widened
+from openinfer.kernels.attention.tiles import HopperTile, Tile
+from openinfer.kernels.formats.codes import q8_codes, q8_values
+from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.op.cases import Memory
+from openinfer.kernels.op.launch import Aligned, launch
 from openinfer.kernels.ops import attend as attend_module
 from openinfer.kernels.testing import NEVER, fp8_cache, paged_places, run_on_gpu
-from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Device, Tensor, bfloat16, float32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits

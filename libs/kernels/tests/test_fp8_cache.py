@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import CpuPack, attend, qk_norm_rope_write
-from openinfer.kernels.formats import q8_codes, q8_values
-from openinfer.kernels.kv_cache import KvLayout
+from openinfer.kernels.attention.kv_cache import KvLayout
+from openinfer.kernels.formats.codes import q8_codes, q8_values
 from openinfer.kernels.testing import NEVER, fp8_cache
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
 

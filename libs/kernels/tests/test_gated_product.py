@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import H200, CudaSpec, NullPack, Store, Target, gate_up_silu
+from openinfer.kernels.linear.choices import shared_bytes
 from openinfer.kernels.testing import copied, run_on_gpu, run_reference
-from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import bfloat16, float32
 
 TARGET = dataclasses.replace(H200, nvrtc=True)

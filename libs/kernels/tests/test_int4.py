@@ -17,8 +17,8 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.formats import dequantized, halves
-from openinfer.kernels.int4 import GROUPS, group_words, int4_values, pack, unpack
+from openinfer.kernels.formats.codes import dequantized, halves
+from openinfer.kernels.formats.int4 import GROUPS, group_words, int4_values, pack, unpack
 from openinfer.kernels.testing import error, run_reference
 from openinfer.tensor import Tensor, bfloat16
 

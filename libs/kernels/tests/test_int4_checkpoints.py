@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError
-from openinfer.kernels.formats import dequantized
-from openinfer.kernels.int4_checkpoints import Int4, Part, conversions
-from openinfer.kernels.weights import LinearPlaces, WeightPart
+from openinfer.kernels.formats.codes import dequantized
+from openinfer.kernels.formats.int4_checkpoints import Int4, Part, conversions
+from openinfer.kernels.formats.weights import LinearPlaces, WeightPart
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, Stream, bfloat16, int32, uint8
 
 FORMATS = {

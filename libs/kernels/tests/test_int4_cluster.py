@@ -16,10 +16,10 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.int4 import group_words, pack
-from openinfer.kernels.int4_cluster import int4_choice, int4_cluster, shares, words_of
+from openinfer.kernels.formats.int4 import group_words, pack
+from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.linear.int4_cluster import int4_choice, int4_cluster, shares, words_of
 from openinfer.kernels.testing import copied, run_on_gpu, run_reference
-from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import bfloat16, float32, int32, uint8
 
 TARGET = dataclasses.replace(H200, nvrtc=True)

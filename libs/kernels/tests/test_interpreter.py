@@ -6,7 +6,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from openinfer.kernels.interpreter import Pointer, descriptor
+from openinfer.kernels.op.interpreter import Pointer, descriptor
 
 
 @triton.jit

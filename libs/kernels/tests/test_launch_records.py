@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from openinfer.kernels import ContractError, Launch, NullPack, Scratch, Target, TensorMap
-from openinfer.kernels.launch import Aligned
+from openinfer.kernels.op.launch import Aligned
 from openinfer.kernels.ops.experts import experts
 from openinfer.kernels.ops.experts_add import experts_add
 from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project

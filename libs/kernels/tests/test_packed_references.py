@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, CpuPack, Op, experts, formats, project
+from openinfer.kernels import ContractError, CpuPack, Op, experts, project
+from openinfer.kernels.formats import codes as formats
 from openinfer.tensor import Tensor, float8_e4m3fn
 
 Array = np.ndarray[Any, Any]

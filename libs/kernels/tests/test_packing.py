@@ -4,7 +4,7 @@ import ctypes
 import struct
 
 from openinfer.kernels import Aligned, Scratch, TensorMap, launch
-from openinfer.kernels.packing import Parameters
+from openinfer.kernels.op.packing import Parameters
 from openinfer.tensor import Device, Tensor, bfloat16
 
 

@@ -14,9 +14,9 @@ from openinfer.kernels import (
     gate_up_silu,
     linear_add,
     norm_linear,
-    products,
 )
-from openinfer.kernels.tuning import Choice
+from openinfer.kernels.linear import products
+from openinfer.kernels.linear.choices import Choice
 from openinfer.tensor import Tensor, bfloat16, float32
 
 EPS = 1e-6

@@ -11,11 +11,12 @@ WORKER = """
 import hashlib, json, os, sys, time
 os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
-from openinfer.kernels import LaunchPack, Target, exchange, gather_columns
-from openinfer.kernels.exchange import Normed, sum_of_ranks
-from openinfer.kernels.reference import rms_norm
+from openinfer.kernels import LaunchPack, Target, gather_columns
+from openinfer.kernels.ranks import exchange
+from openinfer.kernels.ranks.exchange import Normed, sum_of_ranks
+from openinfer.kernels.op.reference import rms_norm
 from openinfer.kernels.testing import HostPeers
-from openinfer.kernels.tuning import Exchange
+from openinfer.kernels.linear.choices import Exchange
 from openinfer.tensor import Tensor, bfloat16, float32
 
 file, rank, ranks, calls = map(int, sys.argv[1:5])

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from openinfer.kernels import H200, Cost, Op, Target, apply_writes, launch, linear_add, norm_linear, packing
+from openinfer.kernels import H200, Cost, Op, Target, apply_writes, launch, linear_add, norm_linear
+from openinfer.kernels.op import packing
 from openinfer.kernels.packs import recall
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32

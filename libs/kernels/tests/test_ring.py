@@ -23,14 +23,14 @@ from openinfer.kernels import (
     launch_cuda,
     linear_add,
     norm_linear,
-    store,
 )
-from openinfer.kernels.int4 import group_words, pack
-from openinfer.kernels.packing import Parameters
+from openinfer.kernels.formats.int4 import group_words, pack
+from openinfer.kernels.linear.choices import choose, ring_choice, shared_bytes
+from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.packs import cuda_driver
 from openinfer.kernels.packs.interp import InterpDriver
+from openinfer.kernels.store import cubins as store
 from openinfer.kernels.testing import copied, run_on_gpu, run_reference
-from openinfer.kernels.tuning import choose, ring_choice, shared_bytes
 from openinfer.tensor import Device, Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 RINGS = dataclasses.replace(H200, nvrtc=True)

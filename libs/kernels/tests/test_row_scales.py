@@ -14,11 +14,11 @@ from openinfer.kernels import (
     gate_up_silu,
     linear_add,
     norm_linear,
-    products,
 )
-from openinfer.kernels.formats import dequantized
+from openinfer.kernels.formats.codes import dequantized
+from openinfer.kernels.linear import products
+from openinfer.kernels.linear.choices import Choice
 from openinfer.kernels.testing import error, run_reference
-from openinfer.kernels.tuning import Choice
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn
 
 RNG = np.random.default_rng(4)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from openinfer.kernels import GPUS, H200, Cost, Speed, Workload
-from openinfer.kernels.speed_fit import MeasuredCalls, MeasuredStep, errors, fit_lines, fit_speed
+from openinfer.kernels.measure.speed_fit import MeasuredCalls, MeasuredStep, errors, fit_lines, fit_speed
 
 TRUE = Speed(3.1e12, 410e12, 6e-6)
 FIRST = Speed(4e12, 600e12, 4e-6)

@@ -7,7 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from openinfer.kernels import CompileError, KernelMissing, Store, UntrustedCache, embed, launch, store
+from openinfer.kernels import CompileError, KernelMissing, Store, UntrustedCache, embed, launch
+from openinfer.kernels.store import cubins as store
 from openinfer.tensor import Device, Tensor, bfloat16
 
 ROWS = "openinfer.kernels.device.rows"

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from openinfer.kernels import H200, InvalidTable, Target, UntrustedCache, tuning
-from openinfer.kernels.tuning import Choice, choose
+from openinfer.kernels import H200, InvalidTable, Target, UntrustedCache
+from openinfer.kernels.linear import choices as tuning
+from openinfer.kernels.linear.choices import Choice, choose
 
 PLAIN = Target(90, 132)
 

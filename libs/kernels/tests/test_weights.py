@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError
-from openinfer.kernels.formats import dequantized, row_codes, row_scales
-from openinfer.kernels.weights import (
+from openinfer.kernels.formats.codes import dequantized, row_codes, row_scales
+from openinfer.kernels.formats.weights import (
     FP4_E8M0,
     FP8_E8M0,
     FP8_FLOAT32,

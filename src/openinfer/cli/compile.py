@@ -13,7 +13,7 @@ from openinfer.cli import recipe_flags
 from openinfer.cli.recipe_flags import Asked
 from openinfer.frontend.errors import FlagError
 from openinfer.kernels import H200, Spec, Store, Target
-from openinfer.kernels.store import default_cache, nvrtc_version
+from openinfer.kernels.store.cubins import default_cache, nvrtc_version
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import kernel_specs
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, place_rope_table
-from openinfer.kernels.kv_cache import KvLayout
+from openinfer.kernels.authoring import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.controls import of_rotation

@@ -20,7 +20,7 @@ from openinfer.kernels import (
     norm_linear,
     norm_rope_attend,
 )
-from openinfer.kernels.kv_cache import KvCache
+from openinfer.kernels.authoring import KvCache
 from openinfer.tensor import Arena, Load, Stream, Tensor
 from openinfer_llama.config import Config
 

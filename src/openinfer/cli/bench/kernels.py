@@ -22,8 +22,9 @@ from openinfer.cli.bench.ops import machine, machine_flags
 from openinfer.cli.bench.record import add_arguments, record, write
 from openinfer.cli.explain.ledger import Machine, figures
 from openinfer.frontend.flag_parser import FlagParser
-from openinfer.kernels.benchmark import Case, Measurement, Memory, measure
-from openinfer.kernels.tuner import DeviceMeter
+from openinfer.kernels.measure.benchmark import Measurement, measure
+from openinfer.kernels.measure.tuner import DeviceMeter
+from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.tensor import Device, TensorError
 
 PACKAGES = ("openinfer.kernels.ops", "openinfer.sampler.gpu.ops")
@@ -71,7 +72,7 @@ def modules() -> Iterator[ModuleType]:
                 yield module
 
 
-def cases(memory: Memory, ops: list[str]) -> Iterator[tuple[ModuleType, Case]]:
+def cases(memory: Memory, ops: list[str]) -> Iterator[tuple[ModuleType, OpCase]]:
     """The cases of these ops, of all if none is named, with the module that each comes from."""
     for module in modules():
         for case in module.cases(memory):
@@ -101,7 +102,7 @@ def _measure(args: argparse.Namespace) -> int:
     return 0
 
 
-def entry(case: Case, found: Measurement, limits: Machine) -> dict[str, Any]:
+def entry(case: OpCase, found: Measurement, limits: Machine) -> dict[str, Any]:
     """The JSON entry of a measurement. Without a time `us` is None and `problem` says why."""
     cost = case.op.cost(case.workload, **case.args[0])
     floor_us, us = limits.floor_us(cost), found.seconds * 1e6

@@ -21,8 +21,8 @@ from openinfer.cli.explain.segments import SERVED, Outline, Steps
 from openinfer.cli.plan import tiers
 from openinfer.cli.recipe_flags import Asked
 from openinfer.kernels import GPUS, H200, NullPack, Parts, Target
-from openinfer.kernels.exchange import described
-from openinfer.kernels.weights import columns_of
+from openinfer.kernels.formats.weights import columns_of
+from openinfer.kernels.ranks.exchange import described
 from openinfer.recipes.engine import SetupError
 from openinfer.tensor import format_bytes
 

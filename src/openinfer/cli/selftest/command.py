@@ -54,7 +54,7 @@ def device(work: Path) -> Result:
 def ops(work: Path) -> Result:
     """Every op of the installed libraries against its reference, at published shapes."""
     from openinfer.cli.selftest.ops import check_all
-    from openinfer.kernels.tuner import DeviceMeter
+    from openinfer.kernels.measure.tuner import DeviceMeter
 
     found = list(check_all(DeviceMeter()))
     wrong = [one for one in found if one.problem]

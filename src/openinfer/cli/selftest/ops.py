@@ -12,10 +12,10 @@ import numpy as np
 
 from openinfer.cli.bench.kernels import cases
 from openinfer.kernels import NullPack, Op
-from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.errors import KernelsError
+from openinfer.kernels.measure.tuner import DeviceMeter
+from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.testing import error, run_reference
-from openinfer.kernels.tuner import DeviceMeter
 from openinfer.tensor import Device, Tensor
 
 Array = np.ndarray[Any, Any]
@@ -54,14 +54,14 @@ def check_all(meter: DeviceMeter) -> Iterator[Agreement]:
         yield check(case, run)
 
 
-def _small(memory: Memory) -> Iterator[Case]:
+def _small(memory: Memory) -> Iterator[OpCase]:
     for _, case in cases(memory, []):
         cost = case.op.cost(case.workload, **case.args[0])
         if cost.flops <= MOST_FLOPS and cost.bytes <= MOST_BYTES:
             yield case
 
 
-def check(case: Case, run: Run) -> Agreement:
+def check(case: OpCase, run: Run) -> Agreement:
     """Run a case by `run` and by its reference on copies. Of each tensor that the reference changed, the elements that
     either of the two wrote are compared."""
     args = case.args[0]

@@ -30,7 +30,7 @@ WIDE = CONFIG | {
     "hidden_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     "intermediate_size": 4096,
 }  # fmt: skip
-"""A model whose products of few tokens go to clusters of blocks (openinfer.kernels.tuning.cluster_choice)."""
+"""A model whose products of few tokens go to clusters of blocks (openinfer.kernels.linear.choices.cluster_choice)."""
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 ROWS = {

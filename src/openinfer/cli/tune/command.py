@@ -21,9 +21,11 @@ from openinfer.cli.explain.segments import Outline
 from openinfer.cli.recipe_flags import Asked
 from openinfer.cli.tune import speed
 from openinfer.cli.tune.ranks import tune as tune_ranks
-from openinfer.kernels import H200, tuner, tuning
-from openinfer.kernels.tuner import DeviceMeter, Measured, Shape, entry
-from openinfer.kernels.weights import columns_of
+from openinfer.kernels import H200
+from openinfer.kernels.formats.weights import columns_of
+from openinfer.kernels.linear import choices as tuning
+from openinfer.kernels.measure import tuner
+from openinfer.kernels.measure.tuner import DeviceMeter, Measured, Shape, entry
 from openinfer.tensor import ProgressBar, float32
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)

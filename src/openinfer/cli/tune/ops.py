@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from openinfer.cli.explain.segments import Outline
 from openinfer.graph import Shape
 from openinfer.kernels import Call, Cost, Lines, Speed, Workload
-from openinfer.kernels.speed_fit import MeasuredCalls, fit_lines
+from openinfer.kernels.measure.speed_fit import MeasuredCalls, fit_lines
 from openinfer.sampler.gpu import greedy, sample, top_logprobs
 
 Event = dict[str, Any]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from openinfer.cli.explain.ledger import Recorder
 from openinfer.cli.explain.segments import Outline
-from openinfer.kernels import tuning
-from openinfer.kernels.exchange_tuner import ExchangeRank, entry, other_ranks
-from openinfer.kernels.tuning import Exchange
+from openinfer.kernels.linear import choices as tuning
+from openinfer.kernels.linear.choices import Exchange
+from openinfer.kernels.measure.exchange_tuner import ExchangeRank, entry, other_ranks
 
 Found = tuple[int, Mapping[Exchange, float]]
 """Rows, and seconds by way."""

@@ -21,8 +21,8 @@ from openinfer.cli.tune import ops
 from openinfer.frontend.errors import FlagError
 from openinfer.graph import Shape
 from openinfer.kernels import GPUS, H200, Call, Figures, Speed, Target, Workload
-from openinfer.kernels.speed_fit import MeasuredStep, errors, fit_speed
-from openinfer.kernels.speeds import dump_lines, load_lines
+from openinfer.kernels.measure.speed_fit import MeasuredStep, errors, fit_speed
+from openinfer.kernels.measure.speeds import dump_lines, load_lines
 
 FEWEST = 4
 """Fewer steps than this do not fix three speeds."""

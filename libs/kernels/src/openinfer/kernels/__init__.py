@@ -2,8 +2,7 @@
 
 An op runs in four ways, which are the packs."""
 
-from openinfer.kernels.communicator import Communicator, SharedMemory
-from openinfer.kernels.cublas import CublasLt, cublas_available
+from openinfer.kernels.attention.rope import place_rope_table, rope_frequencies, rope_table, yarn_frequencies
 from openinfer.kernels.errors import (
     CompileError,
     ContractError,
@@ -17,8 +16,10 @@ from openinfer.kernels.errors import (
     UnsupportedQuantization,
     UntrustedCache,
 )
-from openinfer.kernels.gpu_ranks import GpuRanks
-from openinfer.kernels.launch import (
+from openinfer.kernels.linear.cublas import CublasLt, cublas_available
+from openinfer.kernels.measure.prediction import Parts, Prediction, predictions
+from openinfer.kernels.measure.speeds import GPUS, Figures, Lines, Link, Speed
+from openinfer.kernels.op.launch import (
     Aligned,
     Collective,
     Command,
@@ -33,7 +34,8 @@ from openinfer.kernels.launch import (
     launch,
     launch_cuda,
 )
-from openinfer.kernels.op import Cost, Op, Pack, Workload
+from openinfer.kernels.op.op import Cost, Op, Pack, Workload
+from openinfer.kernels.op.target import H200, Target
 from openinfer.kernels.ops.add_lora import add_lora
 from openinfer.kernels.ops.apply_writes import apply_writes
 from openinfer.kernels.ops.attend import attend
@@ -64,11 +66,9 @@ from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import Call, NullPack, Repeated, one_of_each
-from openinfer.kernels.prediction import Parts, Prediction, predictions
-from openinfer.kernels.rope import place_rope_table, rope_frequencies, rope_table, yarn_frequencies
-from openinfer.kernels.speeds import GPUS, Figures, Lines, Link, Speed
-from openinfer.kernels.store import Compiled, Prepared, Store
-from openinfer.kernels.target import H200, Target
+from openinfer.kernels.ranks.communicator import Communicator, SharedMemory
+from openinfer.kernels.ranks.gpu_ranks import GpuRanks
+from openinfer.kernels.store.cubins import Compiled, Prepared, Store
 
 __all__ = [
     "GPUS",

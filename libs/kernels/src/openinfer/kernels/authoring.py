@@ -1,5 +1,5 @@
-"""Everything that writing an op needs, from one place. The names are frozen: a change of them is a new major
-version.
+"""Everything that writing an op or a model needs, from one place. The names are frozen: a change of them is a new
+major version.
 
 An `Op` is a contract, a numpy reference, launches and a cost, and runs on a `Pack`. By part:
 
@@ -13,7 +13,15 @@ An `Op` is a contract, a numpy reference, launches and a cost, and runs on a `Pa
    attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`, `require_attention`,
    `expect_cache`, `cached_bytes`, `write_launch`, `WRITING`, `ATTENDING`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
  - sums of several ranks: `Communicator`, `sum_over` (references), `way_of`, `NCCL`, `sum_of_ranks`, `pushed_rows`
- - cost: `Cost`, `Workload`
+ - cost: `Cost`, `Workload`; calls that it is measured by: `OpCase`, `Memory`, `CaseRows`, `Commands`
+
+A model has
+
+ - weights of linear layers: `Linear`, `LinearPlaces`, `WeightPart`, `padded_rows`, `scale_blocks`, `form_of`,
+   `without_zero_points`; how checkpoints store them: `Packing`, `AnyPacking`, `packing_of`, `packed_in`,
+   `module_packing`, `FP8_MADE`, `FP8_E8M0`, `FP4_E8M0`
+ - a cache: `KvCache`, `KvLayout`, `PUBLISHED_SCALES`, `FP8_ARCH`
+ - adapters: `Adapters`, `Adapter`, `AdapterSizes`, `Projection`
 
 Kernels themselves import Triton functions from the modules of openinfer.kernels.device by
 `from openinfer.kernels.device.module import name`: the key of a compiled kernel follows imports of that form.
@@ -22,26 +30,20 @@ openinfer.kernels.testing tests an op.
 
 from __future__ import annotations
 
-from openinfer.kernels.attention import MERGED_AT_ONCE, NEW_PAIRS
-from openinfer.kernels.attention import Call as AttentionCall
-from openinfer.kernels.attention import Choice as AttentionChoice
-from openinfer.kernels.attention import choose as choose_attention
-from openinfer.kernels.attention import launches as attention_launches
-from openinfer.kernels.communicator import Communicator, sum_over
-from openinfer.kernels.contract import (
-    FLOATS,
-    expect,
-    expect_columns,
-    expect_cos_sin,
-    expect_max_q_len,
-    expect_packed,
-    expect_rows,
-    expect_weight,
-    require,
+from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
+from openinfer.kernels.attention.choose import MERGED_AT_ONCE, NEW_PAIRS
+from openinfer.kernels.attention.choose import choose as choose_attention
+from openinfer.kernels.attention.choose import launches as attention_launches
+from openinfer.kernels.attention.kv_cache import (
+    FP8_ARCH,
+    PUBLISHED_SCALES,
+    KvCache,
+    KvLayout,
+    cached_bytes,
+    expect_cache,
 )
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.exchange import pushed_rows, sum_of_ranks, way_of
-from openinfer.kernels.formats import (
+from openinfer.kernels.formats.codes import (
     FP4_BLOCK,
     SCALE_BLOCK,
     dequantized,
@@ -52,8 +54,38 @@ from openinfer.kernels.formats import (
     q8,
     unpack_fp4,
 )
-from openinfer.kernels.kv_cache import cached_bytes, expect_cache
-from openinfer.kernels.launch import (
+from openinfer.kernels.formats.int4 import without_zero_points
+from openinfer.kernels.formats.quantization import AnyPacking, packed_in, packing_of
+from openinfer.kernels.formats.weights import (
+    FP4_E8M0,
+    FP8_E8M0,
+    FP8_MADE,
+    Linear,
+    LinearPlaces,
+    Packing,
+    WeightPart,
+    form_of,
+    module_packing,
+    padded_rows,
+    scale_blocks,
+)
+from openinfer.kernels.linear.choices import CONSUMER_SHARED_BYTES, NCCL, depth, shared_bytes
+from openinfer.kernels.linear.packed_products import expect_bf16, expect_q8, takes_codes
+from openinfer.kernels.linear.products import matmul
+from openinfer.kernels.lora.adapters import Adapter, Adapters, AdapterSizes, Projection
+from openinfer.kernels.op.cases import CaseRows, Commands, Memory, OpCase
+from openinfer.kernels.op.contract import (
+    FLOATS,
+    expect,
+    expect_columns,
+    expect_cos_sin,
+    expect_max_q_len,
+    expect_packed,
+    expect_rows,
+    expect_weight,
+    require,
+)
+from openinfer.kernels.op.launch import (
     Aligned,
     Arg,
     Collective,
@@ -67,43 +99,62 @@ from openinfer.kernels.launch import (
     launch,
     power_of_two,
 )
-from openinfer.kernels.op import Cost, Op, Pack, Workload
+from openinfer.kernels.op.op import Cost, Op, Pack, Workload
+from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.op.target import Target
 from openinfer.kernels.ops.attend import require_attention
 from openinfer.kernels.ops.norm_rope_attend import ATTENDING, WRITING
 from openinfer.kernels.ops.qk_norm_rope_write import write_launch
-from openinfer.kernels.packed_products import expect_bf16, expect_q8, takes_codes
-from openinfer.kernels.products import matmul
-from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
-from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import CONSUMER_SHARED_BYTES, NCCL, depth, shared_bytes
+from openinfer.kernels.ranks.communicator import Communicator, sum_over
+from openinfer.kernels.ranks.exchange import pushed_rows, sum_of_ranks, way_of
 
 __all__ = [
     "ATTENDING",
     "CONSUMER_SHARED_BYTES",
     "FLOATS",
     "FP4_BLOCK",
+    "FP4_E8M0",
+    "FP8_ARCH",
+    "FP8_E8M0",
+    "FP8_MADE",
     "MERGED_AT_ONCE",
     "NCCL",
     "NEW_PAIRS",
+    "PUBLISHED_SCALES",
     "SCALE_BLOCK",
     "WRITING",
+    "Adapter",
+    "AdapterSizes",
+    "Adapters",
     "Aligned",
+    "AnyPacking",
     "Arg",
     "Array",
     "AttentionCall",
     "AttentionChoice",
+    "CaseRows",
     "Collective",
     "Command",
+    "Commands",
     "Communicator",
     "ContractError",
     "Cost",
+    "KvCache",
+    "KvLayout",
     "Launch",
+    "Linear",
+    "LinearPlaces",
     "Matmul",
+    "Memory",
     "Op",
+    "OpCase",
     "Pack",
+    "Packing",
+    "Projection",
     "Scratch",
     "Target",
     "TensorMap",
+    "WeightPart",
     "Workload",
     "aligned",
     "attention_launches",
@@ -124,11 +175,16 @@ __all__ = [
     "expect_rows",
     "expect_weight",
     "f32",
+    "form_of",
     "hadamard",
     "halves",
     "launch",
     "matmul",
     "matmul_nt",
+    "module_packing",
+    "packed_in",
+    "packing_of",
+    "padded_rows",
     "power_of_two",
     "pushed_rows",
     "q4",
@@ -137,6 +193,7 @@ __all__ = [
     "require_attention",
     "rms_norm",
     "rounded",
+    "scale_blocks",
     "shared_bytes",
     "silu",
     "sum_of_ranks",
@@ -144,5 +201,6 @@ __all__ = [
     "takes_codes",
     "unpack_fp4",
     "way_of",
+    "without_zero_points",
     "write_launch",
 ]

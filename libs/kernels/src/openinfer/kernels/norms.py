@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from openinfer.kernels.launch import Aligned, Arg, Command, Scratch, launch
+from typing import NamedTuple
+
+from openinfer.kernels.op.launch import Aligned, Arg, Command, Scratch, launch
 from openinfer.tensor import Tensor
 
 _NORM = "openinfer.kernels.device.norm"
+
+
+class Norm(NamedTuple):
+    """The norm of x ahead of a product."""
+
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, weight: Tensor | None, eps: float | None) -> Norm | None:
+        """None without a weight."""
+        return None if weight is None or eps is None else cls(weight, eps)
 
 
 def norm(out: Tensor | Scratch, x: Tensor, gain: Tensor, eps: float, *, early: bool = False) -> Command:

@@ -21,18 +21,18 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels.attention.kv_cache import KvLayout
 from openinfer.kernels.errors import ContractError, RankLost
-from openinfer.kernels.exchange import segment_bytes, table_of
-from openinfer.kernels.kv_cache import KvLayout
-from openinfer.kernels.launch import Peers
-from openinfer.kernels.op import Op, Workload
+from openinfer.kernels.op.launch import Peers
+from openinfer.kernels.op.op import Op, Workload
+from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.cpu import CpuPack
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import NullPack
-from openinfer.kernels.store import Store
-from openinfer.kernels.target import Target
+from openinfer.kernels.ranks.exchange import segment_bytes, table_of
+from openinfer.kernels.store.cubins import Store
 from openinfer.tensor import Arena, Device, Stream, Tensor, float8_e4m3fn, uint8
 
 __all__ = [

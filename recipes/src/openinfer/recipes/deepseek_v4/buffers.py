@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.weights import padded as padded_rows
+from openinfer.kernels.authoring import padded_rows
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.engine.limits import Limits
 from openinfer.tensor import Arena, Tensor, float32, int32

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.authoring import FP4_BLOCK
-from openinfer.kernels.weights import blocks
+from openinfer.kernels.authoring import FP4_BLOCK, scale_blocks
 from openinfer.recipes.deepseek_v4.config import CSA, Config
 from openinfer.tensor import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32, int8, int64
 
@@ -44,7 +43,7 @@ def inventory(config: Config, *, fp4_experts: bool) -> Iterator[Entry]:
 
 def _fp8(module: str, rows: int, columns: int) -> Iterator[Entry]:
     yield Entry(module + ".weight", (rows, columns), float8_e4m3fn)
-    yield Entry(module + ".scale", (blocks(rows), blocks(columns)), float8_e8m0fnu)
+    yield Entry(module + ".scale", (scale_blocks(rows), scale_blocks(columns)), float8_e8m0fnu)
 
 
 def _hyper_connection(c: Config, prefix: str, numbers: int, scales: int) -> Iterator[Entry]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from openinfer.graph.runner import Batch, States
 from openinfer.kernels import Pack, embed, experts, gate_up_clamped, project, route
-from openinfer.kernels.weights import Linear
+from openinfer.kernels.authoring import Linear
 from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, Recent
 from openinfer.recipes.deepseek_v4.config import Config

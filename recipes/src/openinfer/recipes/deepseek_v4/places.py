@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, Linear, LinearPlaces, Packing, WeightPart, padded
+from openinfer.kernels.authoring import (
+    FP4_E8M0,
+    FP8_E8M0,
+    Linear,
+    LinearPlaces,
+    Packing,
+    WeightPart,
+    padded_rows,
+)
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.tensor import Checkpoint, CheckpointError, Tensor, float32, int8
 
@@ -63,7 +71,7 @@ class ModelPlaces(LinearPlaces):
     def stack(self, *parts: tuple[str, int], columns: int) -> Tensor:
         """Modules (name, rows) of the model's dtype in one weight, filled up with zeros to what products take."""
         total = sum(rows for _, rows in parts)
-        return self.linear(*parts, columns=columns, pad=padded(total) - total).weight
+        return self.linear(*parts, columns=columns, pad=padded_rows(total) - total).weight
 
     def packed(self, *parts: tuple[str, int], columns: int) -> Linear:
         """FP8 modules (name, rows) in one weight; the rows of all but the last are whole blocks."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.weights import Linear
+from openinfer.kernels.authoring import Linear
 from openinfer.recipes.deepseek_v4.config import CSA, Config
 from openinfer.recipes.deepseek_v4.inventory import IGNORED, inventory
 from openinfer.recipes.deepseek_v4.places import Format, Mixing, ModelPlaces, check_scales

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.weights import LinearPlaces, WeightPart
+from openinfer.kernels.authoring import LinearPlaces, WeightPart
 from openinfer.recipes.eagle3.config import READ, Head, Target
 from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, float32, int32, int64
 

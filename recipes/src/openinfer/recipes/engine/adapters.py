@@ -12,7 +12,7 @@ from openinfer.frontend.contract import AdapterState, LoadAdapter, Rejected, Req
 from openinfer.frontend.errors import Unsupported
 from openinfer.graph.runner import AdapterQueue, Sampling
 from openinfer.kernels import InvalidAdapter
-from openinfer.kernels.adapters import Adapter, Adapters, Projection
+from openinfer.kernels.authoring import Adapter, Adapters, Projection
 from openinfer.kvpool import adapter_salt
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Limits

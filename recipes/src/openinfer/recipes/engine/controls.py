@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from openinfer.kernels.weights import Linear, without_zero_points
+from openinfer.kernels.authoring import Linear, without_zero_points
 from openinfer.recipes.engine.blueprint import Control
 from openinfer.tensor import Tensor
 

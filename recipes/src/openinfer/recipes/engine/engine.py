@@ -34,7 +34,7 @@ from openinfer.frontend.errors import Unsupported
 from openinfer.graph import SlowLoads
 from openinfer.graph.runner import FirstTokens, Payload, PromptScore, Runner, Sampling, WeightsDesk
 from openinfer.kernels import Store
-from openinfer.kernels.adapters import Adapter
+from openinfer.kernels.authoring import Adapter
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.engine.adapters import AdapterDesk
 from openinfer.recipes.engine.emitting import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from openinfer.kernels.adapters import AdapterSizes
+from openinfer.kernels.authoring import AdapterSizes
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
 from openinfer.scheduler import GuardedDrafters

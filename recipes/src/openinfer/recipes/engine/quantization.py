@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from openinfer.kernels import UnsupportedQuantization
-from openinfer.kernels.quantization import AnyPacking, packed_in, packing_of
-from openinfer.kernels.weights import Packing
+from openinfer.kernels.authoring import AnyPacking, Packing, packed_in, packing_of
 from openinfer.recipes.engine.config_fields import Fields
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.tensor import Checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels import GpuRanks, SharedMemory
-from openinfer.kernels.adapters import Adapters
+from openinfer.kernels.authoring import Adapters
 from openinfer.tensor import Device, NcclRanks, Stream
 
 Array = np.ndarray[Any, Any]

@@ -30,8 +30,7 @@ from openinfer.kernels import (
     cublas_available,
     predictions,
 )
-from openinfer.kernels.adapters import Adapter
-from openinfer.kernels.kv_cache import FP8_ARCH
+from openinfer.kernels.authoring import FP8_ARCH, Adapter
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
 from openinfer.kvpool.tiers import Tiers
 from openinfer.recipes.engine.adapters import read_modules

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
-from openinfer.kernels.kv_cache import KvLayout
-from openinfer.kernels.weights import form_of
+from openinfer.kernels.authoring import KvLayout, form_of
 from openinfer.kvpool import Group
 from openinfer.recipes.eagle3 import Drafter, Head
 from openinfer.recipes.engine.adapters import adapters_of

@@ -14,7 +14,7 @@ import numpy as np
 
 from openinfer.graph.runner import Batch, Read, States, StepRows
 from openinfer.kernels import Pack, embed, gate_up_silu, norm_linear, norm_rope_attend
-from openinfer.kernels.kv_cache import KvCache
+from openinfer.kernels.authoring import KvCache
 from openinfer.recipes.eagle3 import Drafter
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.weights import Weights

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.kv_cache import PUBLISHED_SCALES
-from openinfer.kernels.weights import Linear, LinearPlaces, WeightPart
+from openinfer.kernels.authoring import PUBLISHED_SCALES, Linear, LinearPlaces, WeightPart
 from openinfer.recipes.qwen3.config import Config
 from openinfer.tensor import Arena, Checkpoint, Tensor
 

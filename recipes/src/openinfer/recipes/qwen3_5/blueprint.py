@@ -11,9 +11,7 @@ import numpy as np
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
-from openinfer.kernels.authoring import power_of_two
-from openinfer.kernels.kv_cache import KvLayout
-from openinfer.kernels.weights import form_of
+from openinfer.kernels.authoring import KvLayout, form_of, power_of_two
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control

@@ -22,8 +22,7 @@ from openinfer.kernels import (
     qk_norm_rope_write,
     route_topk,
 )
-from openinfer.kernels.kv_cache import KvCache
-from openinfer.kernels.weights import Linear
+from openinfer.kernels.authoring import KvCache, Linear
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net

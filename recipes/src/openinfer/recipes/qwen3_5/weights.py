@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels import ContractError, UnsupportedQuantization
-from openinfer.kernels.kv_cache import PUBLISHED_SCALES
-from openinfer.kernels.weights import FP8_MADE, Linear, LinearPlaces, Packing, WeightPart, of_module, padded
+from openinfer.kernels.authoring import (
+    FP8_MADE,
+    PUBLISHED_SCALES,
+    Linear,
+    LinearPlaces,
+    Packing,
+    WeightPart,
+    module_packing,
+    padded_rows,
+)
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking
 from openinfer.recipes.qwen3_5.config import Config
@@ -61,7 +69,7 @@ class Format:
         """How this module's weight is packed."""
         if self.packing is not None and self.packing.modules is None and module.endswith(NEVER_PACKED):
             return None
-        return of_module(self.packing, module)
+        return module_packing(self.packing, module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +266,7 @@ def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
     qkvz = [WeightPart(at + "in_proj_qkv", rows, first) for rows, first in c.conv_parts]
     qkvz.append(WeightPart(at + "in_proj_z", c.z_size, c.rank * c.z_size))
     ba = [WeightPart(at + name, heads, c.rank * heads) for name in ("in_proj_b", "in_proj_a")]
-    pad = padded(2 * heads) - 2 * heads
+    pad = padded_rows(2 * heads) - 2 * heads
     ba_too = p.form.packing_of(at + "in_proj_qkv") == p.form.packing_of(at + "in_proj_b")
     if ba_too:
         qkvz += ba
@@ -317,7 +325,7 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
             Load(at + "experts.down_proj", down.weight, own),
         ]
     return Mixture(
-        router=p.stack(*router, columns=hidden, pad=padded(count + 1) - count - 1),
+        router=p.stack(*router, columns=hidden, pad=padded_rows(count + 1) - count - 1),
         gate_up=gate_up,
         down=down,
         shared=_mlp(p, config, experts.shared_size, at + "shared_expert."),

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from openinfer.graph.runner.sampling import Sampling
-from openinfer.kernels.adapters import Adapter, Adapters
+from openinfer.kernels.lora.adapters import Adapter, Adapters
 from openinfer.scheduler import Seq
 from openinfer.tensor import Stream
 

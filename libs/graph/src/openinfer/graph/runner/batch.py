@@ -20,8 +20,8 @@ from openinfer.kernels import (
     reduce_add,
     select_rows,
 )
-from openinfer.kernels.adapters import Adapters
-from openinfer.kernels.low_rank import Lora
+from openinfer.kernels.lora.adapters import Adapters
+from openinfer.kernels.lora.low_rank import Lora
 from openinfer.sampler.gpu import SampleBuffers, fields
 from openinfer.scheduler import Row
 from openinfer.tensor import Arena, Stream, Tensor, float32, int32, nbytes_of

@@ -8,7 +8,7 @@ from openinfer.graph.runner.drafting import Proposal
 from openinfer.graph.runner.model import Constraint
 from openinfer.graph.runner.scoring import PromptScore
 from openinfer.graph.runner.verifying import DraftCounts
-from openinfer.kernels.adapters import Adapter
+from openinfer.kernels.lora.adapters import Adapter
 from openinfer.sampler import SamplingParams
 
 

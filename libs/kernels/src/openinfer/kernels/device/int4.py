@@ -1,4 +1,4 @@
-"""Matrix products with INT4 weights: codes uint8 [N, K / 2] and words int32 [N, K / GROUP] (openinfer.kernels.int4)."""
+"""Matrix products with INT4 weights: codes uint8 [N, K / 2] and words int32 [N, K / GROUP] (formats.int4)."""
 
 # mypy: ignore-errors
 import triton

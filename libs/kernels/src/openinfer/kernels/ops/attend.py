@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.attention import Call, Choice, choose, launches
-from openinfer.kernels.attention_tiles import Tile
-from openinfer.kernels.benchmark import Case, Commands, Memory, Rows
-from openinfer.kernels.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
-from openinfer.kernels.formats import q8_values
-from openinfer.kernels.kv_cache import KvLayout, cached_bytes, expect_cache
-from openinfer.kernels.launch import Command, Launch
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.reference import Array, f32
-from openinfer.kernels.target import Target
+from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
+from openinfer.kernels.attention.choose import choose, launches
+from openinfer.kernels.attention.kv_cache import KvLayout, cached_bytes, expect_cache
+from openinfer.kernels.attention.tiles import Tile
+from openinfer.kernels.formats.codes import q8_values
+from openinfer.kernels.op.cases import CaseRows, Commands, Memory, OpCase
+from openinfer.kernels.op.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
+from openinfer.kernels.op.launch import Command, Launch
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array, f32
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, int32, uint8
 
 
@@ -141,7 +142,7 @@ def _launches(
 ) -> Iterator[Command]:
     require_attention(q.dtype, q.shape[2], kv.shape[3])
     given = (out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables)
-    call = Call.of(dict(zip(TENSORS, given, strict=True)), scale, window)
+    call = AttentionCall.of(dict(zip(TENSORS, given, strict=True)), scale, window)
     yield from launches(call, choose(target, call), max_q_len)
 
 
@@ -156,13 +157,13 @@ def _cost(
 attend = Op("attend", _contract, reference=_reference, launches=_launches, cost=_cost)
 
 
-def cases(memory: Memory) -> Iterator[Case]:
+def cases(memory: Memory) -> Iterator[OpCase]:
     """Decode, prompts and both in one step, for heads of 128 and of 256, over a cache in bf16 and in FP8."""
-    steps = {f"decode {rows} x {n}": Rows([1] * rows, [n - 1] * rows)
+    steps = {f"decode {rows} x {n}": CaseRows([1] * rows, [n - 1] * rows)
         for n in (1024, 4096, 16384) for rows in (1, 8, 32, 128)}  # fmt: skip
-    steps |= {f"prompt {n}": Rows([n], [0]) for n in (128, 1024, 4096, 16384)}
-    steps["chunk 2048 after 14336"] = Rows([2048], [14336])
-    steps["chunk 1984 and 64 rows x 4096"] = Rows([1984] + [1] * 64, [0] + [4095] * 64)
+    steps |= {f"prompt {n}": CaseRows([n], [0]) for n in (128, 1024, 4096, 16384)}
+    steps["chunk 2048 after 14336"] = CaseRows([2048], [14336])
+    steps["chunk 1984 and 64 rows x 4096"] = CaseRows([1984] + [1] * 64, [0] + [4095] * 64)
     models = {"Qwen3-4B": (32, 8, 128), "Qwen3.5-4B": (16, 4, 256)}
     for (model, (heads, kv_heads, dim)), dtype in itertools.product(
         models.items(), (bfloat16, float8_e4m3fn)
@@ -182,7 +183,7 @@ def cases(memory: Memory) -> Iterator[Case]:
             }
             copies = [dict(one) for one in memory.copies(args, "pages")]
             calls = [one | layout.over(one.pop("pages")).layer(0) for one in copies]
-            yield Case(f"{model}{kind} {name}", attend, calls, rows.workload)
+            yield OpCase(f"{model}{kind} {name}", attend, calls, rows.workload)
 
 
 def _pages(memory: Memory, layout: KvLayout, count: int) -> Tensor:
@@ -192,15 +193,15 @@ def _pages(memory: Memory, layout: KvLayout, count: int) -> Tensor:
     return memory.codes(count, layout.page_bytes, low=112, high=120)
 
 
-def variants(target: Target, case: Case) -> Iterator[tuple[str, Commands]]:
+def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other tiles, and other numbers of parts of a row."""
     args = case.args[0]
 
-    def call(args: Mapping[str, Any]) -> Call:
-        return Call.of({name: args.get(name) for name in TENSORS}, args["scale"], args["window"])
+    def call(args: Mapping[str, Any]) -> AttentionCall:
+        return AttentionCall.of({name: args.get(name) for name in TENSORS}, args["scale"], args["window"])
 
     plain = choose(target, call(args))
-    others: dict[str, Choice] = {}
+    others: dict[str, AttentionChoice] = {}
     for tile in (Tile(16, 64, 4, 3), Tile(16, 64, 4, 5), Tile(16, 64, 4, 7), Tile(16, 128, 8, 5)):
         others[f"short {tile.bm} x {tile.bn}, {tile.warps} warps, {tile.stages} stages"] = replace(
             plain, short=tile
@@ -211,7 +212,7 @@ def variants(target: Target, case: Case) -> Iterator[tuple[str, Commands]]:
         )
     for name, choice in others.items():
 
-        def commands(args: Mapping[str, Any], choice: Choice = choice) -> list[Launch]:
+        def commands(args: Mapping[str, Any], choice: AttentionChoice = choice) -> list[Launch]:
             return launches(call(args), choice, args["max_q_len"])
 
         yield name, commands

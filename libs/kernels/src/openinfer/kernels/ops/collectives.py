@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.communicator import Communicator, sum_over
-from openinfer.kernels.contract import FLOATS, expect, expect_normed, require
-from openinfer.kernels.exchange import Normed, columns_of_ranks, sum_of_ranks
-from openinfer.kernels.launch import Collective, CollectiveKind, Command
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.reference import Array
-from openinfer.kernels.reference import normed as normed_of
-from openinfer.kernels.target import Target
+from openinfer.kernels.op.contract import FLOATS, expect, expect_normed, require
+from openinfer.kernels.op.launch import Collective, CollectiveKind, Command
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array
+from openinfer.kernels.op.reference import normed as normed_of
+from openinfer.kernels.op.target import Target
+from openinfer.kernels.ranks.communicator import Communicator, sum_over
+from openinfer.kernels.ranks.exchange import Normed, columns_of_ranks, sum_of_ranks
 from openinfer.tensor import Tensor
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from openinfer.kernels.contract import expect
-from openinfer.kernels.launch import Command, launch
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.reference import Array
-from openinfer.kernels.target import Target
+from openinfer.kernels.op.contract import expect
+from openinfer.kernels.op.launch import Command, launch
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
 
 

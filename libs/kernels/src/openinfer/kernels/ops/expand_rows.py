@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels.contract import expect, expect_rows, require
-from openinfer.kernels.launch import Command, launch
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.reference import Array
-from openinfer.kernels.target import Target
+from openinfer.kernels.op.contract import expect, expect_rows, require
+from openinfer.kernels.op.launch import Command, launch
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
 
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import mixture
-from openinfer.kernels.benchmark import Case, Commands, Memory
-from openinfer.kernels.contract import FLOATS, expect, expect_packed, require
-from openinfer.kernels.formats import SCALE_BLOCK, dequantized, halves, q8
-from openinfer.kernels.launch import Command
-from openinfer.kernels.mixture import Pairs
-from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.formats.codes import SCALE_BLOCK, dequantized, halves, q8
+from openinfer.kernels.moe import mixture
+from openinfer.kernels.moe.mixture import Pairs
+from openinfer.kernels.moe.packed import PackedExperts, kind_of, tile
+from openinfer.kernels.op.cases import Commands, Memory, OpCase
+from openinfer.kernels.op.contract import FLOATS, expect, expect_packed, require
+from openinfer.kernels.op.launch import Command
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array, f32, matmul_nt, rounded
+from openinfer.kernels.op.target import Target
 from openinfer.kernels.ops.project import clamped_product
-from openinfer.kernels.packed_experts import PackedExperts, kind_of, tile
-from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
-from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
@@ -154,7 +154,7 @@ def _cost(
 experts = Op("experts", _contract, reference=_reference, launches=_launches, cost=_cost)
 
 
-def cases(memory: Memory) -> Iterator[Case]:
+def cases(memory: Memory) -> Iterator[OpCase]:
     """DeepSeek-V4-Flash's layer, with FP4 and with FP8 weights and values that went through q8."""
     hidden, inter, count, chosen = 4096, 2048, 256, 6
     for fp4 in (True, False):
@@ -179,10 +179,10 @@ def cases(memory: Memory) -> Iterator[Case]:
                 rows = [np.roll(order, (copy * tokens + token) * chosen)[:chosen] for token in range(tokens)]
                 copies.append({**args, "expert_ids": memory.ints(np.stack(rows))})
             name = f"V4-Flash {'fp4' if fp4 else 'fp8'}, {tokens} tokens"
-            yield Case(name, experts, copies, Workload(tokens, tokens, 0, 0))
+            yield OpCase(name, experts, copies, Workload(tokens, tokens, 0, 0))
 
 
-def variants(target: Target, case: Case) -> Iterator[tuple[str, Commands]]:
+def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other tiles of the same products."""
     first = case.args[0]
     count, pairs = first["gate_up"].shape[0], first["expert_ids"].numel

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import mixture
-from openinfer.kernels.benchmark import Case, Memory
-from openinfer.kernels.contract import FLOATS, expect, expect_norm, expect_weight, require
-from openinfer.kernels.formats import dequantized, halves
-from openinfer.kernels.int4 import is_int4
-from openinfer.kernels.launch import Command, Scratch
-from openinfer.kernels.mixture import Pairs
+from openinfer.kernels.formats.codes import dequantized, halves
+from openinfer.kernels.formats.int4 import is_int4
+from openinfer.kernels.linear.products import expect_float8
+from openinfer.kernels.moe import mixture
+from openinfer.kernels.moe.mixture import Pairs
+from openinfer.kernels.moe.plain import PlainExperts, tile
 from openinfer.kernels.norms import norm
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.plain_experts import PlainExperts, tile
-from openinfer.kernels.products import expect_float8
-from openinfer.kernels.reference import Array, f32, matmul_nt, normed, rounded, silu
-from openinfer.kernels.target import Target
+from openinfer.kernels.op.cases import Memory, OpCase
+from openinfer.kernels.op.contract import FLOATS, expect, expect_norm, expect_weight, require
+from openinfer.kernels.op.launch import Command, Scratch
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array, f32, matmul_nt, normed, rounded, silu
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
@@ -162,7 +162,7 @@ def _cost(
 experts_add = Op("experts_add", _contract, reference=_reference, launches=_launches, cost=_cost)
 
 
-def cases(memory: Memory) -> Iterator[Case]:
+def cases(memory: Memory) -> Iterator[OpCase]:
     """Qwen3.5-35B-A3B's layer, in bf16 and in FP8."""
     hidden, inter, count, chosen = 2048, 512, 256, 8
     for scaled in (False, True):
@@ -186,4 +186,4 @@ def cases(memory: Memory) -> Iterator[Case]:
                 **weights,
             }
             name = f"35B-A3B {'fp8' if scaled else 'bf16'}, {tokens} tokens"
-            yield Case(name, experts_add, [args], Workload(tokens, tokens, 0, 0))
+            yield OpCase(name, experts_add, [args], Workload(tokens, tokens, 0, 0))

@@ -7,16 +7,17 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from openinfer.kernels.adapted_products import Norm, adapted_product
-from openinfer.kernels.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
-from openinfer.kernels.formats import SCALE_BLOCK, Coding, coded, halves, of_rows
-from openinfer.kernels.int4 import is_int4
-from openinfer.kernels.launch import Command
-from openinfer.kernels.low_rank import Lora, expect_lora, lora_numbers, lora_sums
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.products import normed_product
-from openinfer.kernels.reference import Array, matmul_nt, normed, rounded, silu
-from openinfer.kernels.target import Target
+from openinfer.kernels.formats.codes import SCALE_BLOCK, Coding, coded, halves, of_rows
+from openinfer.kernels.formats.int4 import is_int4
+from openinfer.kernels.linear.adapted_products import adapted_product
+from openinfer.kernels.linear.products import normed_product
+from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
+from openinfer.kernels.norms import Norm
+from openinfer.kernels.op.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
+from openinfer.kernels.op.launch import Command
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array, matmul_nt, normed, rounded, silu
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
 
 

@@ -7,21 +7,21 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from openinfer.kernels.adapted_products import adapted_product
-from openinfer.kernels.benchmark import Case, Memory
-from openinfer.kernels.communicator import Communicator, sum_over
-from openinfer.kernels.contract import FLOATS, expect, expect_coding, expect_normed, expect_weight, require
-from openinfer.kernels.exchange import Normed, sum_of_ranks
-from openinfer.kernels.formats import Coding, coded, dequantized
-from openinfer.kernels.int4 import group_words
-from openinfer.kernels.launch import Collective, Command, Scratch
-from openinfer.kernels.low_rank import Lora, expect_lora, lora_numbers, lora_sums
+from openinfer.kernels.formats.codes import Coding, coded, dequantized
+from openinfer.kernels.formats.int4 import group_words
+from openinfer.kernels.linear.adapted_products import adapted_product
+from openinfer.kernels.linear.products import product
+from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
 from openinfer.kernels.norms import norm
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.products import product
-from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
-from openinfer.kernels.reference import normed as normed_of
-from openinfer.kernels.target import Target
+from openinfer.kernels.op.cases import Memory, OpCase
+from openinfer.kernels.op.contract import FLOATS, expect, expect_coding, expect_normed, expect_weight, require
+from openinfer.kernels.op.launch import Collective, Command, Scratch
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array, f32, matmul_nt, rounded
+from openinfer.kernels.op.reference import normed as normed_of
+from openinfer.kernels.op.target import Target
+from openinfer.kernels.ranks.communicator import Communicator, sum_over
+from openinfer.kernels.ranks.exchange import Normed, sum_of_ranks
 from openinfer.tensor import Tensor, bfloat16, float32
 
 
@@ -147,7 +147,7 @@ linear_add = Op(
 )
 
 
-def cases(memory: Memory) -> Iterator[Case]:
+def cases(memory: Memory) -> Iterator[OpCase]:
     """Qwen3.5-4B's output projections, in bf16, FP8 and INT4. `openinfer tune` measures the choices."""
     for n, k in ((2560, 4096), (2560, 9216)):
         for kind in ("bf16", "fp8", "int4"):
@@ -173,4 +173,4 @@ def cases(memory: Memory) -> Iterator[Case]:
                 }
                 name = f"{n} x {k} {kind}, {tokens} tokens"
                 copies = memory.copies(args, "weight", "scales")
-                yield Case(name, linear_add, copies, Workload(tokens, tokens, 0, 0))
+                yield OpCase(name, linear_add, copies, Workload(tokens, tokens, 0, 0))

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Unpack
 
-from openinfer.kernels.adapted_products import Norm, adapted_product
-from openinfer.kernels.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
-from openinfer.kernels.formats import Coding, coded, dequantized
-from openinfer.kernels.launch import Command
-from openinfer.kernels.low_rank import Lora, expect_lora, lora_numbers, lora_sums
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.products import normed_product
-from openinfer.kernels.reference import Array, matmul_nt, normed
-from openinfer.kernels.target import Target
+from openinfer.kernels.formats.codes import Coding, coded, dequantized
+from openinfer.kernels.linear.adapted_products import adapted_product
+from openinfer.kernels.linear.products import normed_product
+from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
+from openinfer.kernels.norms import Norm
+from openinfer.kernels.op.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
+from openinfer.kernels.op.launch import Command
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array, matmul_nt, normed
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, float32
 
 

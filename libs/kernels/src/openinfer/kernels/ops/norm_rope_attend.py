@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.attention import NEW_PAIRS, Call, choose, launches, new_tokens
-from openinfer.kernels.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
-from openinfer.kernels.kv_cache import cached_bytes, expect_cache
-from openinfer.kernels.launch import Command, Scratch
-from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.attention.call import AttentionCall
+from openinfer.kernels.attention.choose import NEW_PAIRS, choose, launches, new_tokens
+from openinfer.kernels.attention.kv_cache import cached_bytes, expect_cache
+from openinfer.kernels.op.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
+from openinfer.kernels.op.launch import Command, Scratch
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array
+from openinfer.kernels.op.target import Target
 from openinfer.kernels.ops.attend import attend, require_attention
 from openinfer.kernels.ops.qk_norm_rope_write import expect_norms, norm_args, qk_norm_rope_write, write_launch
-from openinfer.kernels.reference import Array
-from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32, int32
 
 WRITING = (
@@ -100,7 +101,7 @@ def _launches(
     require_attention(out.dtype, dim, page_size)
     q = Scratch((out.shape[0], out.shape[1] // dim, dim), out.dtype)
     tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest.get(name) for name in ATTENDING}}
-    call = Call.of(tensors, scale, window)
+    call = AttentionCall.of(tensors, scale, window)
     choice = choose(target, call)
     one = max_q_len == 1 and call.group <= NEW_PAIRS and not target.batch_invariant
     if one and choice.decode is None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import packed_products as linear
-from openinfer.kernels.benchmark import Case, Memory
-from openinfer.kernels.contract import FLOATS, expect, expect_columns, expect_packed, require
-from openinfer.kernels.formats import SCALE_BLOCK, dequantized, q8
-from openinfer.kernels.launch import Command, Scratch
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
-from openinfer.kernels.target import Target
+from openinfer.kernels.formats.codes import SCALE_BLOCK, dequantized, q8
+from openinfer.kernels.linear import packed_products as linear
+from openinfer.kernels.op.cases import Memory, OpCase
+from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, expect_packed, require
+from openinfer.kernels.op.launch import Command, Scratch
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32
 
 
@@ -212,7 +212,7 @@ norm_rows = Op(
 )
 
 
-def cases(memory: Memory) -> Iterator[Case]:
+def cases(memory: Memory) -> Iterator[OpCase]:
     """DeepSeek-V4-Flash's projections and its shared expert's gate."""
     layers = {  # rows, columns, groups, whether the weight is FP8
         "wq_a and wkv": (1536, 4096, 1, True), "wq_b": (32768, 1024, 1, True), "wo_a": (8192, 4096, 8, True),
@@ -235,7 +235,7 @@ def cases(memory: Memory) -> Iterator[Case]:
                 **weight(n, k, packed),
                 "groups": groups, "rounded_x": codes, "quantized": False,
             }  # fmt: skip
-            yield Case(
+            yield OpCase(
                 f"V4-Flash {name}, {tokens} tokens",
                 project,
                 memory.copies(args, "weight", "scales"),
@@ -246,4 +246,4 @@ def cases(memory: Memory) -> Iterator[Case]:
             "limit": 10.0, "quantized": True,
         }  # fmt: skip
         copies = memory.copies(args, "weight", "scales")
-        yield Case(f"V4-Flash shared expert, {tokens} tokens", gate_up_clamped, copies, workload)
+        yield OpCase(f"V4-Flash shared expert, {tokens} tokens", gate_up_clamped, copies, workload)

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.contract import FLOATS, expect, expect_cos_sin, require
-from openinfer.kernels.formats import q8_codes
-from openinfer.kernels.kv_cache import cached_bytes, expect_cache
-from openinfer.kernels.launch import Aligned, Arg, Command, Launch, Scratch, launch, power_of_two
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.reference import Array, f32, rms_norm
-from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import releases
+from openinfer.kernels.attention.kv_cache import cached_bytes, expect_cache
+from openinfer.kernels.formats.codes import q8_codes
+from openinfer.kernels.linear.choices import releases
+from openinfer.kernels.op.contract import FLOATS, expect, expect_cos_sin, require
+from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, launch, power_of_two
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array, f32, rms_norm
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 

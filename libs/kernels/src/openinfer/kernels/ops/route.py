@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels.benchmark import Case, Memory
-from openinfer.kernels.contract import expect, expect_columns, require
-from openinfer.kernels.launch import Command, aligned, launch, power_of_two
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.reference import Array
-from openinfer.kernels.target import Target
+from openinfer.kernels.op.cases import Memory, OpCase
+from openinfer.kernels.op.contract import expect, expect_columns, require
+from openinfer.kernels.op.launch import Command, aligned, launch, power_of_two
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.reference import Array
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, float32, int32
 
 
@@ -134,7 +134,7 @@ def _cost(workload: Workload, *, logits: Tensor, expert_ids: Tensor, **_: object
 route = Op("route", _contract, reference=_reference, launches=_launches, cost=_cost)
 
 
-def cases(memory: Memory) -> Iterator[Case]:
+def cases(memory: Memory) -> Iterator[OpCase]:
     """DeepSeek-V4-Flash's router, by bias and by table."""
     experts, chosen, vocabulary = 256, 6, 129280
     table = memory.ints(memory.rng.integers(0, experts, (vocabulary, chosen)))
@@ -149,6 +149,6 @@ def cases(memory: Memory) -> Iterator[Case]:
         }  # fmt: skip
         for name, how in (("bias", {"bias": memory.normal(experts, dtype=float32), "table": None}),
                           ("table", {"bias": None, "table": table})):  # fmt: skip
-            yield Case(
+            yield OpCase(
                 f"V4-Flash by {name}, {tokens} tokens", route, [args | how], Workload(tokens, tokens, 0, 0)
             )

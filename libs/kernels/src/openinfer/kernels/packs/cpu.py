@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from openinfer.kernels.communicator import Communicator, member
-from openinfer.kernels.op import Op
+from openinfer.kernels.op.op import Op
+from openinfer.kernels.ranks.communicator import Communicator, member
 from openinfer.tensor import Tensor
 
 

@@ -12,12 +12,12 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.launch import Collective, Command, Matmul, Peers, Scratch, Spec, TensorMap
-from openinfer.kernels.op import Op
-from openinfer.kernels.packing import Parameters
+from openinfer.kernels.op.launch import Collective, Command, Matmul, Peers, Scratch, Spec, TensorMap
+from openinfer.kernels.op.op import Op
+from openinfer.kernels.op.packing import Parameters
+from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.null import Placement, place
 from openinfer.kernels.packs.recall import Recall
-from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor
 
 

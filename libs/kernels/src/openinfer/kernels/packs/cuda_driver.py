@@ -7,12 +7,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from openinfer.kernels.cublas import CublasLt
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.gpu_ranks import GpuRanks
-from openinfer.kernels.launch import TRITON_TYPES, Collective, CudaSpec, Matmul, Peers, Spec, TensorMap
-from openinfer.kernels.packing import Parameters
-from openinfer.kernels.store import Compiled, Store
+from openinfer.kernels.linear.cublas import CublasLt
+from openinfer.kernels.op.launch import TRITON_TYPES, Collective, CudaSpec, Matmul, Peers, Spec, TensorMap
+from openinfer.kernels.op.packing import Parameters
+from openinfer.kernels.ranks.gpu_ranks import GpuRanks
+from openinfer.kernels.store.cubins import Compiled, Store
 from openinfer.tensor import Device, Event, Stream, check, driver
 
 STATIC_SHARED_LIMIT = 48 * 1024

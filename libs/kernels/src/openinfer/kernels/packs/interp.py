@@ -13,11 +13,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from openinfer.kernels.communicator import Communicator, member
 from openinfer.kernels.errors import LaunchError, MissingExtra
-from openinfer.kernels.launch import Collective, CudaSpec, Matmul, Peers, Spec, TensorMap
+from openinfer.kernels.op.launch import Collective, CudaSpec, Matmul, Peers, Spec, TensorMap
+from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.ops.collectives import combine
-from openinfer.kernels.packing import Parameters
+from openinfer.kernels.ranks.communicator import Communicator, member
 from openinfer.tensor import Device, Tensor
 
 SIZES = {"i32": (4, "<i"), "fp32": (4, "<f")}
@@ -34,7 +34,7 @@ class InterpDriver:
                 "set TRITON_INTERPRET=1 before triton is imported: the interp driver needs the interpreter"
             )
         try:
-            from openinfer.kernels import interpreter
+            from openinfer.kernels.op import interpreter
         except ImportError as e:
             raise MissingExtra(
                 "Triton's interpreter needs triton: pip install 'openinfer-kernels[jit]'"

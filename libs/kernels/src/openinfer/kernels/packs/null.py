@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from openinfer.kernels.launch import (
+from openinfer.kernels.op.launch import (
     Collective,
     Command,
     Launch,
@@ -17,14 +17,15 @@ from openinfer.kernels.launch import (
     Spec,
     TensorMap,
 )
-from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.speeds import DECODE
-from openinfer.kernels.target import Target
+from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
 
 T = TypeVar("T")
 
 
+DECODE = ", decode"
+"""Ends the name of an op whose rows have few tokens."""
 FEW_TOKENS = 8
 """Steps have as many tokens a row, or fewer, where rows have one token and drafts."""
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from openinfer.kernels.launch import Collective, Command, Matmul, TensorMap
-from openinfer.kernels.op import Op
+from openinfer.kernels.op.launch import Collective, Command, Matmul, TensorMap
+from openinfer.kernels.op.op import Op
+from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.null import Placement, place
-from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor
 
 ALIGNMENT = 256

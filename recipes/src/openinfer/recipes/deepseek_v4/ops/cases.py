@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.authoring import Command, Target, Workload
-from openinfer.kernels.benchmark import Case, Commands, Memory
+from openinfer.kernels.authoring import Command, Commands, Memory, OpCase, Target, Workload
 from openinfer.recipes.deepseek_v4 import sparse
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.ops.compress import compress
@@ -66,22 +65,22 @@ class Batch:
         return self.memory.ints(selected)
 
 
-def cases(memory: Memory) -> Iterator[Case]:
+def cases(memory: Memory) -> Iterator[OpCase]:
     """Every op of a layer's attention, for each kind of layer."""
     for step, (rows, length) in STEPS.items():
         batch = Batch(memory, rows, length)
         for kind in ENTRIES_PER_PAGE:
             args = memory.copies(_attention(batch, kind), "kv", "entries")
-            yield Case(f"V4-Flash {kind}, {step}", sparse_attend, args, batch.workload)
+            yield OpCase(f"V4-Flash {kind}, {step}", sparse_attend, args, batch.workload)
         args = memory.copies(_index(batch), "keys")
-        yield Case(f"V4-Flash, {step}", index_topk, args, batch.workload)
+        yield OpCase(f"V4-Flash, {step}", index_topk, args, batch.workload)
         for name, window, dim, rounding in (
             ("CSA", 4, DIM, "q8"), ("index", 4, INDEX_DIM, "hadamard_q4"), ("HCA", PAGE, DIM, "q8"),
         ):  # fmt: skip
             args = memory.copies(_compress(batch, window, dim, rounding), "state", "az")
-            yield Case(f"V4-Flash {name}, {step}", compress, args, batch.workload)
+            yield OpCase(f"V4-Flash {name}, {step}", compress, args, batch.workload)
         args = memory.copies(_write(batch), "qkv", "kv")
-        yield Case(f"V4-Flash, {step}", q_kv_write, args, batch.workload)
+        yield OpCase(f"V4-Flash, {step}", q_kv_write, args, batch.workload)
 
 
 def _attention(batch: Batch, kind: str) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def _write(batch: Batch) -> dict[str, Any]:
     }
 
 
-def variants(target: Target, case: Case) -> Iterable[tuple[str, Commands]]:
+def variants(target: Target, case: OpCase) -> Iterable[tuple[str, Commands]]:
     """Other tunings of sparse_attend and index_topk."""
     if case.op is sparse_attend:
         yield from _attend_variants(target, case.args[0])

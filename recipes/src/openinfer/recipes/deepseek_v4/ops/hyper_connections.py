@@ -15,7 +15,9 @@ from openinfer.kernels.authoring import (
     Command,
     Cost,
     Launch,
+    Memory,
     Op,
+    OpCase,
     Scratch,
     Target,
     Workload,
@@ -32,7 +34,6 @@ from openinfer.kernels.authoring import (
     rms_norm,
     rounded,
 )
-from openinfer.kernels.benchmark import Case, Memory
 from openinfer.recipes.deepseek_v4.ops.streams import hc_post
 from openinfer.tensor import Tensor, float32, int32
 
@@ -290,7 +291,7 @@ def _head_cost(workload: Workload, *, streams: Tensor, fn: Tensor, **rest: objec
 hc_head = Op("hc_head", _head_contract, reference=_head_reference, launches=_head_launches, cost=_head_cost)
 
 
-def cases(memory: Memory) -> Iterator[Case]:
+def cases(memory: Memory) -> Iterator[OpCase]:
     """The streams of a DeepSeek-V4-Flash layer."""
     hidden, n, numbers = 4096, 4, 24
     for tokens in (1, 8, 32, 128, 1024, 4096):
@@ -306,9 +307,9 @@ def cases(memory: Memory) -> Iterator[Case]:
             "out": out, "rounded_out": rounded_out, "mix": mix, **both, "base": base, "scale": scale,
             "norm_weight": memory.normal(hidden, dtype=float32), "eps": 1e-6, "hc_eps": 1e-6, "iters": 20,
         }  # fmt: skip
-        yield Case(f"V4-Flash, {tokens} tokens", hc_pre, memory.copies(pre, "streams", "fn"), workload)
+        yield OpCase(f"V4-Flash, {tokens} tokens", hc_pre, memory.copies(pre, "streams", "fn"), workload)
         post = {"streams": both["streams"], "y": rounded_out, "mix": mix}
-        yield Case(f"V4-Flash, {tokens} tokens", hc_post, memory.copies(post, "streams"), workload)
+        yield OpCase(f"V4-Flash, {tokens} tokens", hc_post, memory.copies(post, "streams"), workload)
         head = {"out": out, "streams": both["streams"], "fn": both["fn"][:n], "base": base[:n], "scale": scale[:1],
                 "eps": 1e-6, "hc_eps": 1e-6}  # fmt: skip
-        yield Case(f"V4-Flash, {tokens} tokens", hc_head, memory.copies(head, "streams"), workload)
+        yield OpCase(f"V4-Flash, {tokens} tokens", hc_head, memory.copies(head, "streams"), workload)

@@ -11,9 +11,13 @@ import numpy as np
 from openinfer.kernels.authoring import (
     FLOATS,
     Array,
+    CaseRows,
     Command,
+    Commands,
     Cost,
+    Memory,
     Op,
+    OpCase,
     Target,
     Workload,
     expect,
@@ -25,7 +29,6 @@ from openinfer.kernels.authoring import (
     rounded,
     silu,
 )
-from openinfer.kernels.benchmark import Case, Commands, Memory, Rows
 from openinfer.recipes.qwen3_5 import delta
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -323,13 +326,13 @@ def _cost(
 gated_delta_net = Op("gated_delta_net", _contract, reference=_reference, launches=_launches, cost=_cost)
 
 
-def cases(memory: Memory) -> Iterator[Case]:
+def cases(memory: Memory) -> Iterator[OpCase]:
     """Layers of Qwen3.5-4B: decode, prompts and a chunk beside decode rows."""
     heads, key_heads, dim, taps, layers = 32, 16, 128, 4, 4
     width = (2 * key_heads + heads) * dim
-    steps = {f"decode {rows}": Rows([1] * rows, [1000] * rows) for rows in (1, 8, 32, 128, 256)}
-    steps |= {f"prompt {n}": Rows([n], [0]) for n in (128, 1024, 4096, 8192)}
-    steps["chunk 1984 and 64 rows"] = Rows([1984] + [1] * 64, [0] + [1000] * 64)
+    steps = {f"decode {rows}": CaseRows([1] * rows, [1000] * rows) for rows in (1, 8, 32, 128, 256)}
+    steps |= {f"prompt {n}": CaseRows([n], [0]) for n in (128, 1024, 4096, 8192)}
+    steps["chunk 1984 and 64 rows"] = CaseRows([1984] + [1] * 64, [0] + [1000] * 64)
     for name, rows in steps.items():
         blocks, tokens = len(rows.lengths), rows.tokens
         mixed = memory.normal(tokens, width + heads * dim + 2 * heads)
@@ -354,10 +357,10 @@ def cases(memory: Memory) -> Iterator[Case]:
             "max_q_len": max(rows.lengths),
         }
         copies = [{**args, "conv_state": rings[:, n], "state": state[:, n]} for n in range(layers)]
-        yield Case(f"4B {name}", gated_delta_net, copies, rows.workload)
+        yield OpCase(f"4B {name}", gated_delta_net, copies, rows.workload)
 
 
-def variants(target: Target, case: Case) -> Iterator[tuple[str, Commands]]:
+def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other shares of a state for a program, stages and registers."""
     step = case.args[0]["max_q_len"] == 1
     changes: dict[str, dict[str, Any]] = {

@@ -1,0 +1,1 @@
+"""Attention as commands, and the cache that it reads."""

@@ -1,0 +1,67 @@
+"""Attention of decode steps over an FP8 cache by a kernel of CUDA C++: device/attend_codes.cu."""
+
+from __future__ import annotations
+
+from openinfer.kernels.attention.call import AttentionCall
+from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.op.launch import Arg, Launch, Scratch, launch_cuda, power_of_two
+from openinfer.kernels.op.target import Target
+from openinfer.tensor import float32, int32
+
+BLOCK, WARPS, COPIERS = 128, 8, 4
+"""Keys of a block, warps that multiply and warps that copy. The kernel has these numbers too."""
+MOST_ROWS = 256
+"""Rows that all steps of few rows have room for, so that they share a kernel."""
+MOST_GROUP = 8
+"""The most query heads that share a key head: columns of the tensor cores' operand."""
+
+_NAMES = ("out", "q", "kv", "kv_scales", "slots", "q_starts", "seq_lens", "alive", "block_tables")
+
+
+def takes(target: Target, call: AttentionCall) -> bool:
+    """Whether the kernel takes a decode step: all of its rows have one token, and each sees the whole context."""
+    return (
+        target.nvrtc
+        and target.arch == 90
+        and not target.interpreted
+        and not target.batch_invariant
+        and "kv_scales" in call.args
+        and not call.windowed
+        and call.dim in (128, 256)
+        and call.group <= MOST_GROUP
+        and call.page_size % 16 == 0
+    )
+
+
+def attend_codes(target: Target, call: AttentionCall) -> Launch:
+    """The launch. The kernel ahead puts the keys and values of the step's tokens into the cache. The rest of the cache
+    and the tensors of rows are read before that kernel ends. So they are written before the last launch that is not
+    early, or before the step."""
+    merged = WARPS * call.group * (call.dim + 2) * 4
+    rows = max(MOST_ROWS, power_of_two(call.rows))
+    stage = BLOCK * (2 * call.dim + 2)
+    other = merged + (4 * rows + 3) * 4
+    stages = (shared_bytes(target.arch) - other) // (stage + 16)
+    programs, parts = target.num_sms, 2 * target.num_sms
+    args: dict[str, Arg] = {
+        **{name: call.args[name] for name in _NAMES},
+        "partial": Scratch((parts, call.group, call.dim), float32),
+        "weights": Scratch((parts, call.group, 2), float32),
+        "arrived": Scratch((call.rows * call.kv_heads,), int32, zeroed=True),
+        **{name: call.args[name] for name in ("table_width", "page_stride", "scale")},
+        "rows": call.rows,
+        "tokens": call.tokens,
+        "heads": call.kv_heads,
+    }
+    constants = {"D": call.dim, "GROUP": call.group, "PAGE": call.page_size, "ROWS": rows, "STAGES": stages}
+    return launch_cuda(
+        "openinfer.kernels.device",
+        "attend_codes.cu",
+        "attend_codes",
+        (programs,),
+        args,
+        constants,
+        threads=32 * (WARPS + COPIERS),
+        shared=stages * (stage + 16) + other,
+        early=True,
+    )

@@ -1,0 +1,226 @@
+"""Attention of rows of many tokens as commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
+from openinfer.kernels.attention.tiles import HopperTile, Tile
+from openinfer.kernels.attention.widened import BLOCK, PROGRAMS, widened
+from openinfer.kernels.op.launch import INT32_MAX, Arg, Launch, Scratch, TensorMap, launch, power_of_two
+from openinfer.kernels.op.target import Target
+from openinfer.tensor import Tensor, float32, int32
+
+SPLIT_TOKENS = 512
+"""Steps of fewer tokens read their long rows in parts. The tiles of more tokens fill the GPU, and the kernel for Hopper
+is faster for them (docs/lessons.md)."""
+
+FEW_TOKENS = Tile(64, 64, 4, 5)
+"""The tile of parts in steps of several rows and at most 64 tokens: a program then merges half as many numbers."""
+
+MERGED_BY_WARP = 2048
+"""Float32 numbers of parts that a warp holds while it merges them: 64 registers a thread."""
+
+LEAST_KEYS = 512
+"""The fewest keys of a part of a long row: a program reads them in less time than a merge takes."""
+
+MOST_PARTS = 16
+"""The most parts of a tile of a long row: one program merges them, one after the other."""
+
+_DEVICE = "openinfer.kernels.device.attention"
+_HOPPER = "openinfer.kernels.device.attention_hopper"
+_SPLIT = "openinfer.kernels.device.split_attention"
+
+
+def hopper_tile(target: Target, call: AttentionCall) -> HopperTile | None:
+    """The tile for rows of many tokens where the kernel for Hopper takes the call, else None."""
+    if (
+        not _is_matrix(target, call)
+        or target.batch_invariant
+        or call.tokens < SPLIT_TOKENS
+        or call.dim not in (64, 128, 256)
+        or call.group > HopperTile.bm
+    ):
+        return None
+    return HopperTile(128 if call.dim <= 128 else 64, 2, in_turn=False, resident=True)
+
+
+def _is_matrix(target: Target, call: AttentionCall) -> bool:
+    """Whether a kernel for Hopper can copy pages of this cache: as rows of a matrix with `dim` columns. No product
+    takes codes beside queries in bfloat16, so pages of codes are widened first."""
+    page_stride = call.kv.strides[0]
+    if target.arch != 90 or target.interpreted or call.page_size < 8:
+        return False
+    if "kv_scales" in call.args:
+        return call.page_size <= BLOCK
+    return page_stride % call.dim == 0 and call.kv.shape[0] * page_stride // call.dim <= INT32_MAX
+
+
+def in_parts(call: AttentionCall, choice: AttentionChoice) -> bool:
+    """Whether the keys of long rows are dealt to several programs."""
+    return call.tokens < SPLIT_TOKENS and not choice.only_long and not isinstance(choice.long, HopperTile)
+
+
+def long_rows(call: AttentionCall, choice: AttentionChoice, *, short: int) -> list[Launch]:
+    """Rows of more than `short` tokens, and the tokens after the last row. Codes are widened for the kernel for Hopper;
+    the rows that did not fit come after it."""
+    tile = choice.long
+    if not isinstance(tile, HopperTile):
+        if in_parts(call, choice):
+            return [_in_parts(call, tile, choice, short)]
+        return [_anywhere(call, tile, choice, short, None)]
+    if "kv_scales" not in call.args:
+        page_rows = call.kv.strides[0] // call.dim
+        return [_by_hopper(call, tile, _matrix(call, tile.bn), page_rows, choice.num_sms, short, {})]
+    made = widened(
+        call.args, call.kv, call.table_tokens, call.rows, call.tokens, short,
+        programs=PROGRAMS * choice.num_sms, pairs=choice.pairs,
+    )  # fmt: skip
+    pages = TensorMap(made.pages, (min(call.page_size, tile.bn), 64))
+    page_rows = 2 * call.kv_heads * call.page_size
+    own: dict[str, Arg] = {
+        "alive": made.fits,
+        "block_tables": made.tables,
+        "table_width": made.tables.shape[1],
+    }
+    found = [made.command, _by_hopper(call, tile, pages, page_rows, choice.num_sms, short, own)]
+    if not made.whole:
+        found.append(_anywhere(call, choice.codes, choice, short, made.fits))
+    return found
+
+
+def _tiles(call: AttentionCall, tile: Tile | HopperTile) -> int:
+    return call.tokens // (tile.bm // call.group) + call.rows + 1
+
+
+def _anywhere(
+    call: AttentionCall, tile: Tile, choice: AttentionChoice, short: int, done: Scratch | None
+) -> Launch:
+    """`done`: the slots that are left out."""
+    more: dict[str, Arg] = {} if done is None else {"done": done}
+    left_out = {"done": None} if done is None else {}
+    return launch(
+        _DEVICE,
+        "attend_long",
+        (call.kv_heads, _tiles(call, tile)),
+        {**call.args, **more, "rows": call.rows, "tokens": call.tokens, "short": short},
+        {**call.constants(tile), **call.without, **left_out, "PAIRS": choice.pairs},
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def single_tokens(call: AttentionCall, choice: AttentionChoice) -> Launch:
+    """Rows of one token beside rows of more. Their keys are dealt on the device, because a bucket has many more rows
+    than most of its steps. So the tile is that of many rows."""
+    tile = choice.short if call.dim > 128 or choice.short.stages < 5 else Tile(choice.short.bm, 128, 4, 3)
+    deal = Deal(over=0, most=1, room=max(1, 2 * choice.num_sms // call.kv_heads), least=256, parts=16)
+    return _split(call, tile, deal, choice, tiles=call.rows, pairs=call.group, tokens=0)
+
+
+def _in_parts(call: AttentionCall, tile: Tile, choice: AttentionChoice, short: int) -> Launch:
+    """Tiles whose keys are dealt to as many programs as the GPU has SMs."""
+    few = call.rows > 1 and call.tokens <= FEW_TOKENS.bm and call.group <= FEW_TOKENS.bm
+    if few and (tile.bm, tile.stages) == (128, 5) and "kv_scales" not in call.args:
+        tile = FEW_TOKENS
+    room = max(1, choice.num_sms // call.kv_heads)
+    deal = Deal(over=short, most=call.tokens, room=room, least=LEAST_KEYS, parts=MOST_PARTS)
+    tiles = call.tokens // (tile.bm // call.group) + min(call.rows, call.tokens // (short + 1))
+    return _split(call, tile, deal, choice, tiles=tiles, pairs=tile.bm, tokens=call.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """How the keys of rows of more than `over` and at most `most` tokens are divided: into `room` more items than
+    there are tiles, of at least `least` keys, at most `parts` of a tile."""
+
+    over: int
+    most: int
+    room: int
+    least: int
+    parts: int
+
+
+def _split(
+    call: AttentionCall,
+    tile: Tile,
+    deal: Deal,
+    choice: AttentionChoice,
+    *,
+    tiles: int,
+    pairs: int,
+    tokens: int,
+) -> Launch:
+    """The launch of a division. pairs: of a tile at most."""
+    places, pairs = (call.kv_heads, 2 * deal.room), power_of_two(pairs)
+    return launch(
+        _SPLIT,
+        "attend_split",
+        (call.kv_heads, tiles + deal.room),
+        {
+            **call.args,
+            "partial": Scratch((*places, tile.bm, call.dim), float32),
+            "weight": Scratch((*places, tile.bm), float32),
+            "arrived": Scratch(places, int32, zeroed=True),
+            "rows": call.rows,
+            "tokens": tokens,
+            "over": deal.over,
+            "most": deal.most,
+            "room": deal.room,
+            "least": -(-deal.least // tile.bn) * tile.bn,
+            "most_parts": deal.parts,
+        },
+        {
+            **call.constants(tile),
+            "MR": pairs,
+            "MERGE": max(1, MERGED_BY_WARP * tile.warps // (pairs * min(call.dim, 128))),
+            "SEARCH": power_of_two(call.rows),
+            **call.without,
+            "PAIRS": choice.pairs,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _by_hopper(
+    call: AttentionCall,
+    tile: HopperTile,
+    matrix: TensorMap,
+    page_rows: int,
+    num_sms: int,
+    short: int,
+    own: Mapping[str, Arg],
+) -> Launch:
+    """`own`: what replaces the call's arguments where its pages were widened."""
+    items = call.kv_heads * _tiles(call, tile)
+    named = ("out", "q", "kv", "slots", "q_starts", "seq_lens", "alive", "block_tables", "table_width")
+    return launch(
+        _HOPPER,
+        "attend_prompt",
+        (min(items, num_sms) if tile.resident else items,),
+        {
+            **{name: call.args[name] for name in named},
+            **own,
+            "kv": matrix,
+            "page_rows": page_rows,
+            "window": call.args["window"],
+            "scale": call.args["scale"],
+            "rows": call.rows,
+            "tokens": call.tokens,
+            "short": short,
+            "kv_heads": call.kv_heads,
+            "items": items,
+        },
+        {**call.constants(tile), "STAGES": tile.stages, "IN_TURN": tile.in_turn},
+        num_warps=4,
+    )
+
+
+def _matrix(call: AttentionCall, bn: int) -> TensorMap:
+    """A layer's pages in a matrix of `dim` columns, with other layers' rows between them."""
+    page_rows = call.kv.strides[0] // call.dim
+    shape = ((call.kv.shape[0] - 1) * page_rows + 2 * call.kv_heads * call.page_size, call.dim)
+    matrix = Tensor(call.kv.ptr, shape, call.kv.dtype, call.kv.device, (call.dim, 1), call.kv)
+    return TensorMap(matrix, (min(call.page_size, bn), 64))

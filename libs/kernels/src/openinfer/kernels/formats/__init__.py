@@ -1,0 +1,1 @@
+"""Number formats, and the weights of linear layers from a checkpoint."""

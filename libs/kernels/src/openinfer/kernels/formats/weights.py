@@ -1,0 +1,398 @@
+"""Weights of linear layers from a checkpoint: plain or packed, one projection or several stacked in one weight."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.kernels.errors import ContractError, UnsupportedQuantization
+from openinfer.kernels.formats.codes import (
+    FP4_BLOCK,
+    SCALE_BLOCK,
+    Coding,
+    block_codes,
+    block_scales,
+    dequantized,
+    row_codes,
+    row_scales,
+)
+from openinfer.kernels.formats.int4_checkpoints import Int4, Part, conversions
+from openinfer.tensor import (
+    Conversion,
+    Load,
+    Places,
+    Tensor,
+    dtypes,
+    float8_e4m3fn,
+    float8_e8m0fnu,
+    float32,
+    int8,
+    int32,
+    uint8,
+)
+
+__all__ = [
+    "FP4_E8M0",
+    "FP8_E8M0",
+    "FP8_FLOAT32",
+    "FP8_MADE",
+    "FP8_ROWS",
+    "FP8_TENSOR",
+    "Int4",
+    "Linear",
+    "LinearPlaces",
+    "Packing",
+    "WeightPart",
+    "columns_of",
+    "form_of",
+    "module_packing",
+    "padded_rows",
+    "scale_blocks",
+]
+
+Array = np.ndarray[Any, Any]
+
+
+class Packing(NamedTuple):
+    """How a checkpoint stores a packed weight: the ending of its scales' name (the weight's is ".weight"), their dtype,
+    and whether values are FP4 pairs (int8) or float8_e4m3fn. by_row: float8 has scales of rows, not of blocks. whole:
+    the checkpoint has one scale for all rows. made: the checkpoint's weights are plain, and become float8 by row while
+    they are loaded. coding: how activations are quantised; None: they are not. modules: the packed ones; None: all that
+    a model may pack."""
+
+    scales: str
+    dtype: np.dtype[Any]
+    fp4: bool = False
+    by_row: bool = False
+    whole: bool = False
+    made: bool = False
+    coding: Coding | None = None
+    modules: frozenset[str] | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name that messages use."""
+        return "FP8"
+
+    @property
+    def marker(self) -> str:
+        """The ending of a name that only packed modules have; every weight's where weights become float8."""
+        return self.scales
+
+    @property
+    def block(self) -> int:
+        """Columns of a rank's part are a multiple of this."""
+        return 16 if self.by_row else SCALE_BLOCK
+
+    @property
+    def block_rows(self) -> bool:
+        """Whether a scale is of several rows."""
+        return not self.by_row
+
+
+class WeightPart(NamedTuple):
+    """`rows` rows of a module's weight from row `row` on, in the columns from `column` on: all, or a rank's part."""
+
+    module: str
+    rows: int
+    row: int = 0
+    column: int = 0
+
+
+AnyPart = WeightPart | tuple[str, int]
+"""A module and its rows are enough where the weight is taken whole, or from its first row and column on."""
+
+FP8_FLOAT32 = Packing(".weight_scale_inv", float32, coding="block")
+FP8_ROWS = Packing(".weight_scale", float32, by_row=True)
+FP8_TENSOR = Packing(".weight_scale", float32, by_row=True, whole=True)
+FP8_MADE = Packing(".weight", float32, by_row=True, made=True, coding="token")
+FP8_E8M0 = Packing(".scale", float8_e8m0fnu)
+FP4_E8M0 = Packing(".scale", float8_e8m0fnu, fp4=True)
+
+
+def scale_blocks(size: int) -> int:
+    """Scale blocks of an FP8 weight along an axis."""
+    return -(-size // SCALE_BLOCK)
+
+
+def columns_of(weight: Tensor) -> int:
+    """Columns of a weight, plain or packed; a byte holds two of four bits."""
+    return weight.shape[-1] * (2 if weight.dtype == uint8 else 1)
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of a weight that products take: a multiple of 16."""
+    return -(-rows // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight [N, K] (of experts [E, N, K]) of the model's dtype, or packed with scales: contract.expect_weight for
+    float32 scales and the words of INT4, contract.expect_packed for E8M0 scales, which are uint8 here. coding, x_scale:
+    how activations are quantised (contract.expect_coding)."""
+
+    weight: Tensor
+    scales: Tensor | None
+    coding: Coding | None = None
+    x_scale: Tensor | None = None
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The arguments of an op that multiplies with the weight."""
+        return {"weight": self.weight, "scales": self.scales, "coding": self.coding, "x_scale": self.x_scale}
+
+    def __getitem__(self, expert: int) -> Linear:
+        """One expert's."""
+        return Linear(self.weight[expert], None if self.scales is None else self.scales[expert])
+
+    def rows_from(self, first: int) -> Linear:
+        """The rows from `first` on, which begins a projection: blocks of scales begin there too."""
+        if self.scales is None:
+            return replace(self, weight=self.weight[first:])
+        block = 1 if self.scales.shape[-2] == self.weight.shape[-2] else SCALE_BLOCK
+        return replace(self, weight=self.weight[first:], scales=self.scales[first // block :])
+
+
+def form_of(layer: Any) -> tuple[np.dtype[Any], ...]:
+    """The dtypes of the linear weights in a layer, a dataclass. The same kernels run layers of one form."""
+    if isinstance(layer, Linear):
+        return (layer.weight.dtype,)
+    parts = [getattr(layer, field.name) for field in fields(layer)]
+    return tuple(dtype for part in parts if is_dataclass(part) for dtype in form_of(part))
+
+
+@dataclass(slots=True)
+class LinearPlaces(Places):
+    """Places for linear layers. `expand`: FP8 and FP4 weights become the model's dtype while they are loaded. A model
+    on a CPU does it once instead of at every step."""
+
+    expand: bool = False
+    layers: list[Load] = field(default_factory=list)
+    """Which rows and columns of a layer's weight lie where, by the name of a plain weight."""
+    ignored: list[str] = field(default_factory=list)
+    """Tensors that belong to packed weights and say nothing that is needed."""
+    single: set[str] = field(default_factory=set)
+    """Tensors of one value, [] or [1]."""
+
+    def linear(
+        self, *parts: AnyPart, columns: int, packing: Packing | Int4 | None = None, pad: int = 0
+    ) -> Linear:
+        """Projections stacked in one weight, with `pad` rows of zeros after them. FP8 blocks begin anew at each
+        projection, so the rows of all but the last are whole blocks, or all have as many rows. Raises
+        UnsupportedQuantization for others, and where some projections are packed and some are not."""
+        rows, names = [part[1] for part in parts], ", ".join(part[0] for part in parts)
+        packing = _of_all(packing, parts, names)
+        fits = not any(size % SCALE_BLOCK for size in rows[:-1]) or rows[0] * len(rows) == sum(rows)
+        if packing is not None and packing.block_rows and not fits:
+            raise UnsupportedQuantization(
+                f"{names}: FP8 blocks of {SCALE_BLOCK} rows do not fit projections of {rows} rows"
+            )
+        linear = self.empty((), rows, columns, packing, names, pad)
+        self.fill(linear, parts, packing)
+        if pad:
+            self.pads.append(linear.weight[sum(rows) :])
+            if linear.scales is not None and linear.scales.shape[-2] == linear.weight.shape[-2]:
+                self.pads.append(linear.scales[sum(rows) :])
+        if isinstance(packing, Int4) or packing is None or packing.coding is None:
+            return linear
+        return replace(linear, coding=packing.coding, x_scale=self._x_scale(parts, packing))
+
+    def _x_scale(self, parts: Sequence[AnyPart], packing: Packing) -> Tensor | None:
+        """The scale of the activations of stacked projections: the largest published one."""
+        names = tuple(f"{part[0]}.input_scale" for part in parts)
+        if packing.coding != "tensor":
+            return None
+        scale = self.arena.alloc((1,), float32, names[0])
+        self.conversions.append(Conversion(names, scale, _largest))
+        self.single |= set(names)
+        self.ignored = [name for name in self.ignored if name not in names]
+        return scale
+
+    def empty(
+        self,
+        count: tuple[int, ...],
+        rows: Sequence[int],
+        columns: int,
+        packing: Packing | Int4 | None,
+        name: str,
+        pad: int = 0,
+    ) -> Linear:
+        """A weight [*count, sum of rows + pad, columns] that nothing fills yet."""
+        alloc, total = self.arena.alloc, sum(rows) + pad
+        if isinstance(packing, Int4):
+            words = alloc((*count, total, columns // packing.group), int32, name)
+            return Linear(alloc((*count, total, columns // 2), uint8, name), words)
+        if packing is None or self.expand:
+            return Linear(alloc((*count, total, columns), self.dtype, name), None)
+        if packing.fp4:
+            weight = alloc((*count, total, columns // 2), int8, name).view_as(uint8)
+            scales = alloc((*count, total, columns // FP4_BLOCK), packing.dtype, name)
+        else:
+            weight = alloc((*count, total, columns), float8_e4m3fn, name)
+            if packing.by_row:
+                return Linear(weight, alloc((*count, total, 1), packing.dtype, name))
+            scales = alloc((*count, sum(map(scale_blocks, rows)), scale_blocks(columns)), packing.dtype, name)
+        return Linear(weight, scales if packing.dtype == float32 else scales.view_as(uint8))
+
+    def fill(self, linear: Linear, parts: Sequence[AnyPart], packing: Packing | Int4 | None) -> None:
+        """Projections one below the other in a weight [N, K]. Raises ContractError where a part of a packed weight does
+        not begin with a block or group, and is not within one."""
+        start = block = 0
+        for one in parts:
+            part = WeightPart(*one)
+            rows = _range(start, part.rows)
+            start += part.rows
+            weight, scales = linear.weight[rows], linear.scales
+            source = _range(part.row, part.rows), _range(part.column, columns_of(weight))
+            layer = Load(part.module + ".weight", weight, source)
+            self.layers.append(layer)
+            if packing is None:
+                self.loads.append(layer)
+            elif isinstance(packing, Int4):
+                assert scales is not None
+                self._int4(part, weight, scales[rows], packing)
+            elif packing.by_row and scales is not None:
+                self._rows(part, weight, scales[rows], packing)
+            elif packing.made and scales is not None:
+                block += self.quantise(weight, scales[block:], layer.name, layer.source)
+            else:
+                block += self._blocks(part, weight, None if scales is None else scales[block:], packing)
+
+    def quantise(self, weight: Tensor, scales: Tensor, name: str, source: tuple[slice, ...]) -> int:
+        """Make FP8 in blocks of a part of a plain tensor. scales: from the part's first on. Returns their rows."""
+        height = scale_blocks(weight.shape[0])
+        for dst, convert in ((weight, block_codes), (scales[:height], block_scales)):
+            self.conversions.append(Conversion((name,), dst, convert, (source,)))
+        return height
+
+    def _int4(self, part: WeightPart, codes: Tensor, words: Tensor, packing: Int4) -> None:
+        size = _range(part.row, part.rows), _range(part.column, 2 * codes.shape[1])
+        self.conversions += conversions(packing, Part(part.module, *size), codes, words)
+        self.ignored.append(part.module + ".weight_shape")
+
+    def _rows(self, part: WeightPart, weight: Tensor, scales: Tensor, packing: Packing) -> None:
+        name, rows = part.module + ".weight", _range(part.row, part.rows)
+        columns = _range(part.column, weight.shape[1])
+        if packing.made:  # whole rows, so that all ranks have the same codes
+            of_row = ((rows, slice(None)),)
+            codes = functools.partial(row_codes, columns=columns)
+            self.conversions += [
+                Conversion((name,), weight, codes, of_row),
+                Conversion((name,), scales, row_scales, of_row),
+            ]
+            return
+        self.loads.append(Load(name, weight, (rows, columns)))
+        name = part.module + packing.scales
+        if packing.whole:
+            self.single.add(name)
+            self.conversions.append(Conversion((name,), scales, functools.partial(_repeated, part.rows)))
+        else:
+            self.conversions.append(Conversion((name,), scales, _wide, ((rows, slice(0, 1)),)))
+        self.ignored.append(part.module + ".input_scale")
+
+    def _blocks(self, part: WeightPart, dst: Tensor, left: Tensor | None, packing: Packing) -> int:
+        """left: the scales from the part's first on. Returns how many rows of them the part has."""
+        module, rows, row, column = part
+        pairs = 2 if packing.fp4 else 1  # columns of a byte
+        columns = dst.shape[1] * (pairs if left is not None else 1)
+        source = _range(row, rows), _range(column // pairs, columns // pairs)
+        of_scales: tuple[slice, ...]
+        if packing.by_row:
+            of_scales = (_range(row, rows),)
+        elif packing.fp4:
+            of_scales = _range(row, rows), _range(column // FP4_BLOCK, columns // FP4_BLOCK)
+        else:
+            of_scales = _blocks_of(module, row, rows), _blocks_of(module, column, columns)
+        weight, name = module + ".weight", module + packing.scales
+        if left is None:
+            self.conversions.append(Conversion((weight, name), dst, _expanded, (source, of_scales)))
+            return 0
+        height: int = of_scales[0].stop - of_scales[0].start
+        scales = left[:height]
+        self.loads.append(Load(weight, dst.view_as(int8) if packing.fp4 else dst, source))
+        if packing.dtype == float32:  # checkpoints may hold them in bfloat16
+            self.conversions.append(Conversion((name,), scales, _wide, (of_scales,)))
+        else:
+            self.loads.append(Load(name, scales.view_as(packing.dtype), of_scales))
+        return height
+
+    def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]]:
+        """The tensors that a checkpoint must have, their shapes and possible dtypes (see Checkpoint.require). The
+        places must be those of whole tensors, each in one part or several."""
+        found: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {}
+
+        def add(name: str, dst: Tensor, source: tuple[slice, ...], kinds: tuple[np.dtype[Any], ...]) -> None:
+            stops = [1] if name in self.single else [one.stop for one in source]
+            shape = tuple(stops) if stops and None not in stops else dst.shape
+            known, kinds = found.get(name, (shape, kinds))
+            found[name] = tuple(map(max, known, shape)) if len(known) == len(shape) else known, kinds
+
+        for name, dst, source in self.loads:
+            rest = (slice(0, size) for size in dst.shape[len(source) :])
+            add(name, dst, (*source, *rest), dtypes.WEIGHTS if dst.dtype in dtypes.WEIGHTS else (dst.dtype,))
+        for conversion in self.conversions:
+            for name, source in conversion.parts():
+                packed = name.endswith(
+                    (".weight_packed", ".weight_zero_point", ".qweight", ".qzeros", ".g_idx")
+                )
+                add(name, conversion.dst, source, (int32,) if packed else dtypes.WEIGHTS)
+        return found
+
+
+def module_packing(packing: Packing | Int4 | None, module: str) -> Packing | Int4 | None:
+    """The packing of this module's weight; None for a plain one."""
+    packed = packing is None or packing.modules is None or module in packing.modules
+    return packing if packed else None
+
+
+def _of_all(packing: Packing | Int4 | None, parts: Sequence[AnyPart], names: str) -> Packing | Int4 | None:
+    """The one packing of all parts."""
+    kinds = {module_packing(packing, part[0]) for part in parts}
+    if len(kinds) == 2:
+        kind = next(one.kind for one in kinds if one is not None)
+        raise UnsupportedQuantization(
+            f"{names}: some are {kind} and some are not; they are run as one product"
+        )
+    (one,) = kinds
+    return one
+
+
+def _range(start: int, size: int) -> slice:
+    return slice(start, start + size)
+
+
+def _blocks_of(module: str, start: int, size: int) -> slice:
+    """The FP8 blocks of rows or columns, which are whole blocks, or lie in one."""
+    if start % SCALE_BLOCK and start % SCALE_BLOCK + size > SCALE_BLOCK:
+        raise ContractError(
+            f"{module}: {size} rows or columns from {start} on do not begin at an FP8 block of {SCALE_BLOCK}"
+        )
+    return _range(start // SCALE_BLOCK, scale_blocks(size))
+
+
+def _wide(scales: Array) -> Array:
+    wide = scales.astype(np.float32)
+    if not np.isfinite(wide).all():
+        raise ValueError("a scale is not finite")
+    return wide
+
+
+def _largest(*scales: Array) -> Array:
+    wide = [_wide(scale) for scale in scales]
+    if np.min(wide) <= 0:
+        raise ValueError("a scale of activations is not above zero")
+    return np.asarray(np.max(wide, axis=0))
+
+
+def _repeated(rows: int, scale: Array) -> Array:
+    return np.full((rows, 1), _wide(scale).item(), np.float32)
+
+
+def _expanded(weight: Array, scales: Array) -> Array:
+    """A packed weight of a checkpoint in float32."""
+    values = weight.view(np.uint8) if weight.dtype == np.int8 else weight
+    return dequantized(values, _wide(scales) if scales.itemsize > 1 else scales.view(np.uint8))

@@ -1,0 +1,1 @@
+"""Products with the weight of a linear layer, as commands."""

@@ -1,0 +1,153 @@
+"""The product of a few tokens with an INT4 weight, by clusters of blocks: device/int4_cluster.cu."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from openinfer.kernels.errors import ContractError
+from openinfer.kernels.formats.int4 import is_int4
+from openinfer.kernels.linear.choices import CLUSTERED, shared_bytes
+from openinfer.kernels.linear.cluster_memory import sent_bytes
+from openinfer.kernels.op.launch import Aligned, Launch, Scratch, TensorMap, launch_cuda, power_of_two
+from openinfer.kernels.op.target import Target
+from openinfer.tensor import Tensor, bfloat16
+
+MOST_TOKENS, BLOCK_TOKENS = 256, 128
+"""The most tokens of a call, and of a block. More tokens than those of a block are several waves."""
+LARGE = 20 << 20
+"""Numbers of a weight from which two waves cost less than making the weight bf16."""
+DEPTH, GROUP, TILE = 256, 128, 64
+"""Columns of K of a stage and of a group, and rows of a tile of the weight. The kernel has these numbers too."""
+FEWEST_ROWS, FEWEST_STAGES = 32, 3
+"""A block has no fewer, because what a tile reads of rows that do not exist must lie in shared memory."""
+FEW_TOKENS = 64
+"""With more tokens there are no registers for the sums of a group, so the kernel scales the weight in bf16."""
+MOST_TILES, MOST_FOLDED_TILES, MOST_STAGES = 6, 4, 12
+"""The most tiles of a block, whose sums are in registers, also of such tokens, and the most stages of its ring."""
+MOST_COPIED = 256
+"""The most rows of a tile that is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clusters:
+    """`columns` of out for each cluster of `split` blocks, and a ring of `stages`."""
+
+    tokens: int
+    columns: int
+    split: int
+    stages: int
+
+
+def int4_choice(
+    target: Target, out: Tensor | Scratch, weight: Tensor, words: Tensor | None, *, gated: bool
+) -> Clusters | None:
+    """The clusters for out [M, N], or None where their kernel does not take the call."""
+    (m, n), k = out.shape, 2 * weight.shape[1]
+    if words is None or not is_int4(words) or target.batch_invariant or not 1 < m <= MOST_TOKENS:
+        return None
+    if not target.nvrtc or target.arch != 90 or k % DEPTH or k != GROUP * words.shape[1] or n % 16:
+        return None
+    if m > BLOCK_TOKENS and weight.shape[0] * k < LARGE:
+        return None
+    return _choose(target.num_sms, min(BLOCK_TOKENS, max(8, power_of_two(m))), n, k, gated)
+
+
+@functools.cache
+def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool) -> Clusters | None:
+    """All clusters run at once, a block an SM. K has as many parts as let a block read least, where x counts half,
+    because the second-level cache has it."""
+    found = {}
+    for split, share in CLUSTERED.items():
+        columns = max(FEWEST_ROWS, -(-n // (int(num_sms * share) // split) // 8) * 8)
+        rows = 2 * columns if gated else columns
+        cost = rows * (k // 2 + k // 32) // split + tokens * k // split
+        if split > 1:
+            cost += 4 * tokens * rows
+        held = _held(rows, k, split) + sent_bytes(tokens, rows, split, shares(tokens, rows)[1])
+        room = (shared_bytes(90) - 16 - held) // (_stage(tokens, rows) + 16)
+        stages = min(MOST_STAGES, -(-k // DEPTH // split), room)
+        most = MOST_TILES if tokens <= FEW_TOKENS else MOST_FOLDED_TILES
+        fits = rows <= most * TILE and columns <= MOST_COPIED and stages >= 2
+        if fits and k >= split * FEWEST_STAGES * DEPTH:
+            found[cost] = Clusters(tokens, columns, split, stages)
+    return found[min(found)] if found else None
+
+
+def words_of(k: int, split: int) -> int:
+    """Words of a row that a block holds: those of its part of K, and a few more, so that rows have other banks."""
+    words = -(-k // DEPTH // split) * (DEPTH // GROUP)
+    return words + (4 - words) % 8
+
+
+def _held(rows: int, k: int, split: int) -> int:
+    """Bytes of a block's words, whole tiles of them."""
+    return -(-rows // TILE) * TILE * words_of(k, split) * 4
+
+
+def _stage(tokens: int, rows: int) -> int:
+    """Bytes of a stage of the ring."""
+    return DEPTH * (rows // 2 + 2 * tokens)
+
+
+def shares(tokens: int, rows: int) -> tuple[int, int]:
+    """Into how many parts warpgroups divide a block's tiles, and the groups of a stage."""
+    tiles = -(-rows // TILE)
+    if tokens > FEW_TOKENS and tiles == 3:
+        return 3, 1
+    if tokens >= FEW_TOKENS:  # more than two warpgroups have too few registers
+        return (2, 1) if tiles > 1 else (1, 2)
+    return (tiles if tiles < 5 else 3), (2 if tiles < 3 else 1)
+
+
+def int4_cluster(
+    c: Clusters,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch,
+    weight: Tensor,
+    words: Tensor,
+    *,
+    add: bool = False,
+    gated: bool = False,
+) -> Launch:
+    """out [M, N] = x [M, K] @ weight^T by the clusters of `c`. Raises ContractError for x of another dtype than
+    bfloat16."""
+    if x.dtype != bfloat16:
+        raise ContractError(f"x is {x.dtype.name}; products of INT4 weights on a GPU are of bfloat16")
+    (m, n), k = out.shape, x.shape[1]
+    rows, pitch = 2 * c.columns if gated else c.columns, words_of(k, c.split)
+    sides, parts = shares(c.tokens, rows)
+    sums = parts * c.tokens * (rows + (20 - rows % 16) % 16) * 4
+    ring = max(c.stages * _stage(c.tokens, rows), sums)
+    return launch_cuda(
+        "openinfer.kernels.device",
+        "int4_cluster.cu",
+        "int4_cluster",
+        (-(-n // c.columns) * c.split, -(-m // c.tokens)),
+        {
+            "out": out,
+            "x": TensorMap(x, (c.tokens, 64)),
+            "weight": TensorMap(weight, (c.columns, DEPTH // 2)),
+            "words": words,
+            "M": m,
+            "N": Aligned(n),
+            "K": Aligned(k),
+        },
+        {
+            "TOKENS": c.tokens,
+            "ROWS": c.columns,
+            "SPLIT": c.split,
+            "STAGES": c.stages,
+            "SIDES": sides,
+            "PARTS": parts,
+            "WORDS": pitch,
+            "GATED": gated,
+            "ADD": add,
+        },
+        threads=128 * (sides * parts + 1),
+        shared=ring
+        + _held(rows, k, c.split)
+        + sent_bytes(c.tokens, rows, c.split, parts)
+        + 16 * (c.stages + 1),
+        early=True,
+    )

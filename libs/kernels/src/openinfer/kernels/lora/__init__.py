@@ -1,0 +1,1 @@
+"""Adapters (LoRA): their files, their places on a device, their products."""

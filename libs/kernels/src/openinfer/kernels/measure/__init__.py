@@ -1,0 +1,1 @@
+"""How long kernels, calls and steps take: measured and predicted."""

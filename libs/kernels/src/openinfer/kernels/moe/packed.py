@@ -1,0 +1,256 @@
+"""The kernels of a mixture of experts with packed weights: FP4 or float8 with E8M0 scales, and bf16 beside these.
+
+The gate has a kernel of its own between the products, which also weighs the pairs and rounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from openinfer.kernels.linear.choices import depth, shared_bytes
+from openinfer.kernels.linear.packed_products import takes_codes
+from openinfer.kernels.moe.mixture import SORT_BLOCK, Pairs
+from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, launch, power_of_two
+from openinfer.kernels.op.target import Target
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
+
+_DEVICE = "openinfer.kernels.device.packed_experts"
+
+_HOPPER = "openinfer.kernels.device.packed_experts_hopper"
+
+BF16, FLOAT8, FP4 = 0, 1, 2
+"""Kinds of weights, as device/experts.py numbers them."""
+
+COPY_BLOCK = 2048
+"""Numbers of x that a program puts in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of the weights and places of one program, and the kernel. `turn`: blocks of columns that coded_product
+    takes at a time."""
+
+    rows: int
+    bm: int
+    warps: int
+    stages: int
+    kernel: Literal["experts_product", "coded_product", "fp4_product"] = "experts_product"
+    turn: int = 1
+
+    @property
+    def coded(self) -> bool:
+        """Whether the products are of float8 codes."""
+        return self.kernel != "experts_product"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values that the products read."""
+        return float8_e4m3fn if self.coded else bfloat16
+
+
+def kind_of(weight: Tensor) -> int:
+    """BF16, FLOAT8 or FP4."""
+    return {uint8: FP4, float8_e4m3fn: FLOAT8}.get(weight.dtype, BF16)
+
+
+def tile(target: Target, pairs: int, experts: int, kind: int, quantized: bool) -> Tile:
+    """The tile for the products of `pairs` pairs, as measured on an H200 for 256 experts of V4-Flash's size.
+
+    Where experts get few pairs each, reading the weights takes all the time. Tiles then have few places. They have
+    fewer rows too where programs would not fill the GPU. Where experts get many pairs, a tile takes as many places as
+    most experts have pairs, so that their weights are unpacked once. Values that go through q8 are multiplied as codes
+    on Hopper (README.md). Its tensor cores do so twice as fast as in bf16. Float8 weights then need no unpacking, and
+    FP4 weights half of it.
+    """
+    mean = -(-pairs // experts)
+    if target.arch < 90 or shared_bytes(target.arch) < 128 << 10 or target.batch_invariant:
+        return Tile(64, 16, 4, 2)
+    few = max(16, power_of_two(mean))
+    if quantized and kind != BF16 and takes_codes(target) and not 24 < mean <= 48:
+        if kind == FLOAT8:
+            return (
+                Tile(64, few, 4, 4, "coded_product") if mean <= 24 else Tile(64, 128, 4, 3, "coded_product")
+            )
+        if mean <= 16 or target.interpreted:
+            return Tile(64, min(few, 128), 4, 3, "coded_product", 2)
+        return Tile(128, 32 if mean <= 24 else 128, 8, 4, "fp4_product")
+    if mean <= 24:
+        return Tile(128 if pairs >= target.num_sms else 64, few, 4, 4)
+    if mean <= 48:
+        return Tile(128, 64, 8, 3)
+    return Tile(128, 128, 4, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The arguments of one `experts`, and the tile of its products."""
+
+    tile: Tile
+    target: Target
+    out: Tensor
+    x: Tensor
+    shared: Tensor
+    expert_ids: Tensor
+    expert_weights: Tensor
+    gate_up: Tensor
+    gate_up_scales: Tensor | None
+    down: Tensor
+    down_scales: Tensor | None
+    limit: float
+    quantized: bool
+    arranged: Scratch | Tensor  # x as the first product reads it
+    x_scales: Scratch
+    results: Scratch  # [pairs, D]
+
+    @classmethod
+    def of(
+        cls, target: Target, tile: Tile, *, x: Tensor, expert_ids: Tensor, down: Tensor, **rest: Any
+    ) -> PackedExperts:
+        """The kernels for a call's arguments, with scratch for the values that they pass to each other."""
+        tokens, width = x.shape
+        packed = kind_of(down) != BF16
+        return cls(
+            tile, target, x=x, expert_ids=expert_ids, down=down, **rest,
+            arranged=Scratch((tokens, width), tile.dtype) if packed else x,
+            x_scales=Scratch((width // 128, tokens) if tile.coded else (1,), float32),
+            results=Scratch((tokens * expert_ids.shape[1], width), bfloat16),
+        )  # fmt: skip
+
+    def sort(self, pairs: Pairs) -> Launch:
+        """Fill `order` and `starts`, and write x as the first product reads it."""
+        (tokens, width), kind = self.x.shape, kind_of(self.down)
+        block = min(SORT_BLOCK, power_of_two(pairs.count))
+        copies = -(-tokens * width // COPY_BLOCK) if kind != BF16 else 0
+        return launch(
+            _DEVICE,
+            "sort_pairs",
+            (pairs.experts + 1 + copies,),
+            {
+                "order": pairs.order,
+                "starts": pairs.starts,
+                "arranged": self.arranged,
+                "scales": self.x_scales,
+                "expert_ids": self.expert_ids,
+                "x": self.x,
+                "pairs": pairs.count,
+                "numbers": Aligned(tokens * width),
+                "K_BLOCKS": width // 128,
+                "STRIDE": tokens,
+            },
+            {
+                "EXPERTS": pairs.experts,
+                "BLOCK": block,
+                "COPY": COPY_BLOCK,
+                "KIND": kind,
+                "CODES": self.tile.coded,
+            },
+            num_warps=4 if block < 2048 else 8,
+        )
+
+    def multiply(self, pairs: Pairs) -> Iterator[Launch]:
+        """From tokens to the results of pairs, with the clamped gate between the products."""
+        inter, tile = self.gate_up.shape[1] // 2, self.tile
+        both, hidden = Scratch((pairs.count, 2 * inter), bfloat16), Scratch((pairs.count, inter), tile.dtype)
+        scales = Scratch((inter // 128, pairs.count + tile.bm) if tile.coded else (1,), float32)
+        yield self._product(pairs, both, self.arranged, self.x_scales, self.gate_up, self.gate_up_scales)
+        blocks = min(8, power_of_two(inter // 128))
+        yield launch(
+            _DEVICE,
+            "activate",
+            (pairs.count, -(-inter // (128 * blocks))),
+            {
+                "hidden": hidden,
+                "scales": scales,
+                "both": both,
+                "order": pairs.order,
+                "starts": pairs.starts,
+                "expert_weights": self.expert_weights,
+                "limit": self.limit,
+                "width": Aligned(inter),
+                "STRIDE": pairs.count + tile.bm,
+            },
+            {
+                "EXPERTS": pairs.experts,
+                "BLOCKS": blocks,
+                "KIND": kind_of(self.down),
+                "QUANTIZED": self.quantized,
+                "CODES": tile.coded,
+            },
+        )
+        yield self._product(pairs, self.results, hidden, scales, self.down, self.down_scales)
+
+    def add(self, pairs: Pairs) -> Launch:
+        """The results of a token and `shared`, in `out`."""
+        width = self.x.shape[1]
+        block = min(1024, power_of_two(width))
+        return launch(
+            _DEVICE,
+            "add_chosen",
+            (pairs.tokens, -(-width // block)),
+            {
+                "out": self.out,
+                "shared": self.shared,
+                "results": self.results,
+                "expert_ids": self.expert_ids,
+                "width": Aligned(width),
+            },
+            {"CHOSEN": pairs.chosen, "BLOCK": block},
+        )
+
+    def _product(
+        self,
+        pairs: Pairs,
+        out: Scratch,
+        x: Scratch | Tensor,
+        x_scales: Scratch,
+        weight: Tensor,
+        scales: Tensor | None,
+    ) -> Launch:
+        """One of the two products; the first is that from tokens."""
+        target, tile, first = self.target, self.tile, x is self.arranged
+        kind, n, k = kind_of(weight), weight.shape[1], x.shape[1]
+        rows, few = min(tile.rows, n & -n), pairs.few(tile.bm)
+        words = weight if kind == BF16 or (kind == FLOAT8 and tile.coded) else weight.view_as(int32)
+        if scales is None:
+            scales = weight
+        elif kind == FP4 and tile.kernel != "coded_product":
+            scales = scales.view_as(int32)
+        args: dict[str, Arg] = {"out": out, "x": x}
+        if tile.coded:
+            args["x_scales"] = x_scales
+        args |= {
+            "weight": words,
+            "scales": scales,
+            "order": pairs.order,
+            "starts": pairs.starts,
+            "N": Aligned(n),
+            "K": Aligned(k),
+            "K_WORDS": Aligned(words.shape[2]),
+            "K_BLOCKS": k // 128,
+        }
+        if tile.coded:
+            args["STRIDE"] = x_scales.shape[1]
+        constants = {
+            "CHOSEN": pairs.chosen if first else 1,
+            "EXPERTS": pairs.experts,
+            "E_BLOCK": power_of_two(pairs.experts),
+            "BM": tile.bm,
+            "FIRST": first,
+        }
+        warps = min(tile.warps, rows // 16)
+        if tile.kernel == "fp4_product":
+            grid = (n // rows, pairs.count // tile.bm + pairs.experts)
+            constants["STAGES"] = tile.stages
+            return launch(_HOPPER, tile.kernel, grid, args, constants, num_warps=warps)
+        assembly = target.arch >= 90 and not target.interpreted
+        constants |= {"ROWS": rows, "WARPS": warps, "KIND": kind, "PAIRS": assembly, "FEW": few}
+        if tile.coded:
+            constants["TURN"] = tile.turn if k // 128 % tile.turn == 0 else 1
+        else:
+            constants["BK"] = depth(k, 64 if tile.bm > 64 else 128)
+        grid = (n // rows, pairs.tiles(tile.bm))
+        return launch(_DEVICE, tile.kernel, grid, args, constants, num_warps=warps, num_stages=tile.stages)

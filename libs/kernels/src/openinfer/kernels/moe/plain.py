@@ -1,0 +1,158 @@
+"""The kernels of a mixture of experts whose weights a product takes unchanged: bf16, float8 with float32
+scales, or INT4.
+
+The gate is part of the first product, and the experts' weights are part of the last sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from openinfer.kernels.formats.int4 import is_int4
+from openinfer.kernels.linear.choices import depth, shared_bytes
+from openinfer.kernels.moe.mixture import SORT_BLOCK, Pairs
+from openinfer.kernels.op.launch import Aligned, Launch, Scratch, launch, power_of_two
+from openinfer.kernels.op.target import Target
+from openinfer.tensor import Tensor
+
+_DEVICE = "openinfer.kernels.device.experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of tokens, rows of weights and columns at a time; `tall`: the weights are the tall operand."""
+
+    bm: int
+    bn: int
+    bk: int
+    tall: bool
+    warps: int = 4
+    stages: int = 3
+
+
+def tile(target: Target, pairs: int, experts: int, n: int, k: int, *, first: bool) -> Tile:
+    """The tile for a product with [n, k] of each expert's weights, two of them in the `first` product.
+
+    Where experts get few rows each, reading the weights is all there is: many programs, small tiles. Twice the mean
+    fills a tile well enough, since the fullest experts get about that.
+    """
+    mean = -(-pairs // experts)
+    consumer = shared_bytes(target.arch) < 128 << 10
+    if target.batch_invariant:
+        return Tile(64, 64, depth(k, 64), False, 4, 2 if consumer else 3)
+    if mean <= 32:
+        bn = 64
+        while bn > 16 and min(pairs, experts) * (n // bn) < 2 * target.num_sms:
+            bn //= 2
+        stages = 2 if consumer else 3 if bn == 64 else 5
+        return Tile(max(16, power_of_two(2 * mean)), bn, depth(k, 128), True, 4, stages)
+    if consumer:
+        return Tile(64, 64, depth(k, 64), False, 4, 2)
+    return Tile(128, 64 if first else 128, depth(k, 64), False, 8, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExperts:
+    """The arguments of one experts_add after the norm, and its tiles. `hidden` [T, H] is the normed x. `adds`: whether
+    the sums are added onto `x`, or become its values."""
+
+    x: Tensor
+    hidden: Tensor | Scratch
+    expert_ids: Tensor
+    expert_weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+    gate_up_scales: Tensor | None
+    down_scales: Tensor | None
+    adds: bool
+    first: Tile
+    second: Tile
+    results: Scratch  # [pairs, H]
+
+    def sort(self, pairs: Pairs) -> Launch:
+        """Fill `order` and `starts`."""
+        return launch(
+            _DEVICE,
+            "sort_pairs",
+            (pairs.experts + 1,),
+            {
+                "order": pairs.order,
+                "starts": pairs.starts,
+                "expert_ids": self.expert_ids,
+                "pairs": pairs.count,
+            },
+            {"BLOCK": min(SORT_BLOCK, power_of_two(pairs.count))},
+        )
+
+    def multiply(self, pairs: Pairs) -> Iterator[Launch]:
+        """From normed tokens to the results of pairs."""
+        inter = self.gate_up.shape[1] // 2
+        mlp = Scratch((pairs.count, inter), self.x.dtype)
+        yield self._product(pairs, self.first, mlp, self.hidden, self.gate_up, self.gate_up_scales)
+        yield self._product(pairs, self.second, self.results, mlp, self.down, self.down_scales)
+
+    def add(self, pairs: Pairs) -> Launch:
+        """The weighted results of a token, added up."""
+        width = self.x.shape[1]
+        block = min(1024, power_of_two(width))
+        return launch(
+            _DEVICE,
+            "add_chosen",
+            (pairs.tokens, -(-width // block)),
+            {
+                "x": self.x,
+                "results": self.results,
+                "expert_ids": self.expert_ids,
+                "expert_weights": self.expert_weights,
+                "width": Aligned(width),
+            },
+            {"CHOSEN": pairs.chosen, "BLOCK": block, "ADDS": self.adds},
+        )
+
+    def _product(
+        self,
+        pairs: Pairs,
+        tile: Tile,
+        out: Scratch,
+        x: Tensor | Scratch,
+        weight: Tensor,
+        scales: Tensor | None,
+    ) -> Launch:
+        """One of the two products; the first is that from the tokens' hidden rows."""
+        n, k = out.shape[1], x.shape[1]
+        own: dict[str, int | bool]
+        if scales is not None and is_int4(scales):
+            module, kernel, words = "openinfer.kernels.device.int4_experts", "experts_product_int4", "words"
+            tile = Tile(min(64, tile.bm), 64, 0, True)
+            own = {"GROUP": k // scales.shape[-1]}
+        else:
+            module, kernel, words = _DEVICE, "experts_product", "scales"
+            own = {"BK": tile.bk, "SCALED": scales is not None, "TALL": tile.tall}
+        return launch(
+            module,
+            kernel,
+            (-(-n // tile.bn), pairs.tiles(tile.bm)),
+            {
+                "out": out,
+                "x": x,
+                "weight": weight,
+                words: x if scales is None else scales,
+                "order": pairs.order,
+                "starts": pairs.starts,
+                "N": Aligned(n),
+                "K": Aligned(k),
+            },
+            {
+                "CHOSEN": pairs.chosen,
+                "EXPERTS": pairs.experts,
+                "E_BLOCK": power_of_two(pairs.experts),
+                "BM": tile.bm,
+                "BN": tile.bn,
+                "FIRST": x is self.hidden,
+                "FEW": pairs.few(tile.bm),
+                **own,
+            },
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )

@@ -1,0 +1,1 @@
+"""Op and its parts: contract, launches and how they are packed, target, numpy helpers, cases."""

@@ -1,0 +1,1 @@
+"""Ranks of a model, and what they exchange."""

@@ -1,0 +1,1 @@
+"""Compiled kernels, and the processes that compile them."""
