@@ -107,7 +107,7 @@ class DeepseekV4(Blueprint[Model]):
             arena, stream, [Field(name, (limits.max_rows + 1, limits.max_blocks)) for name in TABLES],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
             width=c.hc_mult * c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
-            ranks=c.ranks, adds=False,
+            ranks=c.part.ranks, adds=False,
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits, self.quantized)
         cache = Cache.allocate(c, arena, limits.dtype, windows, entries, drafting=self.form.mtp)
@@ -156,11 +156,13 @@ class DeepseekV4(Blueprint[Model]):
         yield Control(WRONG_ENTRIES, smaller, min_tokens=2 * PAGE)
         layers, mixture = model.weights.layers, model.weights.layers[-1].mixture
         outputs = [layer.attention.out_b for layer in layers]
-        yield from of_ranks(self.config.ranks, outputs, [mixture.gate_up, mixture.down])
+        yield from of_ranks(self.config.part.ranks, outputs, [mixture.gate_up, mixture.down])
 
     def notices(self, fault: str) -> bool:
         """Rounding hides wrong entries, except from a layer alone; see benchmarks/deepseek_layers.py for ranks."""
-        return not (self.quantized and self.config.ranks > 1 and fault in (WRONG_ENTRIES, "entry_tables"))
+        return not (
+            self.quantized and self.config.part.ranks > 1 and fault in (WRONG_ENTRIES, "entry_tables")
+        )
 
     def comparable(self, references: Sequence[Reference]) -> Sequence[Reference]:
         return [one.rounded() for one in references] if self.quantized else references
@@ -170,7 +172,7 @@ class DeepseekV4(Blueprint[Model]):
     ) -> Iterator[Check]:
         if wrong_table is None:
             yield from choices(engine, references[-1], quantized=self.quantized)
-        if self.quantized and self.config.ranks == 1:  # other ranks would not get the layers' inputs
+        if self.quantized and self.config.part.ranks == 1:  # other ranks would not get the layers' inputs
             for reference in references:
                 yield from layers_alone(engine, reference, wrong_table)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from openinfer.kernels import rope_frequencies
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
-from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, eos_ids, share_evenly, shown
+from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, eos_ids, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
+from openinfer.recipes.engine.shard import WHOLE, Part
 
 CSA, HCA = 4, 128
 """Tokens of a compressed entry. CSA is compressed sparse attention (overlapping windows, an indexer), HCA is heavily
@@ -38,7 +39,7 @@ class Config:
     ratios: ratios[l] is the number of tokens of a compressed entry of layer l.
     main_freq, compress_freq: float32 [rope_dim / 2], for layers without and with compressed entries.
     mtp: there is an MTP layer, which predicts one more token.
-    rank: of `ranks` GPUs, this one has the heads, experts and rows of lm_head that `local_...` and `first_expert` name.
+    part: which heads, experts and rows of lm_head a rank has; all other fields are the whole model's.
     """
 
     hidden_size: int
@@ -70,8 +71,7 @@ class Config:
     compress_freq: Floats
     mtp: bool
     eos_token_ids: tuple[int, ...]
-    ranks: int = 1
-    rank: int = 0
+    part: Part = WHOLE
 
     @property
     def num_layers(self) -> int:
@@ -83,7 +83,7 @@ class Config:
         return self.ratios.count(ratio)
 
     def of_rank(self, rank: int, ranks: int) -> Config:
-        """The part of one GPU of several. Raises UnsupportedModel where the model cannot be shared evenly."""
+        """This model with the part of one of several ranks. Raises UnsupportedModel where it cannot be shared."""
         sizes = {
             "o_groups": (self.o_groups, 1),
             "o_groups * o_lora_rank": (self.o_groups * self.o_lora_rank, FP8_BLOCK),
@@ -91,42 +91,9 @@ class Config:
             "moe_intermediate_size": (self.moe_intermediate_size, FP8_BLOCK),
             "vocab_size": (self.vocab_size, 16),
         }
-        share_evenly(ranks, sizes)
-        return dataclasses.replace(self, ranks=ranks, rank=rank)
-
-    def part(self, size: int) -> slice:
-        """This rank's part, where each rank has `size`."""
-        return slice(self.rank * size, (self.rank + 1) * size)
-
-    @property
-    def local_heads(self) -> int:
-        """Query heads of this rank."""
-        return self.num_heads // self.ranks
-
-    @property
-    def local_groups(self) -> int:
-        """Groups of heads whose outputs this rank projects."""
-        return self.o_groups // self.ranks
-
-    @property
-    def local_experts(self) -> int:
-        """Experts of this rank, from `first_expert` on."""
-        return self.num_experts // self.ranks
-
-    @property
-    def first_expert(self) -> int:
-        """The first expert of this rank."""
-        return self.rank * self.local_experts
-
-    @property
-    def local_shared(self) -> int:
-        """Columns of the shared expert's hidden layer that this rank has."""
-        return self.moe_intermediate_size // self.ranks
-
-    @property
-    def local_vocab(self) -> int:
-        """Rows of lm_head that this rank has."""
-        return self.vocab_size // self.ranks
+        part = Part(rank, ranks)
+        part.check(sizes)
+        return dataclasses.replace(self, part=part)
 
     def window_page_bytes(self, itemsize: int, *, drafting: bool = False) -> int:
         """Bytes of a page of the window group: 128 raw vectors a layer, and the states of the compressors after the

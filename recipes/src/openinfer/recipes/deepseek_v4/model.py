@@ -79,7 +79,7 @@ class Model:
         b, t = self.buffers, step.tokens
         self.read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
         self._attention(pack, layer.attention, layer.place, step, kv)
-        ranks = self.config.ranks
+        ranks = self.config.part.ranks
         hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t], ranks=ranks)
         self.read_streams(pack, layer.ffn_mixing, layer.ffn_norm, t)
         self._mixture(pack, layer, t)
@@ -164,7 +164,7 @@ class Model:
             x=b.heads[:t],
             weight=out_a.weight,
             scales=out_a.scales,
-            groups=c.local_groups,
+            groups=c.part.of(c.o_groups),
             rounded_x=False,
             quantized=self.quantized,
         )
@@ -246,8 +246,8 @@ class Model:
             token_ids=batch.token_ids[:t],
             token_slots=batch.token_slots[:t],
             scaling=c.routed_scaling_factor,
-            first_expert=c.first_expert,
-            num_experts=c.local_experts,
+            first_expert=c.part.first(c.num_experts),
+            num_experts=c.part.of(c.num_experts),
         )
         gate_up_clamped(
             pack,

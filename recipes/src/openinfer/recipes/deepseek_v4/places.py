@@ -79,12 +79,12 @@ class ModelPlaces(LinearPlaces):
 
     def of_rank(self, c: Config, *parts: tuple[str, int], columns: int) -> Linear:
         """The rank's rows of FP8 modules in one weight; (name, rows of a rank)."""
-        own = [WeightPart(name, rows, c.rank * rows) for name, rows in parts]
+        own = [WeightPart(name, rows, c.part.rank * rows) for name, rows in parts]
         return self.linear(*own, columns=columns, packing=FP8_E8M0)
 
     def back(self, c: Config, module: str, columns: int) -> Linear:
         """The rank's columns of an FP8 module whose output has the hidden size."""
-        part = WeightPart(module, c.hidden_size, column=c.rank * columns)
+        part = WeightPart(module, c.hidden_size, column=c.part.rank * columns)
         return self.linear(part, columns=columns, packing=FP8_E8M0)
 
     @property

@@ -133,8 +133,8 @@ class Weights:
             for n, ratio in enumerate(c.ratios)
         )
         head, norm = p.mixing("hc_head", c, c.hc_mult, 1), p.gain("norm", c.hidden_size)
-        rows = (c.part(c.local_vocab),)
-        lm_head = p.plain("head.weight", c.local_vocab, c.hidden_size, source=rows)
+        rows = c.part.slice(c.vocab_size)
+        lm_head = p.plain("head.weight", rows.stop - rows.start, c.hidden_size, source=(rows,))
         mtp = _mtp(p, c) if form.mtp else None
         return cls(embed, layers, head, norm, lm_head, mtp, p, arena.used - used)
 
@@ -170,13 +170,14 @@ def _layer(p: ModelPlaces, c: Config, at: str, index: int, place: int, ratio: in
 
 
 def _attention(p: ModelPlaces, c: Config, at: str, ratio: int) -> Attention:
-    width, groups = c.local_heads * c.head_dim, c.local_groups
+    heads, groups = c.part.of(c.num_heads), c.part.of(c.o_groups)
+    width, own = heads * c.head_dim, (c.part.slice(c.num_heads),)
     return Attention(
         into=p.packed((at + "wq_a", c.q_lora_rank), (at + "wkv", c.head_dim), columns=c.hidden_size),
         q_norm=p.gain(at + "q_norm", c.q_lora_rank),
         kv_norm=p.gain(at + "kv_norm", c.head_dim),
         q=p.of_rank(c, (at + "wq_b", width), columns=c.q_lora_rank),
-        sinks=p.plain(at + "attn_sink", c.local_heads, dtype=float32, source=(c.part(c.local_heads),)),
+        sinks=p.plain(at + "attn_sink", heads, dtype=float32, source=own),
         out_a=p.of_rank(c, (at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
         out_b=p.back(c, at + "wo_b", groups * c.o_lora_rank),
         entries=_entries(p, c, at, ratio),
@@ -209,7 +210,8 @@ def _entries(p: ModelPlaces, c: Config, at: str, ratio: int) -> Heavy | Sparse |
 
 
 def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
-    count, inter, hidden = c.local_experts, c.moe_intermediate_size, c.hidden_size
+    inter, hidden, own = c.moe_intermediate_size, c.hidden_size, c.part.slice(c.num_experts)
+    count, width = own.stop - own.start, c.part.of(inter)
     bias = table = None
     if hashed:
         table = p.converted(
@@ -224,7 +226,7 @@ def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
     gate_up = p.empty((count,), [inter, inter], hidden, p.experts, at + "experts")
     down = p.empty((count,), [hidden], inter, p.experts, at + "experts")
     for expert in range(count):
-        module = f"{at}experts.{c.first_expert + expert}."
+        module = f"{at}experts.{own.start + expert}."
         p.fill(gate_up[expert], [(module + "w1", inter), (module + "w3", inter)], p.experts)
         p.fill(down[expert], [(module + "w2", hidden)], p.experts)
     shared = at + "shared_experts."
@@ -234,10 +236,8 @@ def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
         table=table,
         gate_up=gate_up,
         down=down,
-        shared_gate_up=p.of_rank(
-            c, (shared + "w1", c.local_shared), (shared + "w3", c.local_shared), columns=hidden
-        ),
-        shared_down=p.back(c, shared + "w2", c.local_shared),
+        shared_gate_up=p.of_rank(c, (shared + "w1", width), (shared + "w3", width), columns=hidden),
+        shared_down=p.back(c, shared + "w2", width),
     )
 
 

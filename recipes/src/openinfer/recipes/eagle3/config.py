@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from openinfer.recipes.engine.config_fields import Fields, read_json, share_evenly
+from openinfer.recipes.engine.config_fields import Fields, read_json
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
 from openinfer.recipes.engine.rope import Rope, rope_of
+from openinfer.recipes.engine.shard import Part
 
 READ = 3
 """Layers of the model that the head reads."""
 
 
 class Target(Protocol):
-    """The fields of the config of the model whose tokens a head drafts: of a rank, or of the whole model. A frozen
-    dataclass with these fields is one."""
+    """The fields of the config of the model whose tokens a head drafts. A frozen dataclass with these fields is
+    one."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -34,13 +35,7 @@ class Target(Protocol):
     def head_dim(self) -> int: ...
 
     @property
-    def rank(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def first_kv_head(self) -> int: ...
+    def part(self) -> Part: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +51,8 @@ class Head:
     layers: tuple[int, ...]
 
     @classmethod
-    def read(cls, path: Path, target: Target, ranks: int) -> Head:
-        """The head of a folder for a whole model on this number of GPUs. Raises SetupError, or UnsupportedModel naming
-        the key."""
+    def read(cls, path: Path, target: Target) -> Head:
+        """The head of a folder for a model. Raises SetupError, or UnsupportedModel naming the key."""
         try:
             fields = Fields(read_json(path / "config.json"), f"{path}/config.json")
         except UnsupportedModel as error:
@@ -78,7 +72,7 @@ class Head:
             )
         fields.is_all({"num_hidden_layers": 1}, "this recipe runs")
         inter = fields.size("intermediate_size")
-        share_evenly(ranks, {"num_attention_heads": (heads, 1), "intermediate_size": (inter, 16)})
+        target.part.check({"num_attention_heads": (heads, 1), "intermediate_size": (inter, 16)})
         return cls(
             path,
             heads,
@@ -91,8 +85,8 @@ class Head:
 
     def sizes(self, target: Target) -> tuple[int, int, int]:
         """Columns of queries, of keys and of the MLP that a rank has."""
-        dim, ranks = target.head_dim, target.ranks
-        return self.num_heads * dim // ranks, target.num_kv_heads * dim, self.intermediate_size // ranks
+        dim, of = target.head_dim, target.part.of
+        return of(self.num_heads) * dim, of(target.num_kv_heads) * dim, of(self.intermediate_size)
 
 
 def _layers(fields: Fields, count: int) -> tuple[int, ...]:

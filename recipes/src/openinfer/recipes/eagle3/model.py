@@ -66,7 +66,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """A head in memory. target: the rank's part of the model."""
+    """A head in memory. target: the model."""
 
     head: Head
     target: Target
@@ -113,7 +113,7 @@ class Drafter:
         """graph.runner.Proposer.further, on the hidden states x [T, H]. embeds [V, H]: the model's embedding. cache: a
         layer of its pages, for the head's keys and values."""
         w, b, eps, t = self.weights, self.buffers, self.head.rms_norm_eps, token_ids.shape[0]
-        heads, mlp, ranks = b.heads[:t], b.mlp[:t], self.target.ranks
+        heads, mlp, ranks = b.heads[:t], b.mlp[:t], self.target.part.ranks
         if first:
             select_rows(pack, out=x, x=b.fused[:t], q_starts=b.counts[: t + 1])
         embed(pack, out=b.embeds[:t], token_ids=token_ids, table=embeds)

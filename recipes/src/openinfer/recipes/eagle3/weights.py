@@ -35,10 +35,15 @@ class Weights:
 
     @classmethod
     def allocate(cls, head: Head, target: Target, arena: Arena, dtype: np.dtype[Any]) -> Weights:
-        """Uninitialised weights in `arena`. target: the rank's."""
-        p, h, vocab, rank = LinearPlaces(arena, dtype), target.hidden_size, target.vocab_size, target.rank
+        """Uninitialised weights in `arena`."""
+        p, h, vocab, rank = (
+            LinearPlaces(arena, dtype),
+            target.hidden_size,
+            target.vocab_size,
+            target.part.rank,
+        )
         q, kv, inter = head.sizes(target)
-        first = target.first_kv_head * target.head_dim
+        first = target.part.first(target.num_kv_heads) * target.head_dim
         sizes = (("q_proj", q, rank * q), ("k_proj", kv, first), ("v_proj", kv, first))
 
         def part(name: str, rows: int, row: int = 0, column: int = 0) -> WeightPart:

@@ -16,8 +16,6 @@ __all__ = [
     "eos_ids",
     "load_config",
     "read_json",
-    "share_evenly",
-    "share_or_repeat",
     "shown",
 ]
 
@@ -166,26 +164,3 @@ def attention_heads(fields: Fields) -> tuple[int, int]:
             f"{fields.where}: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
         )
     return heads, kv_heads
-
-
-def share_evenly(ranks: int, sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Raise UnsupportedModel unless ranks can share what these keys of config.json count, each with its unit: a rank's
-    part is whole units. Units of FP8_BLOCK are blocks of a scale: a part begins with a block, or lies within one."""
-    for key, (size, unit) in sizes.items():
-        part, rest = divmod(size, ranks)
-        starts, fits = [rank * part % unit for rank in range(ranks)], part % unit == 0
-        if unit == FP8_BLOCK:
-            fits = part % 16 == 0 and all(start == 0 or start + part <= unit for start in starts)
-        if rest or not part or not fits:
-            raise UnsupportedModel(
-                f"config.json: {key} is {size}; {ranks} ranks cannot share it in multiples of {unit}"
-            )
-
-
-def share_or_repeat(ranks: int, heads: Mapping[str, int]) -> None:
-    """Raise UnsupportedModel unless ranks have the same number of these heads, or groups of ranks the same head."""
-    for key, count in heads.items():
-        if max(ranks, count) % min(ranks, count):
-            raise UnsupportedModel(
-                f"config.json: {key} is {count}; {ranks} ranks cannot share or repeat them"
-            )

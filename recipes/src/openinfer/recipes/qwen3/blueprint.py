@@ -24,13 +24,9 @@ from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tens
 
 @dataclass(frozen=True, slots=True)
 class Qwen3(Blueprint[Model]):
-    """engine.Blueprint of a dense Qwen3. Its pool has one group: pages with the keys and values of all layers.
-
-    config: a rank's part of `whole`.
-    """
+    """engine.Blueprint of a dense Qwen3. Its pool has one group: pages with the keys and values of all layers."""
 
     config: Config
-    whole: Config
     page_size: int
     head: Head | None = None
     """The EAGLE-3 head that drafts."""
@@ -40,14 +36,14 @@ class Qwen3(Blueprint[Model]):
         return (1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32))
 
     def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
-        validate(checkpoint, self.whole, self._whole(limits).places)
+        validate(checkpoint, self.config, self._whole(limits).places)
 
     def _whole(self, limits: Limits) -> Weights:
-        return Weights.allocate(self.whole, Arena(Device("null"), None), limits.dtype)
+        return Weights.allocate(self.config.whole, Arena(Device("null"), None), limits.dtype)
 
     def _layout(self, limits: Limits) -> KvLayout:
         c, layers = self.config, self.config.num_layers + (self.head is not None)
-        return KvLayout(layers, c.num_kv_heads, self.page_size, c.head_dim, limits.kv_dtype)
+        return KvLayout(layers, c.part.of(c.num_kv_heads), self.page_size, c.head_dim, limits.kv_dtype)
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
         return (room.pages(limits, self._layout(limits).page_bytes),)
@@ -63,7 +59,7 @@ class Qwen3(Blueprint[Model]):
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.step_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=limits.dtype, ranks=c.ranks,
+            width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks,
             max_drafts=limits.max_drafts, proposes=limits.proposes,
             adapters=adapters_of(
                 arena, limits, weights.adapted(), weights.places.layers, lambda: self._whole(limits).places.layers
@@ -86,13 +82,13 @@ class Qwen3(Blueprint[Model]):
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
     ) -> LoadReport:
         if isinstance(model, DraftingModel):
-            model.drafter.weights.load(model.drafter.head, self.whole, stream)
+            model.drafter.weights.load(model.drafter.head, self.config.whole, stream)
         return model.weights.places.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
         c, layers = self.config, model.weights.layers
         kinds = one_of_each(
-            range(c.num_layers), lambda n: (c.windows[n], form_of(layers[n])), first=c.ranks > 1
+            range(c.num_layers), lambda n: (c.windows[n], form_of(layers[n])), first=c.part.ranks > 1
         )
         windows = tuple(c.windows[n] for n, _ in kinds)
         if isinstance(model, DraftingModel):
@@ -119,4 +115,4 @@ class Qwen3(Blueprint[Model]):
         layer = model.weights.layers[len(model.weights.layers) // 2]
         yield from of_halves("one layer", layer.gate_up.weight)
         yield from of_scales(layer.down)
-        yield from of_ranks(self.config.ranks, [layer.o])
+        yield from of_ranks(self.config.part.ranks, [layer.o])

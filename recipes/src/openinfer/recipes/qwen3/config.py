@@ -11,19 +11,19 @@ from openinfer.recipes.engine.config_fields import (
     Fields,
     attention_heads,
     eos_ids,
-    share_evenly,
-    share_or_repeat,
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking, packing
 from openinfer.recipes.engine.rope import Floats, rope_of
+from openinfer.recipes.engine.shard import WHOLE, Part
 from openinfer.tensor import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """A dense Qwen3. packing: how its projections are packed. `windows[l]` is layer l's sliding window in
-    tokens, 0 for full attention. inv_freq, rope_scale, max_positions: see Rope."""
+    tokens, 0 for full attention. inv_freq, rope_scale, max_positions: see Rope.
+    part: which part of the model a rank has; all other fields are the whole model's."""
 
     hidden_size: int
     num_layers: int
@@ -41,48 +41,31 @@ class Config:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     packing: AnyPacking | None = None
-    rank: int = 0
-    ranks: int = 1
-    first_kv_head: int = 0
+    part: Part = WHOLE
 
     def of_rank(self, rank: int, ranks: int) -> Config:
-        """The part of one of several ranks: its query heads, its columns of the MLP, its rows of the vocabulary. Where
-        ranks are more than key-value heads, some ranks have the same of these. Raises UnsupportedModel where the model
-        cannot be shared evenly."""
+        """This model with the part of one of several ranks: its query heads, its columns of the MLP, its rows of the
+        vocabulary. Raises UnsupportedModel where the model cannot be shared evenly."""
+        part, dim = Part(rank, ranks), self.head_dim
         sizes = {
             "num_attention_heads": (self.num_heads, 1),
             "intermediate_size": (self.intermediate_size, 16),
             "vocab_size": (self.vocab_size, 16),
         }
-        share_evenly(ranks, sizes)
-        share_or_repeat(ranks, {"num_key_value_heads": self.num_kv_heads})
-        made = dataclasses.replace(
-            self,
-            rank=rank,
-            ranks=ranks,
-            num_heads=self.num_heads // ranks,
-            num_kv_heads=max(1, self.num_kv_heads // ranks),
-            first_kv_head=rank * self.num_kv_heads // ranks,
-            intermediate_size=self.intermediate_size // ranks,
-        )
-        parts = {"queries": made.num_heads * made.head_dim, "keys": made.num_kv_heads * made.head_dim}
-        for what, size in {**parts, "intermediate_size": made.intermediate_size}.items():
-            if made.packing is not None and size % made.packing.block:
+        part.check(sizes, {"num_key_value_heads": self.num_kv_heads})
+        parts = {"queries": part.of(self.num_heads) * dim, "keys": part.of(self.num_kv_heads) * dim}
+        for what, size in {**parts, "intermediate_size": part.of(self.intermediate_size)}.items():
+            if self.packing is not None and size % self.packing.block:
                 raise UnsupportedModel(
-                    f"config.json: {what} of each of {ranks} ranks: {size}; {made.packing.kind} weights take "
-                    f"multiples of {made.packing.block}"
+                    f"config.json: {what} of each of {ranks} ranks: {size}; {self.packing.kind} weights take "
+                    f"multiples of {self.packing.block}"
                 )
-        return made
+        return dataclasses.replace(self, part=part)
 
     @property
-    def local_vocab(self) -> int:
-        """Rows of the vocabulary whose logits this rank computes."""
-        return self.vocab_size // self.ranks
-
-    @property
-    def qkv_size(self) -> int:
-        """Rows of the fused q, k and v projections."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    def whole(self) -> Config:
+        """This model on one rank."""
+        return dataclasses.replace(self, part=WHOLE)
 
     @classmethod
     def parse(

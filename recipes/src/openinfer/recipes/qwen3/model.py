@@ -33,8 +33,9 @@ class Buffers:
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], max_tokens: int) -> Buffers:
         """For steps of at most max_tokens tokens."""
-        c = config
-        widths = c.hidden_size, c.qkv_size, c.num_heads * c.head_dim, c.intermediate_size
+        part, queries = config.part, config.part.of(config.num_heads) * config.head_dim
+        qkv = queries + 2 * part.of(config.num_kv_heads) * config.head_dim
+        widths = config.hidden_size, qkv, queries, part.of(config.intermediate_size)
         return cls(*(arena.alloc((max_tokens, width), dtype) for width in widths))
 
 
@@ -91,9 +92,9 @@ class Model:
                 max_q_len=max_q_len,
             )
             o, up, down = layer.o, layer.gate_up, layer.down
-            read = batch.add(pack, x, h=heads, **o.args, ranks=c.ranks, norm=layer.post_norm, eps=eps)
+            read = batch.add(pack, x, h=heads, **o.args, ranks=c.part.ranks, norm=layer.post_norm, eps=eps)
             gate_up_silu(pack, out=mlp, **read, **up.args, **batch.adapted(up.weight, t))
-            read = batch.add(pack, x, h=mlp, **down.args, ranks=c.ranks, norm=layer.next_norm, eps=eps)
+            read = batch.add(pack, x, h=mlp, **down.args, ranks=c.part.ranks, norm=layer.next_norm, eps=eps)
         self.before_layer(pack, layers, x)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 

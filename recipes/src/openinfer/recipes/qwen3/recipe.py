@@ -43,13 +43,14 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
         from openinfer.recipes.qwen3.config import Config
 
         coded = options.activation_quantization == "on"
-        whole = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
+        config = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
+        config = config.of_rank(rank, ranks)
         head, speculation = None, options.speculation()
         if speculation is not None and speculation.proposes:
             from openinfer.recipes.eagle3 import Head
 
-            head = Head.read(Path(speculation.model), whole, ranks)
-        return Qwen3(whole.of_rank(rank, ranks), whole, options.block_size, head)
+            head = Head.read(Path(speculation.model), config)
+        return Qwen3(config, options.block_size, head)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
         """The published sizes, in BF16 and FP8, and those in INT4."""

@@ -46,8 +46,8 @@ class Weights:
         p, hidden = LinearPlaces(arena, dtype), config.hidden_size
         embed = p.plain("model.embed_tokens.weight", config.vocab_size, hidden)
         layers = [_layer(p, config, f"model.layers.{n}.") for n in range(config.num_layers)]
-        norm, count = p.plain("model.norm.weight", hidden), config.local_vocab
-        rows = slice(config.rank * count, (config.rank + 1) * count)
+        norm, rows = p.plain("model.norm.weight", hidden), config.part.slice(config.vocab_size)
+        count = rows.stop - rows.start
         tied = config.tie_word_embeddings
         head = embed[rows] if tied else p.plain("lm_head.weight", count, hidden, source=(rows,))
         norms = [*(layer.input_norm for layer in layers[1:]), norm]
@@ -61,8 +61,11 @@ class Weights:
 
 
 def _layer(p: LinearPlaces, config: Config, at: str) -> Layer:
-    hidden, dim, inter, rank = config.hidden_size, config.head_dim, config.intermediate_size, config.rank
-    q, kv, first_kv = config.num_heads * dim, config.num_kv_heads * dim, config.first_kv_head * dim
+    hidden, dim, part = config.hidden_size, config.head_dim, config.part
+    heads, kv_heads, inter = config.num_heads, config.num_kv_heads, config.intermediate_size
+    q, first_q = part.of(heads) * dim, part.first(heads) * dim
+    kv, first_kv = part.of(kv_heads) * dim, part.first(kv_heads) * dim
+    width, first = part.of(inter), part.first(inter)
 
     def norm(name: str, size: int) -> Tensor:
         return p.plain(f"{at}{name}.weight", size)
@@ -72,20 +75,20 @@ def _layer(p: LinearPlaces, config: Config, at: str) -> Layer:
         return p.linear(*named, columns=columns, packing=config.packing)
 
     qkv = (
-        ("self_attn.q_proj", q, rank * q),
+        ("self_attn.q_proj", q, first_q),
         ("self_attn.k_proj", kv, first_kv),
         ("self_attn.v_proj", kv, first_kv),
     )
-    gate_up = (("mlp.gate_proj", inter, rank * inter), ("mlp.up_proj", inter, rank * inter))
+    gate_up = (("mlp.gate_proj", width, first), ("mlp.up_proj", width, first))
     return Layer(
         input_norm=norm("input_layernorm", hidden),
         qkv=linear(hidden, *qkv),
         q_norm=norm("self_attn.q_norm", dim),
         k_norm=norm("self_attn.k_norm", dim),
-        o=linear(q, ("self_attn.o_proj", hidden, 0), first=rank * q),
+        o=linear(q, ("self_attn.o_proj", hidden, 0), first=first_q),
         post_norm=norm("post_attention_layernorm", hidden),
         gate_up=linear(hidden, *gate_up),
-        down=linear(inter, ("mlp.down_proj", hidden, 0), first=rank * inter),
+        down=linear(width, ("mlp.down_proj", hidden, 0), first=first),
     )
 
 

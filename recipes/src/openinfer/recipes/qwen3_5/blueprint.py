@@ -50,12 +50,11 @@ class Qwen35(Blueprint[Model]):
         validate(checkpoint, self._whole(limits))
 
     def _whole(self, limits: Limits) -> Weights:
-        whole = self.config.whole or self.config
-        return Weights.allocate(whole, Arena(Device("null"), None), limits.dtype, self.form)
+        return Weights.allocate(self.config.whole, Arena(Device("null"), None), limits.dtype, self.form)
 
     def _layout(self, limits: Limits) -> KvLayout:
         c, layers = self.config, self.config.num_full + self.form.mtp
-        return KvLayout(layers, c.num_kv_heads, self.page_size, c.head_dim, limits.kv_dtype)
+        return KvLayout(layers, c.part.of(c.num_kv_heads), self.page_size, c.head_dim, limits.kv_dtype)
 
     def _block_bytes(self, limits: Limits) -> tuple[int, int]:
         return self._layout(limits).page_bytes, self.config.state_bytes(limits.dtype.itemsize)
@@ -98,7 +97,8 @@ class Qwen35(Blueprint[Model]):
                 Field("snapshot_blocks", (snapshots,)),
             ],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts, proposes=limits.proposes, ranks=c.ranks,
+            width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
+            ranks=c.part.ranks,
             adapters=adapters_of(
                 arena, limits, weights.adapted(), weights.places.layers,
                 lambda: self._whole(limits).places.layers, NOT_RUN,
@@ -106,7 +106,7 @@ class Qwen35(Blueprint[Model]):
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens)
         kv = self._layout(limits).allocate(arena, stream, pages)
-        recurrent = (c.num_linear, c.value_heads, c.key_dim, c.value_dim)
+        recurrent = (c.num_linear, c.part.of(c.value_heads), c.key_dim, c.value_dim)
         state = arena.alloc((num_states, *recurrent), float32, "recurrent states")
         ring = (c.num_linear, c.conv_kernel, c.conv_size)
         conv_state = arena.alloc((num_states, *ring), dtype, "convolution states")
@@ -116,7 +116,9 @@ class Qwen35(Blueprint[Model]):
         recent = None
         if limits.max_drafts:
             shape = (slots, c.num_linear, power_of_two(2 * limits.max_drafts + 2))
-            recent = arena.alloc((*shape, c.conv_size + 2 * c.value_heads), dtype, "inputs of drafts")
+            recent = arena.alloc(
+                (*shape, c.conv_size + 2 * c.part.of(c.value_heads)), dtype, "inputs of drafts"
+            )
         return Model(c, weights, kv, state, conv_state, cos_sin, batch, buffers, states, recent)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
@@ -128,7 +130,7 @@ class Qwen35(Blueprint[Model]):
         return model.weights.places.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
-        layers, several = model.weights.layers, self.config.ranks > 1
+        layers, several = model.weights.layers, self.config.part.ranks > 1
         kinds = one_of_each(layers, lambda layer: (type(layer.mixer), form_of(layer)), first=several)
         weights = dataclasses.replace(model.weights, layers=Repeated(pack, kinds))
         return dataclasses.replace(model, weights=weights)
@@ -153,4 +155,4 @@ class Qwen35(Blueprint[Model]):
         delta = next(x.mixer for x in model.weights.layers if isinstance(x.mixer, DeltaNet))
         decay = np.array(delta.decay.numpy())
         yield Control("one layer forgets too fast", [(delta.decay, decay * np.float32(4))])
-        yield from of_ranks(self.config.ranks, [delta.out], experts)
+        yield from of_ranks(self.config.part.ranks, [delta.out], experts)

@@ -11,12 +11,11 @@ from openinfer.recipes.engine.config_fields import (
     Fields,
     attention_heads,
     eos_ids,
-    share_evenly,
-    share_or_repeat,
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking, packing
 from openinfer.recipes.engine.rope import SECTIONS, Floats, Rope, rope_of
+from openinfer.recipes.engine.shard import WHOLE, Part
 from openinfer.recipes.qwen3_5.published import MODEL_TYPES
 from openinfer.tensor import Checkpoint
 
@@ -26,15 +25,12 @@ class Experts:
     """Sizes of a mixture of experts: `count` experts, `chosen` of them a token.
 
     intermediate_size: hidden width of a routed expert. shared_size: that of the shared expert.
-    local, first: the experts that one of several ranks has, and the first of them.
     """
 
     count: int
     chosen: int
     intermediate_size: int
     shared_size: int
-    local: int
-    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class Config:
     mtp: the checkpoint has an MTP head, which predicts one more token.
     packing: how packed weights are.
     text_only: there is no vision tower, and tensors have other names.
-    whole: the model of which this is the part of a rank; None: there is one rank.
+    part: which part of the model a rank has; all other fields are the whole model's.
     """
 
     hidden_size: int
@@ -74,14 +70,11 @@ class Config:
     packing: AnyPacking | None
     text_only: bool
     eos_token_ids: tuple[int, ...]
-    rank: int = 0
-    ranks: int = 1
-    whole: Config | None = None
+    part: Part = WHOLE
 
     def of_rank(self, rank: int, ranks: int) -> Config:
-        """The part of one of several ranks: its query and value heads, columns of MLPs, experts, and rows of the
-        vocabulary. Where ranks are more than key-value or key heads, some ranks have the same of these. Raises
-        UnsupportedModel where the model cannot be shared evenly."""
+        """This model with the part of one of several ranks: its query and value heads, columns of MLPs, experts, and
+        rows of the vocabulary. Raises UnsupportedModel where the model cannot be shared evenly."""
         if ranks == 1:
             return self
         block, experts = self.packing.block if self.packing else 16, self.experts
@@ -95,47 +88,25 @@ class Config:
                 "num_experts": (experts.count, 1),
                 "shared_expert_intermediate_size": (experts.shared_size, block),
             }
-            local = experts.count // ranks
-            experts = dataclasses.replace(
-                experts, shared_size=experts.shared_size // ranks, local=local, first=rank * local
-            )
         else:
             sizes["intermediate_size"] = (self.intermediate_size, block)
-        share_evenly(ranks, sizes)
-        share_or_repeat(
-            ranks, {"num_key_value_heads": self.num_kv_heads, "linear_num_key_heads": self.key_heads}
-        )
-        return dataclasses.replace(
-            self,
-            rank=rank,
-            ranks=ranks,
-            whole=self,
-            num_heads=self.num_heads // ranks,
-            num_kv_heads=max(1, self.num_kv_heads // ranks),
-            key_heads=max(1, self.key_heads // ranks),
-            value_heads=self.value_heads // ranks,
-            intermediate_size=self.intermediate_size // ranks,
-            experts=experts,
-        )
+        part = Part(rank, ranks)
+        part.check(sizes, {"num_key_value_heads": self.num_kv_heads, "linear_num_key_heads": self.key_heads})
+        return dataclasses.replace(self, part=part)
 
     @property
-    def local_vocab(self) -> int:
-        """Rows of the vocabulary whose logits this rank computes."""
-        return self.vocab_size // self.ranks
-
-    @property
-    def first_kv_row(self) -> int:
-        """The first row of k_proj and v_proj that this rank has."""
-        return self.rank * (self.whole or self).num_kv_heads // self.ranks * self.head_dim
+    def whole(self) -> Config:
+        """This model on one rank."""
+        return dataclasses.replace(self, part=WHOLE)
 
     @property
     def conv_parts(self) -> list[tuple[int, int]]:
         """This rank's queries, keys and values among the rows of in_proj_qkv: how many, and the first."""
-        if self.whole is None:
+        part, every = self.part, self.key_heads * self.key_dim
+        if part.ranks == 1:
             return [(self.conv_size, 0)]
-        every, keys = self.whole.key_heads * self.key_dim, self.key_heads * self.key_dim
-        first = self.rank * self.whole.key_heads // self.ranks * self.key_dim
-        return [(keys, first), (keys, every + first), (self.z_size, 2 * every + self.rank * self.z_size)]
+        keys, first = part.of(self.key_heads) * self.key_dim, part.first(self.key_heads) * self.key_dim
+        return [(keys, first), (keys, every + first), (self.z_size, 2 * every + part.rank * self.z_size)]
 
     @property
     def num_full(self) -> int:
@@ -149,22 +120,23 @@ class Config:
 
     @property
     def qkv_size(self) -> int:
-        """Rows of a full layer's fused projections: each query head with its gate, then keys, then values."""
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        """This rank's rows of a full layer's fused projections: each query head with its gate, then keys, then
+        values."""
+        return 2 * (self.part.of(self.num_heads) + self.part.of(self.num_kv_heads)) * self.head_dim
 
     @property
     def conv_size(self) -> int:
-        """Channels of a linear layer's convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.z_size
+        """This rank's channels of a linear layer's convolution: queries, keys and values."""
+        return 2 * self.part.of(self.key_heads) * self.key_dim + self.z_size
 
     @property
     def z_size(self) -> int:
-        """Columns of a linear layer's values, and of its output gate."""
-        return self.value_heads * self.value_dim
+        """This rank's columns of a linear layer's values, and of its output gate."""
+        return self.part.of(self.value_heads) * self.value_dim
 
     def state_bytes(self, itemsize: int) -> int:
-        """Bytes of one sequence's recurrent and convolution states, all layers."""
-        recurrent = 4 * self.value_heads * self.key_dim * self.value_dim
+        """Bytes of one sequence's recurrent and convolution states on this rank, all layers."""
+        recurrent = 4 * self.key_dim * self.z_size
         return self.num_linear * (recurrent + self.conv_kernel * self.conv_size * itemsize)
 
     @classmethod
@@ -240,7 +212,7 @@ def _experts(text: Fields) -> Experts:
     if chosen > count:
         raise UnsupportedModel(f"config.json: num_experts_per_tok is {chosen}; there are {count} experts")
     width, shared = text.size("moe_intermediate_size"), text.size("shared_expert_intermediate_size")
-    return Experts(count, chosen, width, shared, local=count)
+    return Experts(count, chosen, width, shared)
 
 
 def _full(text: Fields) -> tuple[bool, ...]:

@@ -58,7 +58,7 @@ class Buffers:
         """For steps of at most max_tokens tokens."""
         mixers = [layer.mixer for layer in weights.layers]
         delta = next(mixer for mixer in mixers if isinstance(mixer, DeltaNet))
-        mlp, experts = weights.layers[0].mlp, config.experts
+        mlp, experts, part = weights.layers[0].mlp, config.experts, config.part
         router = mlp.router.weight.shape[0] if isinstance(mlp, Mixture) else 1
         chosen = experts.chosen if experts else 1
 
@@ -68,15 +68,15 @@ class Buffers:
         return cls(
             x=by_token(config.hidden_size),
             qkv=by_token(config.qkv_size),
-            heads=by_token(config.num_heads * config.head_dim),
+            heads=by_token(part.of(config.num_heads) * config.head_dim),
             mixed=by_token(delta.in_proj.weight.shape[0]),
             values=by_token(config.z_size),
-            mlp=by_token(experts.shared_size if experts else config.intermediate_size),
+            mlp=by_token(part.of(experts.shared_size if experts else config.intermediate_size)),
             ba=by_token(delta.ba.weight.shape[0] if delta.ba else 1),
             router=by_token(router),
             expert_ids=by_token(chosen, int32),
             expert_weights=by_token(chosen),
-            y=by_token(config.hidden_size if experts and config.ranks > 1 else 1),
+            y=by_token(config.hidden_size if experts and part.ranks > 1 else 1),
             drafting=tuple(by_token(config.hidden_size) for _ in range(2 if weights.mtp else 0)),
         )
 
@@ -170,7 +170,7 @@ class Model:
     def _keys(self, pack: Pack, read: Read, mixer: Attention, step: StepRows) -> None:
         """Keys and values of the MTP head's layer, whose queries no draft needs."""
         c, t = self.config, step["positions"].shape[0]
-        own = mixer.qkv.rows_from(2 * c.num_heads * c.head_dim)
+        own = mixer.qkv.rows_from(2 * c.part.of(c.num_heads) * c.head_dim)
         pairs = self.buffers.qkv.reshape(-1)[: t * own.weight.shape[0]].reshape(t, -1)
         norm_linear(pack, out=pairs, **read, **own.args)
         qk_norm_rope_write(
@@ -245,7 +245,7 @@ class Model:
         c, b, rows, most = self.config, self.buffers, self.batch.rows, self.states.max_snapshots
         x, mixed, adapted, into = b.x[:t], b.mixed[:t], self.batch.adapted, mixer.in_proj
         norm_linear(pack, out=mixed, **read, **into.args, **adapted(into.weight, t))
-        width, ba = c.conv_size + c.z_size, 2 * c.value_heads
+        width, ba = c.conv_size + c.z_size, 2 * c.part.of(c.value_heads)
         recent = self.recent[:, index] if lags and self.recent is not None else None
         if mixer.ba is not None:
             ba_weight = mixer.ba.weight
@@ -281,7 +281,7 @@ class Model:
     def _mlp(self, pack: Pack, read: Read, layer: Layer, t: int) -> Read:
         """x += the MLP of its norm, or the mixture's. Returns the input of the next layer."""
         c, b, mlp = self.config, self.buffers, layer.mlp
-        experts, ranks = c.experts, c.ranks
+        experts, ranks = c.experts, c.part.ranks
         x, hidden = b.x[:t], b.mlp[:t]
         if not isinstance(mlp, Mixture):
             self._gate_up(pack, mlp.gate_up, read, t)
@@ -299,8 +299,8 @@ class Model:
             expert_weights=weights,
             logits=router[:, :count],
             token_slots=self.batch.token_slots[:t],
-            first_expert=experts.first,
-            num_experts=experts.local,
+            first_expert=c.part.first(count),
+            num_experts=c.part.of(count),
         )
         experts_add(
             pack,
@@ -325,7 +325,7 @@ class Model:
 
     def _add(self, pack: Pack, linear: Linear, x: Tensor, h: Tensor, norm: Tensor | None) -> Read:
         """x += h times a layer, over all ranks, and its norm for what comes next."""
-        ranks, eps, add = self.config.ranks, self.config.rms_norm_eps, self.batch.add
+        ranks, eps, add = self.config.part.ranks, self.config.rms_norm_eps, self.batch.add
         return add(pack, x, h=h, **linear.args, ranks=ranks, norm=norm, eps=eps)
 
 

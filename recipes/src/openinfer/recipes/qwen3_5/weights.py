@@ -154,14 +154,14 @@ class Weights:
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
         """Uninitialised weights in `arena`. Raises UnsupportedModel where projections cannot be stacked."""
-        p, rows = _Places(arena, dtype, form=form), _part(config, config.local_vocab)
+        p, rows = _Places(arena, dtype, form=form), config.part.slice(config.vocab_size)
         embed = p.plain(form.prefix + "embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_layer(p, config, f"{form.prefix}layers.{n}.", full) for n, full in enumerate(config.full)]
         norm = p.gain(form.prefix + "norm.weight", config.hidden_size)
         if form.tied:
-            head = embed if config.whole is None else embed[rows]
+            head = embed if config.part.ranks == 1 else embed[rows]
         else:
-            head = p.plain("lm_head.weight", config.local_vocab, config.hidden_size, source=(rows,))
+            head = p.plain("lm_head.weight", rows.stop - rows.start, config.hidden_size, source=(rows,))
         mtp = _mtp(p, config, head) if form.mtp else None
         norms = [*(layer.input_norm for layer in layers[1:]), norm]
         linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
@@ -218,11 +218,6 @@ class _Places(LinearPlaces):
             raise UnsupportedModel(str(error)) from None
 
 
-def _part(config: Config, size: int) -> slice:
-    """A rank's part, where each rank has `size`."""
-    return slice(config.rank * size, (config.rank + 1) * size)
-
-
 def _layer(p: _Places, config: Config, at: str, full: bool) -> Layer:
     hidden = config.hidden_size
     return Layer(
@@ -238,13 +233,10 @@ def _layer(p: _Places, config: Config, at: str, full: bool) -> Layer:
 
 
 def _attention(p: _Places, config: Config, at: str) -> Attention:
-    q, kv, first = (
-        2 * config.num_heads * config.head_dim,
-        config.num_kv_heads * config.head_dim,
-        config.first_kv_row,
-    )
+    part, dim, heads = config.part, config.head_dim, config.num_kv_heads
+    q, kv, first = 2 * part.of(config.num_heads) * dim, part.of(heads) * dim, part.first(heads) * dim
     parts = (
-        WeightPart(at + "q_proj", q, config.rank * q),
+        WeightPart(at + "q_proj", q, part.rank * q),
         WeightPart(at + "k_proj", kv, first),
         WeightPart(at + "v_proj", kv, first),
     )
@@ -258,14 +250,14 @@ def _attention(p: _Places, config: Config, at: str) -> Attention:
 
 def _columns(p: _Places, config: Config, module: str, columns: int) -> Linear:
     """A projection back to the hidden size, of which each rank has as many columns."""
-    return p.stack(WeightPart(module, config.hidden_size, column=config.rank * columns), columns=columns)
+    return p.stack(WeightPart(module, config.hidden_size, column=config.part.rank * columns), columns=columns)
 
 
 def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
-    c, hidden, heads = config, config.hidden_size, config.value_heads
+    c, hidden, heads = config, config.hidden_size, config.part.of(config.value_heads)
     qkvz = [WeightPart(at + "in_proj_qkv", rows, first) for rows, first in c.conv_parts]
-    qkvz.append(WeightPart(at + "in_proj_z", c.z_size, c.rank * c.z_size))
-    ba = [WeightPart(at + name, heads, c.rank * heads) for name in ("in_proj_b", "in_proj_a")]
+    qkvz.append(WeightPart(at + "in_proj_z", c.z_size, c.part.rank * c.z_size))
+    ba = [WeightPart(at + name, heads, c.part.rank * heads) for name in ("in_proj_b", "in_proj_a")]
     pad = padded_rows(2 * heads) - 2 * heads
     ba_too = p.form.packing_of(at + "in_proj_qkv") == p.form.packing_of(at + "in_proj_b")
     if ba_too:
@@ -275,7 +267,7 @@ def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
         channels = conv[start : start + rows].reshape(rows, 1, c.conv_kernel)
         p.loads.append(Load(at + "conv1d.weight", channels, (slice(first, first + rows),)))
         start += rows
-    own = (_part(c, heads),)
+    own = (c.part.slice(c.value_heads),)
     return DeltaNet(
         in_proj=p.stack(*qkvz, columns=hidden, pad=pad if ba_too else 0),
         ba=None if ba_too else p.stack(*ba, columns=hidden, pad=pad),
@@ -288,17 +280,19 @@ def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
 
 
 def _mlp(p: _Places, config: Config, width: int, at: str) -> Mlp:
-    parts = (WeightPart(at + name, width, config.rank * width) for name in ("gate_proj", "up_proj"))
+    own, first = config.part.of(width), config.part.first(width)
+    parts = (WeightPart(at + name, own, first) for name in ("gate_proj", "up_proj"))
     return Mlp(
         gate_up=p.stack(*parts, columns=config.hidden_size),
-        down=_columns(p, config, at + "down_proj", width),
+        down=_columns(p, config, at + "down_proj", own),
     )
 
 
 def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None
-    count, width, local = experts.count, experts.intermediate_size, experts.local
+    count, width, own = experts.count, experts.intermediate_size, config.part.slice(experts.count)
+    local = own.stop - own.start
     router = (WeightPart(at + "gate", count), WeightPart(at + "shared_expert_gate", 1))
     packing = p.form.packing_of(at + "experts.0.gate_proj")
     if isinstance(packing, Packing) and packing.by_row:
@@ -311,18 +305,17 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     down = p.empty((local,), [hidden], width, packing, at + "experts")
     if p.form.unfused_experts:
         for expert in range(local):
-            name = f"{at}experts.{experts.first + expert}."
+            name = f"{at}experts.{own.start + expert}."
             p.fill(gate_up[expert], [(name + "gate_proj", width), (name + "up_proj", width)], packing)
             p.fill(down[expert], [(name + "down_proj", hidden)], packing)
     elif packing is not None and packing.made:
         for index in range(local):
-            _expert(p, gate_up[index], at + "experts.gate_up_proj", experts.first + index, parts=2)
-            _expert(p, down[index], at + "experts.down_proj", experts.first + index)
+            _expert(p, gate_up[index], at + "experts.gate_up_proj", own.start + index, parts=2)
+            _expert(p, down[index], at + "experts.down_proj", own.start + index)
     else:
-        own = (slice(experts.first, experts.first + local),)
         p.loads += [
-            Load(at + "experts.gate_up_proj", gate_up.weight, own),
-            Load(at + "experts.down_proj", down.weight, own),
+            Load(at + "experts.gate_up_proj", gate_up.weight, (own,)),
+            Load(at + "experts.down_proj", down.weight, (own,)),
         ]
     return Mixture(
         router=p.stack(*router, columns=hidden, pad=padded_rows(count + 1) - count - 1),
@@ -345,8 +338,13 @@ def _expert(p: _Places, linear: Linear, name: str, expert: int, parts: int = 1) 
 def _mtp(p: _Places, config: Config, lm_head: Tensor) -> Mtp:
     hidden, head = config.hidden_size, Linear(lm_head, None)
     if p.form.fp8_drafts:
-        name, rows = p.form.prefix + "embed_tokens" if p.form.tied else "lm_head", config.local_vocab
-        head = p.linear(WeightPart(name, rows, config.rank * rows), columns=hidden, packing=FP8_MADE)
+        name, rows = (
+            p.form.prefix + "embed_tokens" if p.form.tied else "lm_head",
+            config.part.slice(config.vocab_size),
+        )
+        head = p.linear(
+            WeightPart(name, rows.stop - rows.start, rows.start), columns=hidden, packing=FP8_MADE
+        )
     into = [p.linear(WeightPart("mtp.fc", hidden, column=at), columns=hidden) for at in (0, hidden)]
     return Mtp(
         of_embedding=into[0].weight,
