@@ -21,7 +21,7 @@ import pytest
 from openinfer.frontend import EngineSpec
 from openinfer.frontend.client import Driver
 from openinfer.frontend.errors import APIError, one_line
-from openinfer.frontend.http import ChatTemplate, Tokenizer, create_app, find_template, run_server
+from openinfer.frontend.http import ChatTemplate, Tokenizer, create_app, find_templates, run_server
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.render_pool import RenderPool
@@ -125,7 +125,7 @@ def start(tokenizer: Tokenizer) -> Iterator[Factory]:
         hang_timeout_s: float = 60.0,
         driver: Driver | None = None,
     ) -> Live:
-        source = find_template(DATA, tokenizer.config)
+        source, _ = find_templates(DATA, tokenizer.config)
         assert source is not None
         template = RendersHere(ChatTemplate(source, tokenizer.special_tokens))
         spec = EngineSpec("openinfer.frontend.testing:FakeEngine", engine or {})

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from openinfer.frontend import ThreadDriver
-from openinfer.frontend.http import ChatTemplate, Tokenizer, create_app, find_template
+from openinfer.frontend.http import ChatTemplate, Tokenizer, create_app, find_templates
 from openinfer.frontend.testing import FakeEngine
 
 DATA = Path(__file__).parent / "data"
@@ -101,7 +101,7 @@ def test_no_body_is_a_500(cases: int, tools: str) -> None:
     features = ["penalties", "logit_bias", "bad_words", "allowed_token_ids", "grammar"]
     driver = ThreadDriver(lambda: FakeEngine(features=features))
     tokenizer = Tokenizer.load(DATA, 1024)
-    source = find_template(DATA, tokenizer.config)
+    source, _ = find_templates(DATA, tokenizer.config)
     assert source is not None
     template = ChatTemplate(source, tokenizer.special_tokens)
     options: dict[str, Any] = {"tool_parser": tools, "reasoning_parser": "qwen3"}

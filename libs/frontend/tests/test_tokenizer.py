@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openinfer.frontend.chat_template import ChatTemplate, find_template
+from openinfer.frontend.chat_template import ChatTemplate, find_templates
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.text.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ def test_encode_and_decode(tokenizer: Tokenizer, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("index", range(len(GOLDEN["chat_cases"])))
 def test_chat_template(tokenizer: Tokenizer, index: int) -> None:
     case = GOLDEN["chat_cases"][index]
-    source = find_template(DATA, tokenizer.config)
+    source, _ = find_templates(DATA, tokenizer.config)
     assert source is not None
     template = ChatTemplate(source, tokenizer.special_tokens)
     kwargs = {} if case["enable_thinking"] is None else {"enable_thinking": case["enable_thinking"]}
@@ -90,12 +90,17 @@ def test_kwargs_cannot_replace_the_messages() -> None:
 
 def test_a_template_file_wins_and_lists_have_a_default(tmp_path: Path) -> None:
     named = {"chat_template": [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]}
-    assert find_template(tmp_path, named) == "d"
-    assert find_template(tmp_path, {}) is None
+    assert find_templates(tmp_path, named) == ("d", None)
+    assert find_templates(tmp_path, {}) == (None, None)
+    named["chat_template"].append({"name": "tool_use", "template": "u"})
+    assert find_templates(tmp_path, named) == ("d", "u")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("file of tools")
+    assert find_templates(tmp_path, {"chat_template": "d"}) == ("d", "file of tools")
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert find_template(tmp_path, named) == "file"
+    assert find_templates(tmp_path, named) == ("file", "file of tools")
     with pytest.raises(ModelFilesError, match="it must be a string"):
-        find_template(DATA, {"chat_template": 3})
+        find_templates(DATA, {"chat_template": 3})
     with pytest.raises(ModelFilesError, match="does not compile"):
         ChatTemplate("{% if %}", {})
 
@@ -109,3 +114,59 @@ def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
         SamplingDefaults.load(tmp_path)
     path.write_text('{"repetition_penalty": 1.05, "top_k": null}')
     assert SamplingDefaults.load(tmp_path) == SamplingDefaults(repetition_penalty=1.05)
+
+
+def test_chats_with_tools_have_a_template_of_their_own() -> None:
+    template = ChatTemplate("plain {{ mood }}", {}, "{{ tools | length }} tools {{ place }}")
+    chat = [{"role": "user", "content": "hi"}]
+    assert template.render(chat, kwargs={"mood": "x"}) == "plain x"
+    assert template.render(chat, tools=[{}, {}], kwargs={"place": "y"}) == "2 tools y"
+    assert template.variables == {"mood", "place"}
+    with pytest.raises(ModelFilesError, match="does not compile"):
+        ChatTemplate("x", {}, "{% if %}")
+
+
+def test_what_a_model_is_trained_on_is_marked_and_changes_no_prompt() -> None:
+    source = (
+        "{%- for m in messages %}{{- '<' + m.role + '>' }}{%- if m.role == 'assistant' %}{%- set n = 1 %}"
+        "{%- generation %}{{- m.content }}{%- for c in 'ab' %}{{- loop.index + n }}{%- endfor %}{%- endgeneration %}"
+        "{%- else %}{{- m.content }}{%- endif %}{%- endfor %}"
+    )
+    chat = [
+        {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yo"), ("user", "?"))
+    ]
+    assert ChatTemplate(source, {}).render(chat) == "<user>hi<assistant>yo23<user>?"
+
+
+PARTS = [{"type": "text", "text": "Hello wor"}, {"type": "text", "text": "ld"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{{ m.content }}", "Hello wor\nld"),
+        ("{{ m.content | tojson }}", '"Hello wor\\nld"'),
+        ("{{ m.content + '!' }}", "Hello wor\nld!"),
+        ("{{ m.content if m.content is string else '' }}", "Hello wor\nld"),
+        ("{% set c = m.content %}{% if c is string %}{{ c }}{% else %}{{ c[0].text + c[1].text }}{% endif %}",
+         "Hello world"),
+        ("{% if m.content is string %}x{% else %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}",
+         "Hello wor;ld;"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "developer"])
+def test_parts_are_put_together_as_the_template_does(content: str, said: str, role: str) -> None:
+    source = f"{{% for m in messages %}}<{{{{ m.role }}}}>{content}{{% endfor %}}"
+    shown = "system" if role == "developer" else role
+    assert ChatTemplate(source, {}).render([{"role": role, "content": PARTS}]) == f"<{shown}>{said}"
+
+
+def test_each_role_has_its_own_way_with_parts() -> None:
+    source = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}{% for m in messages %}"
+        "{% if m.content is string or m.role != 'user' %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}"
+        "{% endfor %}{% endif %}"
+        "|{% endfor %}"
+    )
+    chat = [{"role": role, "content": PARTS} for role in ("user", "assistant", "user")]
+    assert ChatTemplate(source, {}).render(chat) == "Hello world|Hello wor\nld|Hello world|"

@@ -15,7 +15,7 @@ import msgspec
 from openinfer.cli import hub, recipes
 from openinfer.frontend.chat import DeepSeekV4Renderer, Message, Renderer
 from openinfer.frontend.contract import Engine, Finished, Request, Scheduled, Update
-from openinfer.frontend.http import ChatTemplate, SamplingDefaults, Tokenizer, find_template
+from openinfer.frontend.http import ChatTemplate, SamplingDefaults, Tokenizer, find_templates
 from openinfer.frontend.http.text.detokenizer import Detokenizer, StopStrings
 from openinfer.frontend.model_files import read_json
 from openinfer.sampler import SamplingParams
@@ -285,8 +285,8 @@ class LLM:
         return self._encode(self._template.render(messages, kwargs=kwargs), False)
 
     def _find_template(self, folder: Any) -> Renderer | None:
-        source = find_template(folder, self._tokenizer.config)
+        source, with_tools = find_templates(folder, self._tokenizer.config)
         if source is not None:
-            return ChatTemplate(source, self._tokenizer.special_tokens)
+            return ChatTemplate(source, self._tokenizer.special_tokens, with_tools)
         coded = str(read_json(folder / "config.json").get("model_type")).startswith("deepseek_v4")
         return DeepSeekV4Renderer() if coded else None

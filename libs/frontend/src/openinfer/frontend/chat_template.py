@@ -1,22 +1,25 @@
 """The checkpoint's own chat template, rendered in a sandbox as model authors expect it."""
 
 import datetime
+import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from openinfer.frontend.chat import Message, RendererSpec
+from openinfer.frontend.chat import Message, RendererSpec, text_of
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.model_files import read_text
 
-__all__ = ["ChatTemplate", "find_template", "template_spec"]
+__all__ = ["ChatTemplate", "find_templates", "template_spec"]
 
 _REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError),
@@ -28,6 +31,13 @@ _SYSTEMS = [
     for role in ("system", "system", "user", "assistant", "system", "user")
 ]
 """Messages that some templates refuse: a system message that is not the first message."""
+_CALL = {"id": "0", "type": "function", "function": {"name": "f", "arguments": {}}}
+_CHATS: Sequence[Sequence[tuple[str, dict[str, Any]]]] = (
+    (("system", {}), ("user", {}), ("assistant", {}), ("user", {})),
+    (("user", {}), ("assistant", {"tool_calls": [_CALL]}), ("tool", {"tool_call_id": "0"})),
+    (("user", {}), ("assistant", {}), ("user", {})),
+)
+"""Chats of roles and further fields, of which a template takes at least one."""
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -38,11 +48,12 @@ class ChatTemplate:
 
     source: Jinja source; ModelFilesError if it does not compile.
     special_tokens: names and texts that the template may mention (bos_token, eos_token, ...).
+    with_tools: the source for chats that have tools, where they have a template of their own.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -52,18 +63,42 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelFilesError(f"the chat template does not compile: {error}") from error
         self.source = source
-        self.spec = template_spec(source, special_tokens)
+        self.spec = template_spec(source, special_tokens, with_tools)
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source))) - _OURS
-        self._systems_anywhere = self._takes(_SYSTEMS)
+        self._systems_anywhere = self._said(_SYSTEMS) is not None
+        self._takes_parts: Callable[[str], bool] = functools.cache(self._joins_parts)
+        self._with_tools = None if with_tools is None else ChatTemplate(with_tools, special_tokens)
+        if self._with_tools is not None:
+            self.variables |= self._with_tools.variables
 
-    def _takes(self, messages: Sequence[Message]) -> bool:
+    def _said(self, messages: Sequence[Message]) -> str | None:
+        """The prompt without any options; None if the template refuses the messages."""
         try:
-            self._template.render(self._special_tokens, messages=messages, tools=None)
+            return self._template.render(self._special_tokens, messages=messages, tools=None)
         except _REFUSALS:
-            return False
-        return True
+            return None
+
+    def _with_content(self, message: Message) -> Message:
+        content = message.get("content")
+        if not isinstance(content, list) or self._takes_parts(message["role"]):
+            return message
+        return {**message, "content": text_of(content, "\n")}
+
+    def _joins_parts(self, role: str) -> bool:
+        """Whether the template takes a content that is parts, rather than a text, for messages of a role."""
+        parts = [{"type": "text", "text": text} for text in ("QZ1", "QZ2")]
+        for chat in _CHATS:
+            if all(who != role for who, _ in chat):
+                continue
+            said = self._said(
+                [{"role": who, "content": parts if who == role else "x", **more} for who, more in chat]
+            )
+            if said is not None:
+                between = said.partition("QZ1")[2].partition("QZ2")
+                return bool(between[1]) and "type" not in between[0]  # a list that is written out has "type"
+        return False
 
     def render(
         self,
@@ -76,9 +111,14 @@ class ChatTemplate:
         """The prompt. kwargs are the request's chat_template_kwargs, such as enable_thinking.
 
         A developer message is a system message where the template has no such role. Where the template takes one system
-        message, the first, those behind the first join it, and later ones are turns of the user.
+        message, the first, those behind the first join it, and later ones are turns of the user. Parts go to a template
+        that takes parts, and become lines of one text elsewhere.
         Raises APIError (400) when the template refuses the messages or kwargs name what is not theirs.
         """
+        if tools and self._with_tools is not None:
+            return self._with_tools.render(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
+            )
         reserved = sorted(_OURS.intersection(kwargs or ()))
         if reserved:
             raise APIError(
@@ -87,9 +127,10 @@ class ChatTemplate:
         variables = {**self._special_tokens, **(kwargs or {})}
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        if not self._systems_anywhere:
-            messages = _one_system(messages)
         try:
+            messages = [self._with_content(message) for message in messages]
+            if not self._systems_anywhere:
+                messages = _one_system(messages)
             return self._template.render(
                 variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
             )
@@ -104,24 +145,50 @@ def _one_system(messages: Sequence[Message]) -> list[Message]:
     later = [{**m, "role": "user"} if m["role"] == "system" else m for m in messages[len(leading) :]]
     if not leading:
         return later
-    return [{**leading[0], "content": "\n\n".join(m["content"] for m in leading)}, *later]
+    return [{**leading[0], "content": "\n\n".join(text_of(m["content"]) for m in leading)}, *later]
 
 
-def template_spec(source: str, special_tokens: Mapping[str, str]) -> RendererSpec:
+class _Generation(Extension):
+    """The tag `{% generation %}` of transformers. It marks what a model is trained on, and adds nothing to a prompt."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def template_spec(
+    source: str, special_tokens: Mapping[str, str], with_tools: str | None = None
+) -> RendererSpec:
     """How a process makes a ChatTemplate."""
-    kwargs = {"source": source, "special_tokens": dict(special_tokens)}
+    kwargs = {"source": source, "special_tokens": dict(special_tokens), "with_tools": with_tools}
     return RendererSpec("openinfer.frontend.chat_template:ChatTemplate", kwargs)
 
 
-def find_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
-    """Source of the template: chat_template.jinja, else tokenizer_config.json's chat_template, else None."""
-    path = model_dir / "chat_template.jinja"
-    if path.exists():
-        return read_text(path)
+def find_templates(model_dir: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Sources of the checkpoint's template and of that for chats with tools (`tool_use`); None for a missing one.
+
+    chat_template.jinja and the files of additional_chat_templates come before tokenizer_config.json. Raises
+    ModelFilesError.
+    """
     found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
-        named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
-        found = named[0].get("template") if named else None
+    named: dict[str, object] = {"default": found}
+    if isinstance(found, list):
+        named = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}
+    default, more = model_dir / "chat_template.jinja", model_dir / "additional_chat_templates"
+    if default.exists():
+        named = {"default": read_text(default)}
+    if (more / "tool_use.jinja").exists():
+        named["tool_use"] = read_text(more / "tool_use.jinja")
+    return _source(named.get("default")), _source(named.get("tool_use"))
+
+
+def _source(found: object) -> str | None:
     if found is not None and not isinstance(found, str):
         raise ModelFilesError(
             f"chat_template in tokenizer_config.json is a {type(found).__name__}; it must be a string, or a list of "

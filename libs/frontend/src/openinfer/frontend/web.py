@@ -189,7 +189,7 @@ async def _start_texts(
 
 
 def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, RendererSpec | None]":
-    from openinfer.frontend.http import Tokenizer, find_template, template_spec
+    from openinfer.frontend.http import Tokenizer, find_templates, template_spec
     from openinfer.frontend.model_files import read_text
 
     if options.skip_tokenizer_init:
@@ -198,12 +198,13 @@ def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, RendererSpe
     model_dir = Path(options.model_dir)
     tokenizer = Tokenizer.load(model_dir)
     if options.chat_template is not None:
-        source: str | None = read_text(Path(options.chat_template))
+        sources: tuple[str | None, str | None] = read_text(Path(options.chat_template)), None
     else:
-        source = find_template(model_dir, tokenizer.config)
+        sources = find_templates(model_dir, tokenizer.config)
+    source, with_tools = sources
     template: RendererSpec | None = None
     if source is not None:
-        template = template_spec(source, tokenizer.special_tokens)
+        template = template_spec(source, tokenizer.special_tokens, with_tools)
     elif options.coded_template:
         template = DeepSeekV4Renderer.spec
     chat = "with chat template" if template else "no chat template: /v1/chat/completions is refused"

@@ -7,7 +7,7 @@ from openinfer.frontend.chat.deepseek_v4 import DeepSeekV4Renderer
 from openinfer.frontend.chat.formats import REASONING_FORMATS, TOOL_FORMATS, default_formats
 from openinfer.frontend.chat.output import OutputParser, ToolFormat
 from openinfer.frontend.chat.parts import Arguments, Content, Part, Reasoning, ToolCall
-from openinfer.frontend.chat.renderer import Message, Renderer, RendererSpec
+from openinfer.frontend.chat.renderer import Message, Renderer, RendererSpec, text_of
 
 __all__ = [
     "REASONING_FORMATS",
@@ -24,4 +24,5 @@ __all__ = [
     "ToolCall",
     "ToolFormat",
     "default_formats",
+    "text_of",
 ]

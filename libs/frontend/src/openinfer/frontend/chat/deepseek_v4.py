@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openinfer.frontend.chat.dsml import DSML
-from openinfer.frontend.chat.renderer import Message, RendererSpec
+from openinfer.frontend.chat.renderer import Message, RendererSpec, text_of
 from openinfer.frontend.errors import APIError
 
 __all__ = ["DeepSeekV4Renderer"]
@@ -73,7 +73,7 @@ class DeepSeekV4Renderer:
         on_request = options.get("thinking", options.get("enable_thinking"))
         thinking = effort not in (None, "none") if on_request is None else bool(on_request)
         turns = _in_call_order(messages)
-        system = str(turns.pop(0)["content"]) if turns and turns[0]["role"] == "system" else ""
+        system = text_of(turns.pop(0)["content"]) if turns and turns[0]["role"] == "system" else ""
         if tools:
             system += "\n\n" + _tools(tools)
         pieces = [BOS, EFFORT_MAX if thinking and effort == "max" else "", system]
@@ -91,7 +91,7 @@ class DeepSeekV4Renderer:
                     pieces.append(f"{ASSISTANT}{thought}{END_THINK}")
                 pieces.append(_answer(turn))
             elif role == "system":
-                pieces.append(str(turn["content"]))
+                pieces.append(text_of(turn["content"]))
             else:
                 raise APIError(
                     f"messages hold a role {role!r} that DeepSeek-V4 does not know", param="messages"
@@ -121,14 +121,14 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _said(turn: Message) -> str:
-    text = str(turn["content"])
+    text = text_of(turn["content"])
     return f"<tool_result>{text}</tool_result>" if turn["role"] == "tool" else text
 
 
 def _answer(turn: Message) -> str:
     calls = [_call(call["function"]) for call in turn.get("tool_calls") or ()]
     block = f"\n\n<{DSML}tool_calls>\n" + "\n".join(calls) + f"\n</{DSML}tool_calls>" if calls else ""
-    return f"{turn['content']}{block}{EOS}"
+    return f"{text_of(turn['content'])}{block}{EOS}"
 
 
 def _call(function: Mapping[str, Any]) -> str:

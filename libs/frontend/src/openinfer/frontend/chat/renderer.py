@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Message", "Renderer", "RendererSpec"]
+__all__ = ["Message", "Renderer", "RendererSpec", "text_of"]
 
 Message = Mapping[str, Any]
-"""role, content (str), and where they apply: reasoning, tool_calls [{id, function: {name, arguments: object}}],
-tool_call_id."""
+"""role, content (str, or parts [{type: "text", text}]), and where they apply: reasoning, tool_calls [{id, function:
+{name, arguments: object}}], tool_call_id."""
 
 
 class RendererSpec(NamedTuple):
@@ -37,3 +37,8 @@ class Renderer(Protocol):
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt. tools: OpenAI's tool objects. Raises errors.APIError (400) for messages it cannot take."""
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]], joint: str = "") -> str:
+    """The content of a message as one text."""
+    return content if isinstance(content, str) else joint.join(part["text"] for part in content)

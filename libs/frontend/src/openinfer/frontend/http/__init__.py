@@ -1,7 +1,7 @@
 """An OpenAI-compatible HTTP server over any EngineClient. Needs `openinfer-frontend[http]`."""
 
 try:
-    from openinfer.frontend.chat_template import ChatTemplate, find_template, template_spec
+    from openinfer.frontend.chat_template import ChatTemplate, find_templates, template_spec
     from openinfer.frontend.http.app import create_app
     from openinfer.frontend.http.params import SamplingDefaults
     from openinfer.frontend.http.server import run_server
@@ -18,7 +18,7 @@ __all__ = [
     "SamplingDefaults",
     "Tokenizer",
     "create_app",
-    "find_template",
+    "find_templates",
     "run_server",
     "template_spec",
 ]

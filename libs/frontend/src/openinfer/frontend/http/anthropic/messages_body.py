@@ -16,7 +16,7 @@ from openinfer.frontend.http.body import (
 )
 from openinfer.frontend.http.openai.chat_body import tool_object
 from openinfer.frontend.http.params import MAX_STOP_CHARS, MAX_STOP_STRINGS
-from openinfer.frontend.http.text.chat import Chat, chat_messages, text_of
+from openinfer.frontend.http.text.chat import Chat, chat_messages, content_of
 from openinfer.frontend.http.text.thoughts import thinking_options
 
 __all__ = ["MessagesBody", "messages_chat", "messages_common"]
@@ -109,7 +109,7 @@ def messages_chat(body: MessagesBody, variables: frozenset[str]) -> Chat:
     """variables: options of the server's template. Raises APIError (400) naming the place."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": text_of(body.system, "system")})
+        messages.append({"role": "system", "content": content_of(body.system, "system")})
     for index, message in enumerate(body.messages):
         messages += _turn(message, f"messages[{index}]")
     choice = body.tool_choice
@@ -145,8 +145,8 @@ def _turn(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     for index, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result" and role == "user":
-            text = text_of(block.get("content") or "", f"{where}.content[{index}]")
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            said = content_of(block.get("content") or "", f"{where}.content[{index}]")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             turn["tool_calls"].append({"id": block.get("id"), "function": function})
@@ -155,6 +155,6 @@ def _turn(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind != "redacted_thinking":
             texts.append(block)
     if texts or role == "assistant" or not results:
-        turn["content"] = text_of(texts, f"{where}.content") if texts else ""
+        turn["content"] = content_of(texts, f"{where}.content")
         return [*results, turn]
     return results

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from openinfer.frontend.chat import text_of
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import (
     MAX_TOOLS,
@@ -19,7 +20,7 @@ from openinfer.frontend.http.body import (
 )
 from openinfer.frontend.http.openai.chat_body import tool_object, verbosity_warnings
 from openinfer.frontend.http.shapes import encode
-from openinfer.frontend.http.text.chat import Chat, chat_messages, text_of
+from openinfer.frontend.http.text.chat import Chat, chat_messages, content_of
 
 __all__ = ["KeptItems", "ResponsesBody", "responses_chat", "responses_common"]
 
@@ -237,26 +238,24 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         case "message":
             role, content = item.get("role"), item.get("content")
             if role == "assistant":
-                text = "" if content is None else text_of(content, f"{where}.content", _TEXT_KINDS)
-                _assistant_turn(messages)["content"] += text
+                said = "" if content is None else content_of(content, f"{where}.content", _TEXT_KINDS)
+                _assistant_turn(messages)["content"] += text_of(said)
             else:
-                text = text_of(content, f"{where}.content", _TEXT_KINDS)
-                messages.append({"role": "system" if role == "developer" else role, "content": text})
+                said = content_of(content, f"{where}.content", _TEXT_KINDS)
+                messages.append({"role": "system" if role == "developer" else role, "content": said})
         case "reasoning":
             # Some clients send a summary back, and nothing else of what they got.
             content = item.get("content") or item.get("summary")
-            thought = (
-                text_of(content, f"{where}.content", ("reasoning_text", "summary_text")) if content else ""
-            )
+            thought = content_of(content or "", f"{where}.content", ("reasoning_text", "summary_text"))
             turn = _assistant_turn(messages)
-            turn["reasoning"] = turn.get("reasoning", "") + thought
+            turn["reasoning"] = turn.get("reasoning", "") + text_of(thought, "\n")
         case "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "function": function}
             _assistant_turn(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
-            text = text_of(item.get("output"), f"{where}.output", _TEXT_KINDS)
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            said = content_of(item.get("output"), f"{where}.output", _TEXT_KINDS)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
         case kind:
             raise APIError(f"{where} is of type {kind!r}, which is not supported", param="input")
 

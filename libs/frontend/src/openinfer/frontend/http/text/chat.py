@@ -8,9 +8,11 @@ import msgspec
 
 from openinfer.frontend.errors import APIError
 
-__all__ = ["Chat", "chat_messages", "text_of"]
+__all__ = ["Chat", "Content", "chat_messages", "content_of"]
 
 MAX_MESSAGES = 4096
+Content = str | list[dict[str, Any]]
+"""A text, or several parts {type: "text", text}, which a template puts together in its own way."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Chat:
 
 
 def chat_messages(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Check messages: contents become text, arguments of calls objects. Raises APIError (400) naming the place."""
+    """Check messages: contents become Content, arguments of calls objects. Raises APIError (400) naming the place."""
     if not messages:
         raise APIError("messages must hold at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
@@ -49,10 +51,11 @@ def chat_messages(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def text_of(content: object, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """A content given as text or as parts with text. Raises APIError (400) naming the place."""
+def content_of(content: object, where: str, kinds: Sequence[str] = ("text",)) -> Content:
+    """A content given as text or as parts of these kinds. Raises APIError (400) naming the place."""
     if isinstance(content, list):
-        return "\n".join(_part_text(part, where, kinds) for part in content)
+        texts = [_part_text(part, where, kinds) for part in content]
+        return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
     if not isinstance(content, str):
         raise APIError(f"{where} must be a string or a list of text parts", param=where.split("[")[0])
     return content
@@ -73,7 +76,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None and role in ("assistant", "tool"):
         content = ""  # as clients write a turn that had calls only, was cut short, or gave no result
-    checked["content"] = text_of(content, f"{where}.content")
+    checked["content"] = content_of(content, f"{where}.content")
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if reasoning is not None:
         if not isinstance(reasoning, str):

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from openinfer.frontend.chat import OutputParser, ToolFormat
+from openinfer.frontend.chat import OutputParser, ToolFormat, text_of
 from openinfer.frontend.chat.output import END_THINK, THINK
 from openinfer.frontend.chat.parts import Schemas
 from openinfer.frontend.errors import APIError
@@ -196,11 +196,15 @@ def _with_marker(messages: Sequence[Mapping[str, Any]], marker: str) -> list[Map
             "continue_final_message needs a last message of the assistant, with content and without tool calls",
             param="continue_final_message",
         )
-    return [*before, {**last, "content": last["content"] + marker}]
+    content = last["content"]
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + marker}]
+    *parts, end = content
+    return [*before, {**last, "content": [*parts, {**end, "text": end["text"] + marker}]}]
 
 
 def _thinking(prompt: str, chat: Chat) -> Where:
     if chat.continue_final:
-        return "within" if THINK in chat.messages[-1]["content"].rpartition(END_THINK)[2] else "over"
+        return "within" if THINK in text_of(chat.messages[-1]["content"]).rpartition(END_THINK)[2] else "over"
     text = prompt.rstrip()
     return "within" if text.endswith(THINK) else "over" if text.endswith(END_THINK) else "before"
