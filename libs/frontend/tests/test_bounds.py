@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ import httpx
 import pytest
 
 import openinfer.frontend.http.text.chat_format as chat_format
-from openinfer.frontend import APIError
+from openinfer.frontend import APIError, render_pool
 from openinfer.frontend.chat.parts import overlap
 from openinfer.frontend.http import ChatTemplate, Tokenizer
 from openinfer.frontend.http.text import prompt_text
@@ -241,15 +243,40 @@ def test_a_renderer_starts_under_a_lower_limit_of_memory() -> None:
     assert done.stderr == ""
 
 
-def test_a_render_process_that_dies_is_replaced(start: Any) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_render_process_that_is_lost_while_it_waits_costs_nothing(
+    start: Any, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render_pool, "LIFE_TIMEOUT_S", 1.0)
+    live = start(app={"template": ALL_CONTENTS})
+    ask = {"messages": [HI], "max_tokens": 1}
+    assert live.post("/v1/chat/completions", **ask).status_code == 200
+    (worker,) = live.service.chat_format.renderer._idle
+    os.kill(worker.pid, number)
+    assert [live.post("/v1/chat/completions", **ask).status_code for _ in range(2)] == [200, 200]
+    (other,) = live.service.chat_format.renderer._idle
+    assert other.pid != worker.pid
+
+
+def test_where_new_render_processes_are_lost_too_the_server_is_at_fault(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     live = start(app={"template": ALL_CONTENTS})
     ask = {"messages": [HI], "max_tokens": 1}
     assert live.post("/v1/chat/completions", **ask).status_code == 200
     (worker,) = live.service.chat_format.renderer._idle
     worker.kill()
-    codes = [live.post("/v1/chat/completions", **ask).status_code for _ in range(3)]
-    assert codes[-2:] == [200, 200]
-    assert 500 not in codes
+
+    async def spawn() -> Any:
+        raise BlockingIOError(11, "no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(render_pool, "spawn", spawn)
+        refused = live.post("/v1/chat/completions", **ask)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "renderer_lost")
+    assert refused.headers["retry-after"]
+    assert "no more processes" in refused.json()["error"]["message"]
+    assert live.post("/v1/chat/completions", **ask).status_code == 200
 
 
 def test_large_chats_are_rendered_as_small_ones_are(start: Any) -> None:

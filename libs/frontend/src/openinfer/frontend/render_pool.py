@@ -1,20 +1,27 @@
 """Chats as prompts, off the event loop and under a deadline: processes that can be killed and are replaced."""
 
 import asyncio
+import contextlib
 import json
 import sys
 from typing import Any
 
 from openinfer.frontend.chat import RendererSpec
-from openinfer.frontend.errors import APIError, ModelFilesError
+from openinfer.frontend.errors import APIError, ModelFilesError, one_line
 
 __all__ = ["RenderPool", "end", "spawn"]
 
 START_TIMEOUT_S = 30.0
 """From the renderer's spec to its answer. The engine may load and compile meanwhile, on the same cores."""
+LIFE_TIMEOUT_S = 3.0
+"""From a chat to the process's sign of life: one that waits may have been killed, or stopped."""
 LANES = (2, 2)
 """Processes for small chats, and for large ones: a large chat waits only for other large ones."""
 MAX_ANSWER_BYTES = 256 << 20
+
+
+class _Lost(Exception):
+    """A process of the pool has ended, or is stopped."""
 
 
 class RenderPool:
@@ -46,8 +53,9 @@ class RenderPool:
     async def render(self, call: dict[str, Any], large: bool, timeout_s: float) -> str:
         """The prompt; `call` has the arguments of Renderer.render.
 
-        Raises APIError: 400 where the renderer refuses, takes longer than timeout_s or too much memory, 503 where no
-        process was free for so long.
+        A process that was lost while it waited costs nothing: a new one writes the chat. Raises APIError: 400 where the
+        renderer refuses, takes longer than timeout_s or too much memory, 503 where no process was free for so long, or
+        where a new one was lost too.
         """
         try:
             line = json.dumps(call).encode() + b"\n"
@@ -67,40 +75,52 @@ class RenderPool:
                 f"the chat takes longer than {timeout_s:g} s to be written as a prompt: shorten it",
                 param="messages",
             ) from error
+        except (_Lost, ModelFilesError, OSError) as error:  # OSError: no memory or files for another process
+            raise APIError(
+                f"no process writes chats as prompts: {one_line(error)}; try later",
+                status=503,
+                code="renderer_lost",
+            ) from error
         finally:
             lane.release()
 
     async def _ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
-        process = self._idle.pop() if self._idle else await self._made(await spawn())
+        if self._idle:
+            with contextlib.suppress(_Lost):
+                return await self._answered(self._idle.pop(), line, timeout_s)
+        return await self._answered(await self._made(await spawn()), line, timeout_s)
+
+    async def _answered(
+        self, process: asyncio.subprocess.Process, line: bytes, timeout_s: float
+    ) -> dict[str, Any]:
         try:
-            answer = await asyncio.wait_for(_answer(process, line), timeout_s)
+            answer = await _answer(process, line, LIFE_TIMEOUT_S, timeout_s)
         except BaseException:
             # The process is late or gone, or the caller was cancelled. It must end, because its answer may still come
             # and would be read as the answer to another request.
             await end(process)
             raise
-        if answer is None:
-            await end(process)
-            return {"error": "the process that writes it ended"}
         self._idle.append(process)
         return answer
 
     async def _made(self, process: asyncio.subprocess.Process) -> asyncio.subprocess.Process:
         """The process, which has made its renderer."""
+        line = json.dumps(self.spec._asdict()).encode() + b"\n"
         try:
-            line = json.dumps(self.spec._asdict()).encode() + b"\n"
-            made = await asyncio.wait_for(_answer(process, line), START_TIMEOUT_S)
-        except BaseException as error:
+            made = await _answer(process, line, START_TIMEOUT_S, START_TIMEOUT_S)
+            if "variables" not in made:
+                raise _Lost(made.get("error", "it was refused"))
+        except TimeoutError as error:
             await end(process)
-            if isinstance(error, TimeoutError):
-                raise ModelFilesError(
-                    f"the chat template is not ready after {START_TIMEOUT_S:g} s: it seems to loop"
-                ) from error
+            raise ModelFilesError(
+                f"the chat template is not ready after {START_TIMEOUT_S:g} s: it seems to loop"
+            ) from error
+        except _Lost as error:
+            await end(process)
+            raise ModelFilesError(f"the chat template cannot be used: {error}") from error
+        except BaseException:
+            await end(process)
             raise
-        if made is None or "variables" not in made:
-            await end(process)
-            why = made.get("error", "it was refused") if made else "the process that renders it ended"
-            raise ModelFilesError(f"the chat template cannot be used: {why}")
         self.variables = frozenset(made["variables"])
         return process
 
@@ -113,18 +133,29 @@ def _text(answer: dict[str, Any]) -> str:
     return str(answer["text"])
 
 
-async def _answer(process: asyncio.subprocess.Process, line: bytes) -> dict[str, Any] | None:
-    """None when the process has ended."""
+async def _answer(
+    process: asyncio.subprocess.Process, line: bytes, life_s: float, answer_s: float
+) -> dict[str, Any]:
+    """The answer to a line. Raises _Lost where the process has ended or gives no sign of life within life_s, and
+    TimeoutError where it takes longer than answer_s from there."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(line)
-        await process.stdin.drain()
-        said = await process.stdout.readline()
+        try:
+            async with asyncio.timeout(life_s):
+                process.stdin.write(line)
+                await process.stdin.drain()
+                lives = await process.stdout.readline()
+        except TimeoutError:
+            raise _Lost("the process gives no sign of life") from None
+        async with asyncio.timeout(answer_s):
+            said = await process.stdout.readline() if lives else b""
     # ValueError: a line beyond the limit. RuntimeError: uvloop's, for a pipe that is closed already.
     except (ConnectionError, ValueError, RuntimeError):
-        return None
-    answer: dict[str, Any] | None = json.loads(said) if said else None
+        said = b""
+    if not said:
+        raise _Lost("the process that renders it ended")
+    answer: dict[str, Any] = json.loads(said)
     return answer
 
 

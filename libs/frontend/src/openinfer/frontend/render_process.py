@@ -2,8 +2,8 @@
 
 A template may loop for ever, take all memory or nest too deeply for the interpreter. Here it can be killed. Standard
 input has a JSON object a line: first a RendererSpec's fields, then the arguments of each render(). Standard output has
-an answer a line: {"variables"} or {"text"}, or {"refused", "param"} or {"error"}. When standard input ends, the parent
-is gone, and so are we.
+two lines for each: an empty one once it was read, as a sign of life, and an answer: {"variables"} or {"text"}, or
+{"refused", "param"} or {"error"}. When standard input ends, the parent is gone, and so are we.
 """
 
 import importlib
@@ -30,6 +30,8 @@ def main() -> int:
     sys.stdout = sys.stderr  # a renderer that prints must not break the answers
     renderer: Renderer | None = None
     while line := lines.readline():
+        out.write(b"\n")
+        out.flush()
         answer: dict[str, Any]
         try:
             given = json.loads(line)
