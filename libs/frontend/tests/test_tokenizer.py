@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from openinfer.frontend.chat_template import ChatTemplate, find_templates
 from openinfer.frontend.errors import APIError, ModelFilesError
@@ -45,6 +46,49 @@ def test_chat_template(tokenizer: Tokenizer, index: int) -> None:
 def test_long_texts_give_the_same_ids_from_the_worker(tokenizer: Tokenizer) -> None:
     text = "Hello, world! " * 2000
     assert asyncio.run(tokenizer.encode(text, True)) == tokenizer._core.encode(text).ids
+
+
+def changed(**parts: Any) -> Tokenizer:
+    core = json.loads((DATA / "tokenizer.json").read_text()) | parts
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(core)), {})
+
+
+BACKTRACKS = {"Regex": "(x+x+)+y"}
+
+
+@pytest.mark.parametrize("length", [60, 20_000])
+def test_a_text_that_panics_is_refused_and_the_next_is_served(start: Any, length: int) -> None:
+    split = {"type": "Split", "pattern": BACKTRACKS, "behavior": "Isolated", "invert": False}
+    live = start(
+        {"max_model_len": 100_000, "features": ["bad_words"]}, app={"tokenizer": changed(pre_tokenizer=split)}
+    )
+    bad = "x" * length
+    for path, body in (
+        ("/v1/completions", {"prompt": bad}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": bad}]}),
+        ("/tokenize", {"prompt": bad}),
+        *([("/v1/completions", {"prompt": "a", "bad_words": [bad]})] if length < 256 else []),
+    ):
+        answer = live.post(path, max_tokens=1, **body)
+        assert answer.status_code == 400, answer.text
+        assert "the tokenizer fails on this input" in answer.json()["error"]["message"]
+    assert live.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("stop", [None, "never"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_panic_end_their_own_answer(start: Any, stop: str | None, stream: bool) -> None:
+    replace = {"type": "Replace", "pattern": BACKTRACKS, "content": "z"}
+    tokenizer = changed(decoder={"type": "Sequence", "decoders": [{"type": "Fuse"}, replace]})
+    tokenizer._core.add_tokens(["x" * 60])
+    bad, good = tokenizer.token_id("x" * 60), tokenizer.token_id("a")
+    live = start({"script": [good, good, bad, good]}, app={"tokenizer": tokenizer})
+    answer = live.post("/v1/completions", prompt="a", max_tokens=4, stream=stream, stop=stop)
+    assert answer.status_code == 500 or stream
+    assert answer.text.count("the tokenizer fails on this input") == 1
+    assert answer.text.count("[DONE]") == (answer.status_code == 200)  # its head may have been sent before
+    assert live.post("/detokenize", tokens=[bad]).status_code == 500
+    assert live.post("/v1/completions", prompt="a", max_tokens=2).json()["choices"][0]["text"] == "aa"
 
 
 def test_special_tokens(tokenizer: Tokenizer) -> None:

@@ -197,7 +197,7 @@ class Choice:
             return
         before = self.num_tokens - len(delta.token_ids)
         for position, token_id in enumerate(ids):
-            text = self._detokenizer.push((token_id,))
+            text = self._text_of((token_id,))
             if before + position < self.request.sampling.min_tokens:
                 self._say(text)
             elif text and self._matches(self._stops, text):
@@ -208,9 +208,17 @@ class Choice:
 
     def _decode(self) -> None:
         if self._undecoded:
-            assert self._detokenizer is not None
-            self._say(self._detokenizer.push(self._undecoded))
-            self._undecoded = []
+            undecoded, self._undecoded = self._undecoded, []
+            self._say(self._text_of(undecoded))
+
+    def _text_of(self, token_ids: Sequence[int] | None) -> str:
+        """What these tokens add to the text; None: what was held back. Where the tokenizer fails the choice ends."""
+        assert self._detokenizer is not None
+        try:
+            return self._detokenizer.flush() if token_ids is None else self._detokenizer.push(token_ids)
+        except APIError as error:
+            self.cancel(Failed(self.request.id, str(error)))
+            return ""
 
     def _say(self, text: str) -> None:
         if text:
@@ -236,11 +244,13 @@ class Choice:
         self.drafts, self.kv_transfer = terminal.drafts, terminal.kv_transfer
         if self._detokenizer is not None:
             self._decode()
-            rest = self._detokenizer.flush()
+            rest = self._text_of(None)
             if self._stops is None:
                 self._say(rest)
             elif not self._matches(self._stops, rest):
                 self._say(self._stops.flush())
+            if self.error is not None:
+                return
         if self.finish_reason is None:
             self.finish_reason = terminal.reason
             if terminal.stop_token_id in (*self.request.sampling.stop_token_ids, *self._more_stop_ids):

@@ -1,6 +1,7 @@
 """Text to ids and back: a thin hold on `tokenizers.Tokenizer`, with the pieces a server needs beside it."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from openinfer.frontend.contract import TokenTable
-from openinfer.frontend.errors import ModelFilesError
+from openinfer.frontend.errors import APIError, ModelFilesError, one_line
 from openinfer.frontend.http.text.detokenizer import ByteDetokenizer, Detokenizer, TextDetokenizer
 from openinfer.frontend.model_files import read_json
 
@@ -77,17 +78,20 @@ class Tokenizer:
         return any(content in text for content in self._special_texts)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text; long ones are worked on in a thread that leaves the interpreter lock alone."""
+        """Ids of a text; long ones are worked on in a thread that leaves the interpreter lock alone.
+
+        Raises APIError (400) for a text that the tokenizer cannot read.
+        """
         if len(text) <= LONG_TEXT_CHARS:
-            return self._core.encode(text, add_special_tokens=add_special_tokens).ids
-        encoded = await asyncio.to_thread(
-            self._core.encode_batch_fast, [text], add_special_tokens=add_special_tokens
-        )
-        return encoded[0].ids
+            return self.encode_short(text, add_special_tokens)
+        encode = self._core.encode_batch_fast
+        encoded = await asyncio.to_thread(_kept, 400, encode, [text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded[0].ids
+        return ids
 
     def count(self, text: str) -> int:
-        """Tokens of a text, without special ones. Leaves the interpreter lock alone."""
-        return len(self._core.encode_batch_fast([text], add_special_tokens=False)[0])
+        """Tokens of a text, without special ones. Leaves the interpreter lock alone. Raises APIError as encode does."""
+        return len(_kept(400, self._core.encode_batch_fast, [text], add_special_tokens=False)[0])
 
     @property
     def most_chars_a_token(self) -> int | None:
@@ -101,13 +105,15 @@ class Tokenizer:
         # Composed characters are fewer than those that they are made of, 4 at most.
         return 4 * longest if type(normalizer).__name__ in ("NFC", "NFKC") else None
 
-    def encode_short(self, text: str) -> list[int]:
-        """Ids of a word or so, at once, without special tokens."""
-        return self._core.encode(text, add_special_tokens=False).ids
+    def encode_short(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of a word or so, at once. Raises APIError as encode does."""
+        ids: list[int] = _kept(400, self._core.encode, text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """Text of a whole sequence."""
-        return self._core.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Text of a whole sequence. Raises APIError (500) where the tokenizer fails."""
+        text: str = _kept(500, self._core.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return text
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         """A new incremental decoder for one sequence."""
@@ -117,7 +123,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, as log-probabilities show it; U+FFFD where it is no whole character."""
-        return self._core.decode([token_id], skip_special_tokens=False)
+        return self.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for."""
@@ -151,6 +157,17 @@ class Tokenizer:
             if token_id < size:
                 without_special[token_id] = b""
         return everything, without_special
+
+
+def _kept(status: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a call of the Rust side. Raises APIError for what it raises: a panic, such as of a regular
+    expression that backtracks, is a BaseException, which no handler of a request expects."""
+    try:
+        return call(*args, **kwargs)
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise APIError(f"the tokenizer fails on this input: {one_line(error)}", status=status) from error
+        raise
 
 
 def _byte_alphabet() -> dict[int, str]:
