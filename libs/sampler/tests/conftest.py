@@ -6,6 +6,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -209,3 +210,33 @@ def check_tokens() -> Callable[[Arrays, Array], int]:
         return len(wrong)
 
     return check
+
+
+@pytest.fixture
+def byte_tokenizer():
+    """Makes the JSON of a byte-level BPE: special tokens, the 256 bytes in order, what its merges ("p r") make."""
+
+    def make(special, merges=()):
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in printable]
+        codes = dict(zip(others, range(256, 256 + len(others)), strict=True))
+        letters = [chr(codes.get(byte, byte)) for byte in range(256)]
+        texts = [*special, *letters, *(merge.replace(" ", "") for merge in merges)]
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        added = [
+            {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False}
+            | {"normalized": False, "special": True}
+            for i, text in enumerate(special)
+        ]
+        model = {"type": "BPE", "vocab": {text: i for i, text in enumerate(texts)}, "merges": list(merges)}
+        return json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": added,
+                "pre_tokenizer": level,
+                "decoder": level,
+                "model": model,
+            }
+        )
+
+    return make

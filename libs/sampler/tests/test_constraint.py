@@ -9,7 +9,7 @@ import pytest
 
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.budget import Budget
-from openinfer.sampler.constraint import BURST_S, Constraint, Masks, PendingGrammars
+from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
 from openinfer.sampler.grammar import Compiler, Grammar
 from openinfer.sampler.lark import Lark
 
@@ -118,10 +118,10 @@ def test_any_grammar_can_follow_thoughts(compiler, content, good, bad):
 
 def test_contents_are_of_lark_grammars_and_alone():
     one = Grammar("regex", "a")
-    with pytest.raises(InvalidGrammar, match="only a lark grammar"):
+    with pytest.raises(InvalidGrammar, match="only a grammar of parts"):
         Grammar("regex", "b", one)
-    with pytest.raises(InvalidGrammar, match="only a lark grammar"):
-        Grammar("lark", "start: @content", Grammar("lark", "start: @content", one))
+    with pytest.raises(InvalidGrammar, match="only a grammar of parts"):
+        Grammar("parts", "start: @content", Grammar("parts", "start: @content", one))
     with pytest.raises(InvalidGrammar, match="brace"):
         Grammar("lark", ' {"grammars": []}')
 
@@ -204,9 +204,9 @@ def cpu_s(work):
     ],
     ids=lambda value: value.text[:20] if isinstance(value, Grammar) else "",
 )
-def test_what_fails_at_the_first_mask_is_refused_like_what_does_not_compile(grammar, reason):
+def test_what_fails_at_the_first_mask_is_refused_like_what_does_not_compile(byte_tokenizer, grammar, reason):
     words = [bytes([i, j]) * 2 for i in range(97, 123) for j in range(97, 123)]
-    compiler = Compiler([*TOKENS, *words], [EOS], [EOS])
+    compiler = Compiler([*TOKENS, *words], [EOS], [EOS], tokenizer=byte_tokenizer(["<eos>"]))
 
     def refused():
         with pytest.raises(InvalidGrammar, match=reason):
@@ -229,11 +229,9 @@ def test_a_sequence_that_costs_too_much_ends_and_the_others_go_on(compiler):
             for one in [*bad, good]:
                 one.accept(1 + ord("a"))
 
-    # Without a budget each of the four takes 11 s.
-    assert cpu_s(run) < 4 * 4 * BURST_S  # what they get back for 70 tokens is in it
-    assert {one.problem for one in bad} == {
-        "the grammar takes more than 5 ms of CPU time a token; make it smaller or simpler"
-    }
+    # Without a limit each of the four takes 11 s.
+    assert cpu_s(run) < 5
+    assert all("items; max is 600" in one.problem for one in bad)
     assert not good.problem
 
 
@@ -300,16 +298,16 @@ def test_half_a_character_is_no_choice(compiler):
         compiler.compile(Grammar("choice", '["\\ud800"]'))
 
 
-def test_waiting_does_not_block_and_the_deadline_is_told(monkeypatch):
+def test_waiting_does_not_block(monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr(Compiler, "_compile", lambda self, grammar: release.wait(10))
-    slow = Compiler(TOKENS, [EOS], [EOS], deadline_s=0.3)
+    monkeypatch.setattr(Compiler, "_compile", lambda self, grammar: "refused" if release.wait(30) else None)
+    slow = Compiler(TOKENS, [EOS], [EOS])
     pending = PendingGrammars(slow)
     pending.start(7, None, Grammar("regex", "a"))
     assert pending.ready(0.0) == []
-    (late,) = pending.ready(5.0)
-    assert "too long" in late.problem
     release.set()
+    (one,) = pending.ready(30.0)
+    assert one.problem == "refused"
     pending.close()
 
 
@@ -359,22 +357,10 @@ def mask_after(compiler, grammar, tokens):
     return mask
 
 
-def test_a_grammar_without_a_choice_forces_tokens(compiler):
-    one = Constraint(compiler.compile(Grammar("regex", "say (abcde|abcxy)")), (), V)
-    forced = one.forced()
-    assert b"".join(TOKENS[token] for token in forced).startswith(b"say ")
-    for token in forced:
-        mask = np.zeros(-(-V // 32), np.int32)
-        one.fill(mask)
-        assert bits(mask) == [token]
-        one.accept(token)
-    assert one.forced() == []
-
-
-def test_a_sequence_without_credit_looks_no_further(compiler):
+def test_a_slow_sequence_looks_no_further(compiler):
     one, masks = Constraint(compiler.compile(Grammar("regex", "[a-c]+")), (), V), Masks(1, V, 2)
     (filled, _) = masks.fill([one])
-    one._credit_s = BURST_S / 4
+    one.slow = True
     _, checked = masks.look_ahead(one, filled[0], [1 + ord("a"), 1 + ord("b")])
     assert checked[0] not in bits(filled[0])
 

@@ -309,6 +309,9 @@ class TokenTable(msgspec.Struct, frozen=True, array_like=True, tag="token_table"
     """The bytes of token 0, 1, ...; empty where an id stands for nothing."""
     special_ids: list[int]
     """Ids that no text can be, such as the end of a turn; markers that count as text are not among them."""
+    definition: str = ""
+    """The tokenizer as JSON (tokenizer.json): text that a grammar forces is cut by it. Empty: the model chooses the
+    cut."""
 
 
 class SlowTraces(msgspec.Struct, frozen=True, array_like=True, tag="slow_traces"):

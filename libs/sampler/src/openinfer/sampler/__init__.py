@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from openinfer.sampler.errors import (
     GrammarFailed,
-    GrammarTimeout,
     InvalidGrammar,
     InvalidLogits,
     InvalidParams,
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_LOGPROBS",
     "GrammarFailed",
-    "GrammarTimeout",
     "InvalidGrammar",
     "InvalidLogits",
     "InvalidParams",

@@ -11,14 +11,12 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from openinfer.sampler.errors import GrammarFailed, GrammarTimeout, InvalidGrammar
+from openinfer.sampler.errors import GrammarFailed, InvalidGrammar
 from openinfer.sampler.grammar import Compilation, Compiler, Grammar, Matcher
 
 T = TypeVar("T")
 
 
-BURST_S, TOKEN_S = 0.25, 0.005
-"""Seconds of CPU time that a sequence's masks may take at once, and that the sequence gets back for each token."""
 SLOW_S = 0.001
 """A sequence whose last mask took longer than this makes its next one in a thread. Most masks are so short that handing
 them over would take as long as making them."""
@@ -27,8 +25,8 @@ them over would take as long as making them."""
 class Constraint:
     """The tokens that a running sequence may draw next: by its grammar and by a mask of the ids it may have at all.
 
-    No method raises. A grammar that fails, or that takes more CPU time than BURST_S and TOKEN_S allow, leaves no
-    token to choose, and `problem` says why. The engine sets `ended` when the sequence is over.
+    No method raises. A grammar that fails, or that exceeds the limits of work, leaves no token to choose, and `problem`
+    says why. The engine sets `ended` when the sequence is over.
 
     matcher: this sequence's own, past the output so far. allowed_ids: empty for all ids below `vocabulary`.
     """
@@ -38,7 +36,6 @@ class Constraint:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._tokens: list[int] = []  # drawn, and not yet matched
-        self._credit_s = BURST_S
         self.slow = False  # the last mask was
         self._allowed: NDArray[np.int32] | None = None
         if allowed_ids:
@@ -71,17 +68,14 @@ class Constraint:
         after the draft, and where masks take too long.
         """
         drafts, trial = list(drafts), self._matcher.copy()
-        hurried = self.slow or self._credit_s < BURST_S / 2
-        began = time.thread_time()
         for place, draft in enumerate(drafts):
             if not _allows(mask, draft):
                 break
             other = _forbidden(mask, self._vocabulary)
-            if (hurried and other is not None) or not self._mask_after(trial, draft, masks[place]):
+            if (self.slow and other is not None) or not self._mask_after(trial, draft, masks[place]):
                 drafts[place] = draft if other is None else other
                 break
             mask = masks[place]
-        self._credit_s -= time.thread_time() - began
         return drafts
 
     def _mask_after(self, trial: Matcher, draft: int, mask: NDArray[np.int32]) -> bool:
@@ -99,7 +93,6 @@ class Constraint:
 
     def _catch_up(self) -> None:
         """Match the tokens that were drawn since the last mask."""
-        self._credit_s = min(self._credit_s + TOKEN_S * len(self._tokens), BURST_S)
         tokens, self._tokens = self._tokens, []
         for token in tokens:
             self._matcher.accept(token)
@@ -120,13 +113,7 @@ class Constraint:
         # A bug in the matcher, and a panic is no Exception: one request's grammar must not take an engine along.
         except BaseException as error:
             self.problem = f"the grammar's matcher fails: {error}"
-        seconds = time.thread_time() - began
-        self._credit_s -= seconds
-        self.slow = seconds > SLOW_S
-        if self._credit_s < 0:
-            self.problem = self.problem or (
-                f"the grammar takes more than {TOKEN_S * 1e3:g} ms of CPU time a token; make it smaller or simpler"
-            )
+        self.slow = time.thread_time() - began > SLOW_S
         if self._allowed is not None and not self._matcher.forces:
             mask &= self._allowed
         if not self.problem and not mask.any():
@@ -220,7 +207,7 @@ class PendingGrammars(Generic[T]):
             matcher, problem = None, ""
             try:
                 matcher = compilation.poll(wait_s)
-            except (InvalidGrammar, GrammarTimeout) as error:
+            except InvalidGrammar as error:
                 problem = str(error)
             wait_s = 0.0
             if matcher is not None or problem:

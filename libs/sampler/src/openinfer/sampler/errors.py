@@ -4,7 +4,6 @@ SamplerError
 ├── InvalidParams (ValueError)    a sampling parameter is outside what is allowed; ``.param`` names it
 ├── InvalidLogits (ValueError)    rows that no token can be drawn from; ``.rows`` lists them
 ├── InvalidGrammar (ValueError)   a grammar that is malformed or asks for what is not supported
-├── GrammarTimeout (TimeoutError) a grammar that took too long to compile
 ├── GrammarFailed (RuntimeError)  a token that the grammar does not allow, or a grammar beyond its limits at run time
 └── MissingExtra (ImportError)    an extra of this library is not installed
 
@@ -53,12 +52,6 @@ class InvalidLogits(SamplerError, ValueError):
 
 class InvalidGrammar(SamplerError, ValueError):
     """A grammar is malformed, or uses an unsupported feature; the message names it."""
-
-    user_can_mend = True
-
-
-class GrammarTimeout(SamplerError, TimeoutError):
-    """A grammar was not compiled by its deadline."""
 
     user_can_mend = True
 

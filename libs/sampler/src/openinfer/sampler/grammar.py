@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,22 +17,29 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from openinfer.sampler.budget import Budget, Spending
-from openinfer.sampler.errors import GrammarFailed, GrammarTimeout, InvalidGrammar, MissingExtra
+from openinfer.sampler.errors import GrammarFailed, InvalidGrammar, MissingExtra
 from openinfer.sampler.schema import prepared
 
 if TYPE_CHECKING:
     import numpy as np
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
     from numpy.typing import NDArray
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "any"]
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "parts", "any"]
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_NESTING = 64
 MAX_STATES = 50_000
-"""The most states of a matcher's lexer, at 1 to 2 KB each."""
+"""The most states of one request's lexer, at 1 to 2 KB each."""
 LEXER_FUEL = 200_000
 """Bounds the work on a grammar's expressions for its first mask: with llguidance's default of a million a short
 expression takes a second of CPU time and 200 MB."""
+MAX_ROW, MAX_WRITTEN_ROW = 2000, 600
+"""The most items of a parser's row, and of a row of a grammar that a client wrote. The work for a mask grows with the
+square of an ambiguous grammar's rows: at 600 a mask takes about 10 ms. Our own grammars have long rows, but none that
+are ambiguous."""
+MAX_REASON_CHARS = 2000
+REFUSED_BYTES = 1 << 20
+"""What is kept of grammars that were refused: their texts and the reasons."""
 
 # Whitespace in JSON is optional and bounded: a model that likes it could go on forever.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n]{1,24}", "lenient": False}
@@ -44,8 +51,8 @@ class Grammar:
 
     Attributes:
         kind: "json_schema"; "json_object": any JSON object; "regex": in Rust's syntax, for the whole output; "choice":
-            one of some strings; "lark": llguidance's dialect; "gbnf": llama.cpp's, as in `root ::= "a" | "b"`; or
-            "any": any output, for a budget alone.
+            one of some strings; "lark": llguidance's dialect; "gbnf": llama.cpp's, as in `root ::= "a" | "b"`;
+            "parts": Lark that `openinfer.sampler.lark` put together; or "any": any output, for a budget alone.
         text: the schema as JSON, nothing, the expression, the strings as a JSON list, the grammar. At most 65,536
             characters, JSON at most 64 levels deep.
         content: a grammar that a Lark text calls as `@content`, so that one grammar can be set into another.
@@ -71,10 +78,10 @@ class Grammar:
             )
         if bool(self.text.strip()) != (self.kind not in ("json_object", "any")):
             raise InvalidGrammar(f"{self.kind} {'takes no text' if self.text.strip() else 'is empty'}")
-        if self.kind == "lark" and self.text.lstrip().startswith("{"):
+        if self.kind in ("lark", "parts") and self.text.lstrip().startswith("{"):
             raise InvalidGrammar("a lark grammar begins with a rule, not with a brace")
-        if self.content is not None and (self.kind != "lark" or self.content.content is not None):
-            raise InvalidGrammar("only a lark grammar has a content, and that has none of its own")
+        if self.content is not None and (self.kind != "parts" or self.content.content is not None):
+            raise InvalidGrammar("only a grammar of parts has a content, and that has none of its own")
         if self.kind in ("json_schema", "choice"):
             self._check_json()
 
@@ -197,28 +204,27 @@ class Compilation:
     """A grammar that a worker compiles."""
 
     def __init__(
-        self, future: Future[LLMatcher] | None, deadline: float, new: Callable[[LLMatcher | None], Matcher]
+        self, future: Future[LLMatcher | str] | None, new: Callable[[LLMatcher | None], Matcher]
     ) -> None:
-        self._future, self._deadline, self._new = future, deadline, new
+        self._future, self._new = future, new
 
-    def poll(self, wait_s: float = 0.0) -> Matcher | None:
-        """A new matcher, or None if the worker is still at it after `wait_s` seconds.
+    def poll(self, wait_s: float | None = 0.0) -> Matcher | None:
+        """The matcher, to be taken once; None if the worker is still at it after `wait_s` seconds.
 
-        Raises InvalidGrammar with the reason, or GrammarTimeout once the deadline has passed.
-        """
+        Raises InvalidGrammar with the reason."""
         if self._future is None:
             return self._new(None)
-        left = self._deadline - time.monotonic()
         try:
-            return self._new(self._future.result(max(0.0, min(wait_s, left))).deep_copy())
+            found = self._future.result(wait_s)
         except FutureTimeout:
-            if wait_s < left:
-                return None
-            raise GrammarTimeout("the grammar took too long to compile; make it smaller or simpler") from None
+            return None
+        if isinstance(found, str):
+            raise InvalidGrammar(found)
+        return self._new(found)
 
     def wait(self) -> Matcher:
         """Like `poll`, but waits for the worker."""
-        found = self.poll(float("inf"))
+        found = self.poll(None)
         assert found is not None
         return found
 
@@ -226,9 +232,13 @@ class Compilation:
 class Compiler:
     """Grammars to matchers for one vocabulary, in worker threads that do not hold the GIL.
 
+    Every matcher is compiled anew: copies of one would share its lexer, and with it the limits of a request. Work and
+    size bound a compilation, a mask and a matcher; time does not. Refused grammars are remembered with the reason,
+    within REFUSED_BYTES; nothing else is kept.
+
     tokens: the bytes of token 0, 1, ...; special_ids: those that no text can be; eos_ids: those that end an output;
-    vocabulary: the model's, where it is larger than the tokens. deadline_s: seconds a grammar may take, waiting for a
-    worker included; a worker itself is stopped by llguidance's limits only. The last `cached` grammars are kept.
+    vocabulary: the model's, where it is larger than the tokens. tokenizer: the model's own as JSON (tokenizer.json), by
+    which text that a grammar forces is cut; without one the model chooses among all cuts.
 
     Raises MissingExtra without llguidance.
     """
@@ -239,10 +249,9 @@ class Compiler:
         special_ids: Sequence[int],
         eos_ids: Sequence[int],
         *,
+        tokenizer: str = "",
         vocabulary: int | None = None,
         workers: int = 2,
-        deadline_s: float = 5.0,
-        cached: int = 64,
     ) -> None:
         try:
             import llguidance
@@ -254,58 +263,78 @@ class Compiler:
         self._vocabulary = len(tokens) if vocabulary is None else vocabulary
         # A token of no bytes is never allowed.
         self._tokens = [*tokens, *[b""] * (self._vocabulary - len(tokens))]
+        self._workers = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
+        self._own = self._workers.submit(_loaded, tokenizer) if tokenizer else None
         vocabulary_of = _Tokens(self._tokens, special_ids, eos_ids[0])
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(vocabulary_of), eos_token=list(eos_ids)
         )
-        vocabulary_of.cut = self._tokenizer.greedy_tokenize
-        self._limits = llguidance.LLParserLimits(
-            verbose_errors=False, max_lexer_states=MAX_STATES, initial_lexer_fuel=LEXER_FUEL
-        )
-        self._workers = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
-        self._deadline_s, self._cached = deadline_s, cached
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        vocabulary_of.cut = self._cut
+        self._refused: OrderedDict[Grammar, str] = OrderedDict()
+        self._refused_bytes, self._lock = 0, threading.Lock()
 
     def start(self, grammar: Grammar) -> Compilation:
-        """Have a worker compile the grammar, or find it compiled. Never blocks."""
-        future = None if grammar.kind == "any" else self._compiling(replace(grammar, budget=None))
+        """Have a worker compile the grammar. Never blocks."""
+        future = (
+            None
+            if grammar.kind == "any"
+            else self._workers.submit(self._compile, replace(grammar, budget=None))
+        )
 
         def new(matcher: LLMatcher | None) -> Matcher:
             spending = Spending(grammar.budget, self._tokens) if grammar.budget is not None else None
             return Matcher(matcher, self._vocabulary, spending)
 
-        return Compilation(future, time.monotonic() + self._deadline_s, new)
-
-    def _compiling(self, grammar: Grammar) -> Future[LLMatcher]:
-        future = self._compiled.get(grammar)
-        if future is None:
-            future = self._compiled[grammar] = self._workers.submit(self._compile, grammar)
-            if len(self._compiled) > self._cached:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return future
+        return Compilation(future, new)
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A new matcher for the grammar. Raises InvalidGrammar or GrammarTimeout."""
+        """A new matcher for the grammar. Raises InvalidGrammar."""
         return self.start(grammar).wait()
 
     def close(self) -> None:
         """Stop the workers; what waits for one is dropped."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar) -> LLMatcher | str:
+        """The matcher, or why there is none. Nothing is raised: an exception would keep what failed."""
+        reason = self._refused.get(grammar)
+        if reason is not None:
+            return reason
         try:
-            return self._compiled_or_refused(grammar)
-        except InvalidGrammar:
-            raise
+            return self._compiled(grammar)
+        except InvalidGrammar as error:
+            reason = str(error)
         # A bug in the compiler, and a panic is no Exception: one request's grammar must not take an engine along.
         except BaseException as error:
-            raise InvalidGrammar(f"{grammar.kind}: the compiler fails: {_first_line(str(error))}") from error
+            reason = f"{_named(grammar)}: the compiler fails: {_first_line(str(error))}"
+        reason = reason[:MAX_REASON_CHARS]  # it may quote an expression at length
+        self._remember(grammar, reason)
+        return reason
 
-    def _compiled_or_refused(self, grammar: Grammar) -> LLMatcher:
-        matcher = self._ll.LLMatcher(
-            self._tokenizer, self._translated(grammar), log_level=0, limits=self._limits
+    def _remember(self, grammar: Grammar, reason: str) -> None:
+        def size(grammar: Grammar, reason: str) -> int:
+            return (
+                4 * (len(grammar.text) + len(grammar.content.text if grammar.content else "") + len(reason))
+                + 1024
+            )
+
+        with self._lock:
+            if grammar in self._refused:
+                return
+            self._refused[grammar] = reason
+            self._refused_bytes += size(grammar, reason)
+            while self._refused_bytes > REFUSED_BYTES:
+                self._refused_bytes -= size(*self._refused.popitem(last=False))
+
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
+        written = (grammar.content or grammar).kind in ("lark", "gbnf")
+        limits = self._ll.LLParserLimits(
+            verbose_errors=False,
+            max_lexer_states=MAX_STATES,
+            initial_lexer_fuel=LEXER_FUEL,
+            max_items_in_row=MAX_WRITTEN_ROW if written else MAX_ROW,
         )
+        matcher = self._ll.LLMatcher(self._tokenizer, self._translated(grammar), log_level=0, limits=limits)
         probe = matcher.deep_copy()
         if not probe.is_error():
             # Most of the work on expressions is done for the first token, and most of what can fail fails with it.
@@ -313,18 +342,26 @@ class Compiler:
             if last >= 0:
                 probe.consume_token(last)
         if probe.is_error():
-            kind = (grammar.content or grammar).kind  # what is around a content is not the user's own
-            raise InvalidGrammar(f"{kind}: {_problem(probe.get_error())}")
+            raise InvalidGrammar(f"{_named(grammar)}: {_problem(probe.get_error())}")
         return matcher
 
+    def _cut(self, text: str) -> list[int]:
+        own = None if self._own is None else self._own.result()
+        return self._tokenizer.greedy_tokenize(text) if own is None else own.tokenize_str(text)
+
     def _translated(self, grammar: Grammar) -> str:
-        text = self._alone(grammar)
-        if grammar.content is None:
-            return text
-        content = self._alone(grammar.content)
+        """The grammar in llguidance's own form."""
+        if grammar.content is not None:
+            outer, content = grammar.text, self._alone(grammar.content)
+        else:
+            outer, content = "start: @content", self._alone(grammar)
+        if self._own is None or self._own.result() is None:
+            outer = f'%llguidance {{"no_forcing": true}}\n{outer}'  # the model chooses its own cut
+        elif grammar.content is None:
+            return content
         # llguidance translates a grammar into a JSON list of one, but leaves Lark text unchanged.
         inner = json.loads(content)["grammars"][0] if content.startswith("{") else {"lark_grammar": content}
-        return json.dumps({"grammars": [{"lark_grammar": text}, {**inner, "name": "content"}]})
+        return json.dumps({"grammars": [{"lark_grammar": outer}, {**inner, "name": "content"}]})
 
     def _alone(self, grammar: Grammar) -> str:
         make = self._ll.LLMatcher
@@ -342,19 +379,15 @@ class Compiler:
             case "choice":
                 texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
                 return make.grammar_from_lark("start: " + " | ".join(texts))
-            case "lark":
+            case "lark" | "parts":
                 return make.grammar_from_lark(grammar.text)
             case "gbnf":
                 return make.grammar_from_lark(_lark_of_gbnf(grammar.text))
 
 
 class _Tokens:
-    """A vocabulary in the form that llguidance needs.
-
-    Where a grammar leaves one text only, llguidance asks for a cut of it into tokens and allows just these. So the cut
-    must be one that a model is used to: the longest token first. For the keys of JSON and the marks of calls that is
-    nearly always the tokenizer's own cut. Single bytes would be valid, but no model was trained on them.
-    """
+    """A vocabulary in the form that llguidance needs. cut: where a grammar leaves one text only, llguidance has it cut
+    into tokens and allows just these."""
 
     bos_token_id = None
 
@@ -364,6 +397,22 @@ class _Tokens:
 
     def __call__(self, text: str) -> list[int]:
         return self.cut(text)
+
+
+def _loaded(tokenizer: str) -> LLTokenizer | None:
+    """A tokenizer from its JSON; None for one that llguidance cannot read."""
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(tokenizer)
+    except BaseException:  # a panic is no Exception
+        return None
+
+
+def _named(grammar: Grammar) -> str:
+    """The kind of the part that a client wrote."""
+    kind = (grammar.content or grammar).kind
+    return "lark" if kind == "parts" else kind
 
 
 def _no_cut(text: str) -> list[int]:

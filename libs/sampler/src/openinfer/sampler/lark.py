@@ -75,7 +75,7 @@ class Lark:
 
     def grammar(self, start: str) -> Grammar:
         """The grammar of outputs that are `start`. Raises InvalidGrammar where it got too long."""
-        return Grammar("lark", "\n".join([f"start: {start}", *self._rules]), self._content)
+        return Grammar("parts", "\n".join([f"start: {start}", *self._rules]), self._content)
 
     def _name(self, prefix: str, body: str) -> str:
         name = f"{prefix}{len(self._rules)}"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from openinfer.sampler.errors import InvalidGrammar
@@ -40,6 +42,8 @@ FORMATS: Mapping[str, str] = {
     "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
 }
 """Format -> expression for texts of it. Some say less than the format allows, none says more."""
+MAX_DIVISOR = 100_000
+"""Of multipleOf as a whole number of the last decimal place: every remainder is a state of the expression."""
 MAX_UNIQUE = 4
 """Values of an enum whose lists without repetition are written out: 64 lists of 4."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -78,6 +82,7 @@ def prepared(schema: Schema, root: Schema | None = None) -> dict[str, Any]:
         found.pop("format", None)
     if found.get("format") in ("date", "date-time") and "pattern" not in found:
         found["pattern"] = f"^(?:{FORMATS[found.pop('format')]})$"  # the compiler's own know no calendar
+    _check_divisors(found)
     if "propertyNames" in found:
         found = _named(found, root)
     if found.pop("uniqueItems", False) and (lists := _unique_lists(found, root)) is not None:
@@ -152,6 +157,19 @@ def _whole(pieces: list[str], pattern: str) -> str:
                 f"pattern {pattern!r} has {piece!r} within, which cannot be kept in this model's calls"
             )
     return f"{'' if begins else '(?s:.*)'}(?:{''.join(body)}){'' if ends else '(?s:.*)'}"
+
+
+def _check_divisors(schema: Schema) -> None:
+    parts = schema.get("allOf")
+    schemas = [schema, *(parts if isinstance(parts, list) else ())]
+    found = [one["multipleOf"] for one in schemas if isinstance(one, Mapping) and "multipleOf" in one]
+    numbers = [Fraction(str(one)) for one in found if isinstance(one, int | float) and math.isfinite(one)]
+    places = math.lcm(*(one.denominator for one in numbers))
+    divisor = math.lcm(*(int(one * places) for one in numbers))
+    if divisor > MAX_DIVISOR:
+        raise InvalidGrammar(
+            f"multipleOf {found[-1]!r} needs {divisor} states for the remainders, and {MAX_DIVISOR} are allowed"
+        )
 
 
 def _inner(schema: Any, root: Schema) -> Any:

@@ -264,7 +264,10 @@ class Engine:
         self._table = table
         vocab = self._vocab_size
         special_ids = [token for token in table.special_ids if token < vocab]
-        compiler = Compiler(table.tokens[:vocab], special_ids, self._eos_token_ids, vocabulary=vocab)
+        eos = self._eos_token_ids
+        compiler = Compiler(
+            table.tokens[:vocab], special_ids, eos, vocabulary=vocab, tokenizer=table.definition
+        )
         self._grammars = PendingGrammars(compiler)
         self.runner.masking.masks = Masks(self._max_rows, vocab, self.runner.buckets.max_drafts)
 

@@ -18,6 +18,8 @@ __all__ = ["Tokenizer"]
 
 LONG_TEXT_CHARS = 8192
 """Longer texts are encoded in a worker thread: a millisecond is what the event loop can spare."""
+MAX_DEFINITION = 64 << 20
+"""Characters of a tokenizer that engines are sent; those of 250,000 tokens have 20 million."""
 
 
 class Tokenizer:
@@ -143,7 +145,8 @@ class Tokenizer:
             return None
         added = self._core.get_added_tokens_decoder()
         special = sorted(token_id for token_id in self._special_ids if added[token_id].content not in markers)
-        return TokenTable(self._tables[0], special)
+        definition = self._core.to_str()
+        return TokenTable(self._tables[0], special, definition if len(definition) <= MAX_DEFINITION else "")
 
     def _byte_tables(self, size: int) -> tuple[list[bytes], list[bytes]]:
         """id -> bytes; with the special tokens, and without them (indexed by skip_special_tokens)."""
