@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openinfer.recipes.engine.config_fields import Fields, eos_ids
+from openinfer.recipes.engine.config_fields import Fields, eos_ids, has_own_head
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
+from openinfer.tensor import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,11 @@ class Config:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], eos: object = None) -> Config:
-        """From the parsed config.json. eos None: as config.json says. Raises UnsupportedModel naming the field."""
+    def parse(
+        cls, raw: Mapping[str, Any], eos: object = None, checkpoint: Checkpoint | None = None
+    ) -> Config:
+        """From the parsed config.json. eos None: as config.json says. checkpoint: it may have a head of its own.
+        Raises UnsupportedModel naming the field."""
         fields = Fields(raw)
         if "quantization_config" in fields:
             raise UnsupportedModel("config.json: quantization_config: use the BF16 checkpoint instead")
@@ -44,12 +48,15 @@ class Config:
         if heads % kv_heads:
             raise UnsupportedModel(f"config.json: {heads} attention heads cannot share {kv_heads} evenly")
         head_dim, vocab = fields.size("head_dim", default=hidden // heads), fields.size("vocab_size")
+        tied = fields.flag("tie_word_embeddings") and not has_own_head(
+            checkpoint, "model.embed_tokens.weight"
+        )
         kinds = ("full_attention", "sliding_attention")
         windowed = raw.get("model_type") == "mistral" and "sliding_window" in fields
         return cls(
             hidden, fields.size("num_hidden_layers"), heads * head_dim, kv_heads * head_dim, kv_heads, head_dim,
             fields.size("intermediate_size"), vocab, fields.number("rms_norm_eps", default=1e-6, most=1),
-            fields.size("max_position_embeddings"), fields.flag("tie_word_embeddings"),
+            fields.size("max_position_embeddings"), tied,
             fields.size("sliding_window") if windowed else 0,
             *rope_of(fields, head_dim, default=1e4, layer_types=[kinds[windowed]]),
             eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),

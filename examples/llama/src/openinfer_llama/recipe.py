@@ -29,7 +29,7 @@ class LlamaRecipe(Recipe[Options]):
 
         if ranks != 1:
             raise SetupError(f"{ranks} ranks: llama runs on one GPU")
-        return Llama(Config.parse(source.config, source.eos), options.block_size)
+        return Llama(Config.parse(source.config, source.eos, source.checkpoint), options.block_size)
 
 
 RECIPE = LlamaRecipe()

@@ -30,7 +30,8 @@ class Checkpoint:
     another name of the one file, as of an adapter's; there is no index then.
 
     Opening reads and checks every header: sizes, JSON, dtypes, shapes against bytes, data that overlaps or
-    has holes, names given twice, an index that disagrees with the shards. Data is read only when asked for.
+    has holes, an index that names what a shard does not have. The index decides: tensors that it gives to another
+    shard, or to none, are left out. Data is read only when asked for.
     Raises CheckpointError naming the file and the tensor. Threads may share a Checkpoint.
     """
 
@@ -165,14 +166,17 @@ class Checkpoint:
     def _open(self) -> None:
         single, index = self.directory / self._single, self.directory / _INDEX
         if single.is_file():
-            self._add(single)
+            self._tensors = {one.name: one for one in self._add(single)}
         elif self._single != _SINGLE:
             raise CheckpointError(self.directory, None, f"has no {self._single}")
         elif index.is_file():
             weight_map = _read_index(index)
             for shard in sorted(set(weight_map.values())):
-                self._add(self.directory / shard)
-            _check_index(index, weight_map, self._tensors)
+                found = self._add(self.directory / shard)
+                self._tensors |= {one.name: one for one in found if weight_map.get(one.name) == shard}
+            for name, shard in weight_map.items():
+                if name not in self._tensors:
+                    raise CheckpointError(index, name, f"is said to be in {shard}, which does not have it")
         else:
             raise CheckpointError(self.directory, None, self._why_not())
 
@@ -186,7 +190,7 @@ class Checkpoint:
             return f"has {_first(others)}, and only safetensors are read: get or make the checkpoint as safetensors"
         return f"has neither {_SINGLE} nor {_INDEX}"
 
-    def _add(self, path: Path) -> None:
+    def _add(self, path: Path) -> list[TensorInfo]:
         if path.exists() and not path.is_file():  # a FIFO would be waited for
             raise CheckpointError(path, None, "is no regular file")
         try:
@@ -194,10 +198,7 @@ class Checkpoint:
         except OSError as e:
             raise CheckpointError(path, None, f"cannot be opened: {e.strerror}") from e
         self._files[path] = file
-        for info in read_header(path, file):
-            if info.name in self._tensors:
-                raise CheckpointError(path, info.name, f"is also in {self._tensors[info.name].file.name}")
-            self._tensors[info.name] = info
+        return read_header(path, file)
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
@@ -231,17 +232,6 @@ def _read_index(path: Path) -> dict[str, str]:
                 path, name, f"shard {shard!r} must be a *.safetensors file in this directory"
             )
     return weight_map
-
-
-def _check_index(path: Path, weight_map: Mapping[str, str], found: Mapping[str, TensorInfo]) -> None:
-    for name, shard in weight_map.items():
-        if name not in found:
-            raise CheckpointError(path, name, f"is said to be in {shard} and is in no shard")
-        if found[name].file.name != shard:
-            raise CheckpointError(path, name, f"is said to be in {shard} and is in {found[name].file.name}")
-    for name, info in found.items():
-        if name not in weight_map:
-            raise CheckpointError(path, name, f"is in {info.file.name} and not in the index")
 
 
 def _matcher(patterns: Collection[str]) -> Callable[[str], bool]:

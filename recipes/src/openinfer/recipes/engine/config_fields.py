@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.tensor import Checkpoint
 
 __all__ = [
     "FP8_BLOCK",
     "Fields",
     "attention_heads",
+    "end_token",
     "eos_ids",
+    "has_own_head",
     "load_config",
     "read_json",
     "shown",
@@ -22,6 +25,8 @@ __all__ = [
 MAX_JSON_BYTES = 64 << 20
 FP8_BLOCK = 128
 """Rows and columns of an FP8 weight that share a scale."""
+HEAD = "lm_head.weight"
+COMPARED_BYTES = 16 << 20
 LARGEST: Mapping[str, int] = {
     "head_dim": 1024,
     "max_position_embeddings": 1 << 24,
@@ -146,6 +151,27 @@ def load_config(model_dir: Path) -> tuple[dict[str, Any], Any]:
     return raw, read_json(generation).get("eos_token_id") if generation.exists() else None
 
 
+def end_token(model_dir: Path) -> tuple[int, ...]:
+    """The id of the eos_token of tokenizer_config.json, if it has one. It ends a turn whatever config.json says, as in
+    vLLM: fine-tunes of base models name the end of a turn only there. Raises UnsupportedModel."""
+    settings, vocabulary = model_dir / "tokenizer_config.json", model_dir / "tokenizer.json"
+    said = Fields(read_json(settings) if settings.exists() else {}, str(settings))
+    token = said.get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    decoder = said.fields("added_tokens_decoder")
+    ids: list[object] = [
+        int(key) for key in decoder if key.isdecimal() and decoder.fields(key).get("content") == token
+    ]
+    if token is not None and not ids and vocabulary.exists():
+        tokens = Fields(read_json(vocabulary), str(vocabulary))
+        added = tokens.get("added_tokens")
+        pairs = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+        ids = [one.get("id") for one in pairs if one.get("content") == token]
+        known = tokens.fields("model").get("vocab")
+        ids += [known.get(token)] if isinstance(known, dict) and isinstance(token, str) else []
+    return tuple(one for one in ids if type(one) is int)[:1]
+
+
 def eos_ids(value: object, vocab_size: int) -> tuple[int, ...]:
     """The ids of an eos_token_id: one, a list, or none. Raises UnsupportedModel."""
     found = value if isinstance(value, list) else [] if value is None else [value]
@@ -154,6 +180,26 @@ def eos_ids(value: object, vocab_size: int) -> tuple[int, ...]:
             f"eos_token_id is {shown(value)}; ids must be in [0, {vocab_size}), 64 at most"
         )
     return tuple(found)
+
+
+def has_own_head(checkpoint: Checkpoint | None, embedding: str) -> bool:
+    """Whether a checkpoint has a head (lm_head.weight) that differs from the embedding of this name.
+
+    Such a head was trained, so it is used even where config.json says tie_word_embeddings, as transformers 5 does. Many
+    tied checkpoints have a copy of the embedding, which is not loaded.
+    """
+    if checkpoint is None or HEAD not in checkpoint or embedding not in checkpoint:
+        return False
+    one, other = checkpoint.info(HEAD), checkpoint.info(embedding)
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return True
+    rows = max(1, COMPARED_BYTES * one.shape[0] // max(one.nbytes, 1)) if one.shape else 1
+    for start in range(0, one.shape[0] if one.shape else 0, rows):
+        part = (slice(start, start + rows),)
+        # As bytes, because NaN differs from itself.
+        if checkpoint.part(HEAD, part).tobytes() != checkpoint.part(embedding, part).tobytes():
+            return True
+    return False
 
 
 def attention_heads(fields: Fields) -> tuple[int, int]:

@@ -35,6 +35,7 @@ from openinfer.kvpool import Eviction, Group, Pool, make_eviction
 from openinfer.kvpool.tiers import Tiers
 from openinfer.recipes.engine.adapters import read_modules
 from openinfer.recipes.engine.blueprint import Blueprint, M
+from openinfer.recipes.engine.config_fields import end_token
 from openinfer.recipes.engine.devices import devices_of, open_device
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.errors import SetupError
@@ -136,9 +137,11 @@ def _build(
     if followers is not None:
         made.runner.leader = followers.leader(made.runner.graphs.keys())
         made.desk.together = followers.together
+    end = (one for one in end_token(path) if one < blueprint.vocab_size)
+    ends = tuple(dict.fromkeys((*blueprint.eos_token_ids, *end)))
     engine = Engine(
         made.runner, made.pool, policy, made.store,
-        name=path.name, eos_token_ids=blueprint.eos_token_ids, max_rows=limits.max_rows,
+        name=path.name, eos_token_ids=ends, max_rows=limits.max_rows,
         max_model_len=made.limits.max_model_len, max_queued=options.max_num_queued_reqs,
         publisher=made.publisher, followers=followers, tiers=made.tiers, loaded=made.loaded, desk=made.desk,
     )  # fmt: skip

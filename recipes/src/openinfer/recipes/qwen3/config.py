@@ -11,6 +11,7 @@ from openinfer.recipes.engine.config_fields import (
     Fields,
     attention_heads,
     eos_ids,
+    has_own_head,
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking, packing
@@ -73,11 +74,15 @@ class Config:
         checkpoint: Checkpoint | None = None,
     ) -> Config:  # fmt: skip
         """From the parsed config.json; eos None: those of config.json. quantization: the flag. coded: whether
-        activations may be quantised. checkpoint: which modules are packed. Raises UnsupportedModel naming the key."""
+        activations may be quantised. checkpoint: which modules are packed, and whether it has a head of its own.
+        Raises UnsupportedModel naming the key."""
         fields = Fields(raw)
         _refuse(fields)
         heads, kv_heads = attention_heads(fields)
         head_dim = fields.size("head_dim", default=fields.size("hidden_size") // heads)
+        tied = fields.flag("tie_word_embeddings") and not has_own_head(
+            checkpoint, "model.embed_tokens.weight"
+        )
         windows = _windows(fields)
         types = {"sliding_attention" if window else "full_attention" for window in windows}
         vocab = fields.size("vocab_size")
@@ -91,7 +96,7 @@ class Config:
             vocab_size=vocab,
             rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, most=1),
             max_position_embeddings=fields.size("max_position_embeddings"),
-            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            tie_word_embeddings=tied,
             windows=windows,
             **rope_of(fields, head_dim, default=1e4, layer_types=types)._asdict(),
             eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),

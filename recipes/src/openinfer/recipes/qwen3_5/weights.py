@@ -20,6 +20,7 @@ from openinfer.kernels.authoring import (
     padded_rows,
 )
 from openinfer.recipes.engine import UnsupportedModel
+from openinfer.recipes.engine.config_fields import HEAD, has_own_head
 from openinfer.recipes.engine.quantization import AnyPacking
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.tensor import Arena, Checkpoint, Load, Tensor
@@ -57,12 +58,13 @@ class Format:
     def of(cls, checkpoint: Checkpoint, config: Config) -> Format:
         """The format of this checkpoint, found from the names of its tensors."""
         nested = "model.language_model.embed_tokens.weight" in checkpoint
-        tied = config.tie_word_embeddings
+        prefix, tied = "model.language_model." if nested else "model.", config.tie_word_embeddings
         return cls(
-            prefix="model.language_model." if nested else "model.",
+            prefix=prefix,
             packing=config.packing,
             unfused_experts=any(".mlp.experts.0." in name for name in checkpoint),
-            tied="lm_head.weight" not in checkpoint if tied is None else tied,
+            tied=(HEAD not in checkpoint if tied is None else tied)
+            and not has_own_head(checkpoint, prefix + "embed_tokens.weight"),
         )
 
     def packing_of(self, module: str) -> AnyPacking | None:
