@@ -1,7 +1,7 @@
 """Find phrases that a native engineer would not write: `python scripts/check_language.py [PATH ...]`.
 
-It reads shipped source and all Markdown: phrases of PHRASES, measured times in docstrings (figures belong to a
-document or a commit), and Markdown lines over 140 characters. The exit code is 1 if there is a finding.
+It reads shipped source and all Markdown: phrases of PHRASES, and measured times in docstrings, which belong to a
+document or a commit. The exit code is 1 if there is a finding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("libs", "recipes", "src", "examples", "scripts", "benchmarks")
 SKIPPED = ("tests", "build", "results")
-MAX_COLUMNS = 140
 PHRASES: dict[str, str] = {}
 """A pattern, and what to write instead."""
 TIME = re.compile(r"\b\d[\d.,]* ?(?:us|µs|microseconds?)\b")
@@ -57,9 +56,6 @@ def findings(path: Path) -> Iterator[tuple[int, str]]:
         for pattern, better in PHRASES.items():
             if path != Path(__file__) and (match := re.search(pattern, line, re.I)):
                 yield number, f"{match[0]!r}: write {better}"
-        width = len(re.sub(r"\]\([^)]*\)", "]", line))  # a link counts as its text
-        if path.suffix == ".md" and width > MAX_COLUMNS and not line.startswith("|"):
-            yield number, f"{width} characters"
     for node in ast.walk(ast.parse(content)) if path.suffix == ".py" else ():
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             text = node.value.value

@@ -261,27 +261,23 @@ def test_tiers_that_cannot_be_planned_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_page_has_the_table_of_tiers_that_the_script_makes() -> None:
-    script = script_of("predicted_tiers")
-    page = script.PAGE.read_text()
-    found = page[page.index(script.BEGIN) + len(script.BEGIN) : page.index(script.END)].strip()
-    assert found == script.table().strip(), "python benchmarks/predicted_tiers.py --write"
-
-
 # -- predictions beside measured servers --
 
 
-def script_of(name: str) -> ModuleType:
-    return module_at(ROOT / "benchmarks" / f"{name}.py")
+@pytest.fixture(scope="module")
+def predicted() -> ModuleType:
+    return module_at(ROOT / "benchmarks" / "predicted.py")
 
 
-def test_the_page_has_the_table_that_the_script_makes() -> None:
-    script = script_of("predicted_rows")
-    begin, end = script.BEGIN, script.END
-    page = script.PAGE.read_text()
-    found = page[page.index(begin) + len(begin) : page.index(end)].strip()
-    assert found == script.table().strip(), "python benchmarks/predicted_rows.py --write"
+@pytest.mark.slow
+def test_the_page_has_the_table_of_tiers(predicted: ModuleType) -> None:
+    found = predicted.part_of_page("tiers")
+    assert found == predicted.tiers_table().strip(), "python benchmarks/predicted.py tiers --write"
+
+
+def test_the_page_has_the_rows_of_servers(predicted: ModuleType) -> None:
+    found = predicted.part_of_page("rows")
+    assert found == predicted.rows_table().strip(), "python benchmarks/predicted.py rows --write"
     rows = [line for line in found.splitlines() if line.startswith("| ")]
     for model, most in (("| qwen3", 4), ("| deepseek_v4", 0)):
         missed = sum(line.count("**") // 2 for line in rows if line.startswith(model))
@@ -289,37 +285,33 @@ def test_the_page_has_the_table_that_the_script_makes() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_has_the_steps_of_several_gpus() -> None:
-    script = script_of("predicted_rows")
-    _, _, steps = script.PAGE.read_text().partition(script.STEPS_BEGIN)
-    found = steps[: steps.index(script.END)].strip()
-    assert found == script.steps_table().strip(), "python benchmarks/predicted_rows.py --write"
+def test_the_page_has_the_steps_of_several_gpus(predicted: ModuleType) -> None:
+    found = predicted.part_of_page("steps")
+    assert found == predicted.steps_table().strip(), "python benchmarks/predicted.py rows --write"
     dense = [line for line in found.splitlines() if line.startswith("| qwen3")]
     assert len(dense) == 18
     assert sum("**" in line for line in dense) <= 3
 
 
-def test_no_plan_has_grown_unseen() -> None:
-    script = script_of("predicted_steps")
-    before = json.loads(script.FILE.read_text())
-    changed = script.differences(before, script.predicted())
-    assert changed == [], "python benchmarks/predicted_steps.py --write, and say in the commit why it changed"
+def test_no_plan_has_grown_unseen(predicted: ModuleType) -> None:
+    before = json.loads(predicted.PLANS.read_text())
+    changed = predicted.differences(before, predicted.plans())
+    assert changed == [], "python benchmarks/predicted.py plans --write, and say in the commit why it changed"
     before["qwen3-4B"]["decode:1,1024"]["kernels"] -= 36
-    assert script.differences(before, json.loads(script.FILE.read_text())) == [
+    assert predicted.differences(before, json.loads(predicted.PLANS.read_text())) == [
         "qwen3-4B decode:1,1024: kernels 156 -> 192"
     ]
 
 
 @pytest.mark.slow
-def test_the_lines_of_ops_are_those_of_the_recorded_calls() -> None:
-    script = script_of("predicted_ops")
-    assert dump_lines(GPUS[H200.gpu].ops) == dump_lines(script.lines()), (
-        "python benchmarks/predicted_ops.py --write"
+def test_the_lines_of_ops_are_those_of_the_recorded_calls(predicted: ModuleType) -> None:
+    assert dump_lines(GPUS[H200.gpu].ops) == dump_lines(predicted.lines()), (
+        "python benchmarks/predicted.py ops --write"
     )
 
 
-def test_the_speeds_are_those_of_the_recorded_steps() -> None:
-    found, errors = script_of("predicted_steps").fitted()
+def test_the_speeds_are_those_of_the_recorded_steps(predicted: ModuleType) -> None:
+    found, errors = predicted.fitted_speed()
     assert GPUS[H200.gpu].fitted == pytest.approx(found, rel=0.005)
     assert max(map(abs, errors)) < 0.07
 

@@ -159,7 +159,7 @@ class DeepseekV4(Blueprint[Model]):
         yield from of_ranks(self.config.part.ranks, outputs, [mixture.gate_up, mixture.down])
 
     def notices(self, fault: str) -> bool:
-        """Rounding hides wrong entries, except from a layer alone; see benchmarks/deepseek_layers.py for ranks."""
+        """Rounding hides wrong entries, except from a layer alone."""
         return not (
             self.quantized and self.config.part.ranks > 1 and fault in (WRONG_ENTRIES, "entry_tables")
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from openinfer.kernels.packs.null import DECODE
 
 FOLDER = Path(__file__).parent / "speeds_of_ops"
-"""Lines of single ops by GPU; benchmarks/predicted_ops.py writes them."""
+"""Lines of single ops by GPU; `benchmarks/predicted.py ops --write` writes them."""
 
 
 class Speed(NamedTuple):
@@ -113,6 +113,6 @@ GPUS = {
         ops=load_lines((FOLDER / "nvidia_h200.json").read_text()),
     )
 }
-"""Figures by the GPU's name. `fitted` of the H200: `python benchmarks/predicted_steps.py --fit`, over the newest
+"""Figures by the GPU's name. `fitted` of the H200: `python benchmarks/predicted.py speeds`, over the newest
 recorded decode and prompt steps of Qwen3-4B, Qwen3-8B and Qwen3.5-4B. `links`: of two and four, benchmarks/ranks.py's
 pushes of 8 KB and NCCL's sums of 16 or 32 MB; of eight, the sums of benchmarks/deepseek_rank.py (ALL_REDUCE_US)."""

@@ -1,0 +1,491 @@
+"""Predictions of `openinfer plan` and `explain`: `python benchmarks/predicted.py NAME [--write]`.
+
+    rows     recorded rows of `openinfer bench serve` and steps of several GPUs beside their predictions, for
+             docs/planning.md. The fit has seen none of them: speeds come from recorded steps, the time of an arrival
+             from a run of 2026-11-21. Arrivals are the client's (same seeds).
+    tiers    agents on a server with and without tiers, for docs/planning.md: the engine's own scheduler and pool in
+             virtual time. No figure is measured but the speeds of the GPU and of its copies.
+    plans    the time of some steps of each model, in predicted_steps.json: a plan that grows is seen without a GPU.
+    speeds   the H200's speeds, from the newest recorded steps of each model (nothing to write)
+    ops      the lines of single ops (`openinfer.kernels.GPUS`), fitted to ledgers: calls of one op, replayed alone.
+             The steps of Qwen3-4B and Qwen3.5-4B give how much longer an op takes in a step than alone. An entry of
+             a ledger has the mean time of all layers' calls, but the cost of the first.
+
+Without --write the tables are printed, and plans says what changed. Tests compare files and page with this checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.cli import recipe_flags
+from openinfer.cli.bench.serve import Load
+from openinfer.cli.explain import ledger as bench_ledger
+from openinfer.cli.explain.segments import Outline
+from openinfer.cli.plan import tiers as plan_tiers
+from openinfer.cli.plan.load import Agents, Point, Server
+from openinfer.cli.plan.text import name_of
+from openinfer.cli.tune import speed as tune_speed
+from openinfer.kernels import GPUS, H200, Cost, Figures, Lines, Parts, Speed
+from openinfer.kernels.measure.speed_fit import MeasuredCalls, errors, fit_lines, fit_speed
+from openinfer.kernels.measure.speeds import FOLDER, dump_lines
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "planning.md"
+FEW_ROWS = ("--max-num-seqs", "128", "--max-model-len", "8192")
+RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "qwen3-4b/2026-11-23-h200-serve-one-commit.json": ("qwen3-4B", 1, ()),
+    "qwen3_5-4b/2026-11-24-h200-serve-one-commit.json": ("qwen3_5-4B", 1, ()),
+    "served-deepseek_v4-flash-2-gpus-2026-11-23-h200.json": ("deepseek_v4-Flash", 2, FEW_ROWS),
+}
+"""The model, GPUs and flags of each run of servers. Earlier runs had other kernels for steps of up to 128 tokens."""
+TWO_GPUS, FOUR_GPUS = "two-gpus-2026-11-23-h200.json", "four-gpus-2026-11-28-h200.json"
+ONE_OF_SEVERAL = (
+    "rank-deepseek_v4-flash-of-2-2026-11-23-h200.json",
+    "rank-deepseek_v4-flash-2026-11-22-h200.json",
+)
+STEP_RUNS = {
+    (TWO_GPUS, "Qwen3-4B, 2 ranks"): ("qwen3-4B", 2, ()),
+    (TWO_GPUS, "Qwen3-32B, 1 rank"): ("qwen3-32B", 1, ()),
+    (TWO_GPUS, "Qwen3-32B, 2 ranks"): ("qwen3-32B", 2, ()),
+    (FOUR_GPUS, "Qwen3-32B, 4 ranks"): ("qwen3-32B", 4, FEW_ROWS),
+    (TWO_GPUS, "V4-Flash, 43 layers, 2 ranks"): ("deepseek_v4-Flash", 2, FEW_ROWS),
+    (FOUR_GPUS, "V4-Flash, 43 layers, 4 ranks"): ("deepseek_v4-Flash", 4, FEW_ROWS),
+    (FOUR_GPUS, "V4-Flash, 43 layers, 4 ranks, steps of 4,096 tokens"): (
+        "deepseek_v4-Flash",
+        4,
+        (*FEW_ROWS, "--max-num-batched-tokens", "4096"),
+    ),
+}
+"""The model, GPUs and flags of recorded steps, by their file and name there."""
+ONE_RANK = ("--max-num-seqs", "128", "--max-num-batched-tokens", "4096", "--max-model-len", "4352")
+"""The flags of the steps of ONE_OF_SEVERAL (benchmarks/deepseek_rank.py)."""
+BEGIN, END = "<!-- {} of benchmarks/predicted.py -->\n", "<!-- end of {} -->"
+"""Around a table of the page, by its name."""
+LIMITS = {"p50": 0.10, "p99": 0.20}
+
+
+class Figure(NamedTuple):
+    """A predicted figure in milliseconds beside the measured one."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative to the measured figure."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def within(self) -> bool:
+        """Whether the error is within the limit of its percentile."""
+        return abs(self.error) <= LIMITS[self.name[-3:]]
+
+    def __str__(self) -> str:
+        text = f"{self.predicted:.4g} / {self.measured:.4g} ({100 * self.error:+.0f} %)"
+        return text if self.within else f"**{text}**"
+
+
+def rows() -> Iterator[tuple[str, Point, float, list[Figure]]]:
+    """Each recorded row: its model, the predicted point, the measured requests a second, the figures."""
+    for file, (model, gpus, flags) in RUNS.items():
+        _, asked = recipe_flags.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
+        server = Server.of(asked, H200, GPUS[H200.gpu], gpus)
+        for result in json.loads((RESULTS / file).read_text())["results"]:
+            rate = float(result["request_rate"])
+            names = ("num_prompts", "max_concurrency", "input_len", "output_len", "seed")
+            point = server.serve(Load(rate, *(result[name] for name in names)))
+            found = [
+                Figure(f"{what.upper()} {p}", getattr(point, f"{what}_ms")[p], result[f"{what}_ms"][p])
+                for what in ("ttft", "tpot")
+                for p in LIMITS
+            ]
+            name = model if gpus == 1 else f"{model}, {gpus} GPUs"
+            yield name, point, result["requests_per_s"], found
+
+
+def rows_table() -> str:
+    """The table in Markdown, and how many figures are within the limits."""
+    names = [f"{what} {p} (ms)" for what in ("TTFT", "TPOT") for p in LIMITS]
+    lines = [
+        f"| server | load | req/s | {' | '.join(names)} |",
+        "| --- " * (3 + len(names)) + "|",
+    ]
+    figures: list[Figure] = []
+    for model, point, measured, found in rows():
+        figures += found
+        load = f"{name_of(point)}, {point.load.input_len:,} in"
+        cells = [model, load, f"{point.requests_per_s:.2f} / {measured:.2f}", *map(str, found)]
+        lines.append("| " + " | ".join(cells) + " |")
+    held = ", ".join(
+        f"{sum(f.within for f in figures if f.name.endswith(p))} of "
+        f"{sum(f.name.endswith(p) for f in figures)} {p} within {limit:.0%}"
+        for p, limit in LIMITS.items()
+    )
+    return "\n".join([*lines, "", f"Predicted / measured; {held}; others are bold.", ""])
+
+
+def steps(figures: Figures = GPUS[H200.gpu]) -> Iterator[tuple[str, str, float, float]]:
+    """Each recorded step of several GPUs: its run, point, predicted and measured milliseconds. figures: of the GPU."""
+    for (file, name), (model, gpus, flags) in STEP_RUNS.items():
+        made = outline(model, gpus, flags)
+        for result in json.loads((RESULTS / file).read_text())["steps"][name]["results"]:
+            if "device_ms" in result:
+                found = predicted(made, result["point"], gpus, figures)
+                yield name, result["point"], found, result["device_ms"]
+    made = {gpus: outline("deepseek_v4-Flash", gpus, ONE_RANK) for gpus in (2, 4, 8)}
+    for result in (r for file in ONE_OF_SEVERAL for r in json.loads((RESULTS / file).read_text())["figures"]):
+        gpus, words = result["ranks"], result["step"].split()
+        point = f"decode:{words[1]},{words[3]}" if words[0] == "decode" else f"prefill:{words[2]}"
+        name = f"deepseek_v4-Flash, the part of 1 of {gpus} GPUs without collectives"
+        yield name, point, predicted(made[gpus], point, 1, figures, links=False), result["device_ms"]
+
+
+@functools.cache
+def outline(model: str, gpus: int, flags: tuple[str, ...]) -> Outline:
+    """The engine of a published model on GPUs that share it."""
+    _, asked = recipe_flags.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
+    return Outline(asked.recipe, asked.source(), asked.options, H200, ranks=gpus)
+
+
+def predicted(made: Outline, point: str, gpus: int, figures: Figures, *, links: bool = True) -> float:
+    """Milliseconds of a point. links: with the collectives."""
+    found = 0.0
+    for calls, workload in tune_speed.point_steps(made, point):
+        # hc_post is more than its sum of ranks, which one GPU leaves out.
+        kept = [call for call in calls if links or call.op.name == "hc_post" or not call.cost(workload).link]
+        parts = Parts.of(kept, workload, figures, gpus)
+        found += sum(parts) - (0.0 if links else parts.link_s)
+    return 1e3 * found
+
+
+def steps_table() -> str:
+    """The steps in Markdown, and how many are within the limit."""
+    lines, within = ["| model | step | ms |", "| --- | --- | --- |"], []
+    for name, point, guess, measured in steps():
+        figure = Figure("step p50", guess, measured)
+        within.append(figure.within)
+        lines.append(f"| {name.replace(', 1 GPUs', ', 1 GPU')} | {point} | {figure} |")
+    held = f"{sum(within)} of {len(within)} within {LIMITS['p50']:.0%}"
+    return "\n".join([*lines, "", f"Predicted / measured; {held}; others are bold.", ""])
+
+
+TIERED = "Qwen3-32B"
+RATES, REQUESTS = (0.75, 1.5), 600
+INPUT, OUTPUT, TURNS, SYSTEM, THINK_S = 1500, 300, 20, 4000, 10.0
+TIERS = {
+    "device only": "",
+    "+ 64 GB of host memory": "--kv-offload-gb 64",
+    "+ 512 GB of host memory": "--kv-offload-gb 512",
+    "+ 64 GB of host memory, 4 TB of disk": "--kv-offload-gb 64 --kv-offload-dir /data/kv --kv-offload-disk-gb 4000",
+}
+
+
+def tiered() -> Iterator[tuple[str, Point]]:
+    """Each server under each load."""
+    parser = argparse.ArgumentParser()
+    plan_tiers.flags(parser)
+    agents = Agents(TURNS, SYSTEM, THINK_S, plan_tiers.speeds(parser.parse_args([])))
+    for name, flags in TIERS.items():
+        words = [TIERED, "--max-model-len", "40960", *flags.split()]
+        _, asked = recipe_flags.parse(words, "plan", __doc__, lambda parser: None, named=True)
+        server = Server.of(asked, H200, GPUS[H200.gpu], 1, agents=agents)
+        for rate in RATES:
+            yield name, server.serve(Load(rate, REQUESTS, 0, INPUT, OUTPUT, 1))
+
+
+def tiers_table() -> str:
+    """The table, and a line that says what it is."""
+    about = (
+        f"{TIERED} on one H200. {REQUESTS // TURNS} agents take {TURNS} turns each: {INPUT:,} tokens in, {OUTPUT} out, "
+        f"{THINK_S:g} s between.\nAll begin with the same {SYSTEM:,} tokens. Agents come at the offered rate over "
+        f"{TURNS}; later turns wait for answers.\n"
+    )
+    rows = [
+        about,
+        "| tiers | req/s offered | done | tokens cached | TTFT p50 (ms) | TTFT p99 (ms) | TPOT p50 (ms) |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, point in tiered():
+        rows.append(
+            f"| {name} | {point.load.request_rate:g} | {point.requests_per_s:.2f} | {point.hits:.0%} | "
+            f"{point.ttft_ms['p50']:,.0f} | {point.ttft_ms['p99']:,.0f} | {point.tpot_ms['p50']:.1f} |"
+        )
+        print(rows[-1], flush=True)
+    return "\n".join(rows) + "\n\n**These figures are predicted, not measured.**\n"
+
+
+PLANS = ROOT / "benchmarks" / "predicted_steps.json"
+MODELS = ("qwen3-4B", "qwen3-8B", "qwen3_5-4B", "qwen3_5-4B-FP8", "qwen3_5-35B-A3B", "deepseek_v4-Flash")
+POINTS = (
+    "decode:1,1024",
+    "decode:8,1024",
+    "decode:64,1024",
+    "decode:256,512",
+    "prefill:1024",
+    "prefill:4096",
+    "mixed:64,1024,1024",
+)
+RECORDED = {
+    "qwen3-4B": "qwen3-4b/2026-11-22-h200-step.json",
+    "qwen3-8B": "qwen3-8b/2026-11-21-h200-step.json",
+    "qwen3_5-4B": "qwen3_5-4b/2026-11-22-h200-step.json",
+}
+
+
+def plans() -> dict[str, dict[str, dict[str, Any]]]:
+    """Microseconds, kernels, MB and GFLOP of each model's points."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for model in MODELS:
+        made = outline(model, 1, ())
+        found[model] = {point: figures_of(made, point) for point in POINTS}
+    return found
+
+
+def figures_of(made: Outline, point: str) -> dict[str, Any]:
+    """The figures of one point."""
+    seconds, kernels, size, flops = 0.0, 0, 0, 0
+    for calls, workload in tune_speed.point_steps(made, point):
+        seconds += sum(Parts.of(calls, workload, GPUS[H200.gpu]))
+        for call in calls:
+            cost = call.cost(workload)
+            kernels += call.times * len(call.commands)
+            size += call.times * cost.bytes
+            flops += call.times * cost.flops
+    return {
+        "us": round(seconds * 1e6, 1),
+        "kernels": kernels,
+        "MB": round(size / 1e6, 1),
+        "GFLOP": round(flops / 1e9, 1),
+    }
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """A line for each figure that changed."""
+    return [
+        f"{model} {point}: {name} {before.get(model, {}).get(point, {}).get(name)} -> {value}"
+        for model, points in after.items()
+        for point, found in points.items()
+        for name, value in found.items()
+        if before.get(model, {}).get(point, {}).get(name) != value
+    ]
+
+
+def fitted_speed() -> tuple[Speed, list[float]]:
+    """The speeds that the newest recorded steps give, and the relative error of each step."""
+    recorded = []
+    for model, file in RECORDED.items():
+        # Prompts were cut so when they were recorded.
+        made = outline(model, 1, ("--max-num-batched-tokens", "2048"))
+        recorded += tune_speed.measured(made, RESULTS / file)
+    own = GPUS[H200.gpu]._replace(ops={})
+    speed = fit_speed(recorded, own)
+    return speed, errors(recorded, own.at(speed))
+
+
+LINES = FOLDER / "nvidia_h200.json"
+
+
+class Ledger(NamedTuple):
+    """A file of benchmarks/results, the engine that it was measured in, and the steps that have its calls."""
+
+    file: str
+    model: str
+    gpus: int
+    flags: tuple[str, ...]
+    points: tuple[str, ...]
+
+
+RANK_POINTS = (
+    "decode:1,4096",
+    "decode:8,4096",
+    "decode:32,4096",
+    "decode:128,4096",
+    "prefill:4096",
+    "prefill:1024",
+    "prefill:2048",
+)
+LEDGERS = (
+    *(
+        Ledger(f"ops-deepseek_v4-flash-rank-of-{ranks}.json", "deepseek_v4-Flash", gpus, ONE_RANK, points)
+        for ranks, gpus, points in (
+            ("2-2026-11-23-h200", 2, RANK_POINTS),
+            ("2-mixed-2026-11-23-h200", 2, ("mixed:4,1088,1148",)),
+            ("4-2026-11-22-h200", 4, RANK_POINTS),
+            ("8-2026-11-22-h200", 8, RANK_POINTS),
+        )
+    ),
+)
+"""The points of V4-Flash are those of one rank of several."""
+FEW_TOKENS = (
+    *(f"decode:{rows},1024" for rows in (1, 2, 4, 8, 16, 32, 64, 128)),
+    *(f"prefill:{tokens}" for tokens in (32, 64, 128)),
+)
+MANY_TOKENS = (
+    "decode:256,1024",
+    *(f"prefill:{tokens}" for tokens in (256, 512, 1024, 2048)),
+    *(f"mixed:{rows - 1},1024,{tokens - rows + 1}" for rows in (8, 64, 256) for tokens in (512, 1024, 2048)),
+)
+DENSE_LEDGERS = tuple(
+    Ledger(f"ops-{name}-2026-11-23-h200{day}.json", model, 1, (), points)
+    for name, model in (("qwen3-4b", "qwen3-4B"), ("qwen3_5-4b", "qwen3_5-4B"))
+    for day, points in (("-one-commit", FEW_TOKENS), ("", MANY_TOKENS))
+)
+"""Steps of up to 128 tokens have other kernels since the older ledgers."""
+DENSE_STEPS = {
+    "qwen3-4B": ("qwen3-4b/2026-11-23-h200-step-one-commit.json",),
+    "qwen3_5-4B": ("qwen3_5-4b/2026-11-23-h200-step-one-commit.json",),
+}
+"""Recorded steps of these kernels. Ops in a step take longer than alone; lines of Qwen's ops have that too (`Pace`)."""
+
+
+class Group(NamedTuple):
+    """The calls of a step that are one entry of a ledger: number, kernels and cost in sum."""
+
+    kind: str
+    key: str
+    tokens: int
+    calls: int
+    kernels: int
+    cost: Cost
+
+
+class Pace(NamedTuple):
+    """Ops take `factor` of their time alone in a step, and `gap_s` seconds more for each kernel."""
+
+    factor: float = 1.0
+    gap_s: float = 0.0
+
+    def seconds(self, alone_s: float, kernels: int) -> float:
+        """The time of calls that take `alone_s` alone."""
+        return self.factor * alone_s + self.gap_s * kernels
+
+
+ALONE = Pace()
+
+
+def _microseconds(ledger: Ledger) -> dict[str, float]:
+    """A call's time by key."""
+    return {row["key"]: row["us"] for row in json.loads((RESULTS / ledger.file).read_text())["results"]}
+
+
+def fitted(ledgers: Iterable[Ledger], pace: Pace = ALONE) -> dict[str, Lines]:
+    """The lines of the ops in these ledgers."""
+    found = defaultdict(list)
+    for ledger in ledgers:
+        us, seen = _microseconds(ledger), set[str]()
+        made = outline(ledger.model, ledger.gpus, ledger.flags)
+        for group in (group for point in ledger.points for group in groups(made, point)):
+            if group.key in us and group.key not in seen:
+                seconds = pace.seconds(group.calls * us[group.key] * 1e-6, group.kernels)
+                found[group.kind].append(MeasuredCalls(group.tokens, group.calls, group.cost, seconds))
+            seen.add(group.key)
+    return {kind: fit_lines(calls, GPUS[H200.gpu].fitted) for kind, calls in found.items()}
+
+
+def groups(made: Outline, point: str) -> Iterator[Group]:
+    """The calls of a point's steps."""
+    found: dict[tuple[str, str, int], tuple[int, int, Cost]] = {}
+    for step, workload in tune_speed.point_steps(made, point):
+        for call in step:
+            name = call.kind, bench_ledger.key(call.op, call.args, workload), call.tokens
+            one, (count, kernels, total) = call.cost(workload), found.get(name, (0, 0, Cost(0, 0)))
+            cost = Cost(total.bytes + call.times * one.bytes, total.flops + call.times * one.flops)
+            found[name] = count + call.times, kernels + call.times * len(call.commands), cost
+    for name, sums in found.items():
+        yield Group(*name, *sums)
+
+
+def pace() -> tuple[Pace, list[float]]:
+    """The pace of recorded steps whose ops are all in a ledger, and the relative error of each of these steps."""
+    alone = []
+    for ledger in DENSE_LEDGERS:
+        us, made = _microseconds(ledger), outline(ledger.model, ledger.gpus, ledger.flags)
+        files = [json.loads((RESULTS / file).read_text()) for file in DENSE_STEPS[ledger.model]]
+        for step in (step for file in files for step in file["results"] if "device_ms" in step):
+            calls = list(groups(made, step["point"]))
+            if all(group.key in us for group in calls):
+                seconds = sum(group.calls * us[group.key] for group in calls) * 1e-6
+                kernels = sum(group.kernels for group in calls)
+                alone.append((1e3 * seconds / step["device_ms"], 1e3 * kernels / step["device_ms"]))
+    shares = np.array(alone)
+    scale = np.array([1, 1e-6])
+    found, *_ = np.linalg.lstsq(shares * scale, np.ones(len(alone)), rcond=None)
+    return Pace(*map(float, found * scale)), [float(one) for one in shares @ (found * scale) - 1]
+
+
+def lines() -> dict[str, Lines]:
+    """The lines by op."""
+    return {**fitted(LEDGERS), **fitted(DENSE_LEDGERS, pace()[0])}
+
+
+def ops_table() -> str:
+    """Steps with and without the lines beside measured ones, in Markdown."""
+    factor, gap_s = pace()[0]
+    own, within = GPUS[H200.gpu], [0, 0]
+    table = [
+        f"ops of Qwen take {factor:.3f} x their time alone in a step, and {1e6 * gap_s:.2f} us a kernel\n",
+        "| model | step | one line for all / measured (ms) | a line an op / measured (ms) |",
+        "| --- | --- | --- | --- |",
+    ]
+    every = [list(steps(figures)) for figures in (own._replace(ops={}), own._replace(ops=lines()))]
+    for (model, point, plan, measured), (_, _, by_op, _) in zip(*every, strict=True):
+        figures = [Figure("step p50", guess, measured) for guess in (plan, by_op)]
+        within = [held + figure.within for held, figure in zip(within, figures, strict=True)]
+        table.append(f"| {model} | {point} | {figures[0]} | {figures[1]} |")
+    return "\n".join([*table, f"\n{within[0]} and {within[1]} of {len(every[0])} within 10 %"])
+
+
+def part_of_page(name: str) -> str:
+    """A table as docs/planning.md has it."""
+    _, _, rest = PAGE.read_text().partition(BEGIN.format(name))
+    return rest.partition(END.format(name))[0].strip()
+
+
+def main() -> int:
+    """Print, compare or write; 1 if a plan differs from its file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=("rows", "tiers", "plans", "speeds", "ops"))
+    parser.add_argument("--write", action="store_true", help="write it where it belongs")
+    args = parser.parse_args()
+    if args.name == "speeds":
+        speed, found = fitted_speed()
+        print(f"{speed}\nerrors from {min(found):+.1%} to {max(found):+.1%}")
+    elif args.name == "plans":
+        after = plans()
+        changed = differences(json.loads(PLANS.read_text()), after)
+        print("\n".join(changed) or "no figure has changed")
+        if args.write:
+            PLANS.write_text(json.dumps(after, indent=1) + "\n")
+        return int(bool(changed) and not args.write)
+    elif args.name == "ops":
+        if args.write:
+            LINES.write_text(dump_lines(lines()))
+        else:
+            print(ops_table())
+    else:
+        made = {"rows": rows_table, "steps": steps_table} if args.name == "rows" else {"tiers": tiers_table}
+        for name, table in made.items():
+            text = table()
+            print(text)
+            if args.write:
+                before, begin, rest = PAGE.read_text().partition(BEGIN.format(name))
+                end = END.format(name)
+                PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
