@@ -340,7 +340,7 @@ def predict(args: argparse.Namespace, name: str, size: str) -> None:
         outline = Outline(recipe, Source(recipe.published()[size]), options, H200)
         costs[config] = StepCost(outline.steps, outline.buckets, GPUS[H200.gpu])
     levels = outline.buckets.draft_levels
-    lags = outline.model.states is not None
+    lags = outline.model.states.lags
     for rows in args.concurrency:
         off = costs[None](StepWork(rows, rows * CONTEXT, 0, 0))
         of_level = {

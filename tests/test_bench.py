@@ -33,7 +33,7 @@ from openinfer.cli.bench.serve import Load, summary
 from openinfer.cli.explain import command as explain
 from openinfer.cli.explain.ledger import Machine, Recorder, grouped, key
 from openinfer.cli.explain.segments import Outline
-from openinfer.graph.runner import Leader, Writer
+from openinfer.graph.runner import Leader, LoneLeader, Writer
 from openinfer.kernels import H200, Cost, NullPack, Workload
 from openinfer.recipes.deepseek_v4 import published as deepseek_v4
 from openinfer.recipes.engine import Source
@@ -578,11 +578,12 @@ def test_other_ranks_are_told_of_a_decode_step_in_one_message() -> None:
     idle.fill()
     runner, sent = idle.engine.runner, []
     writer = cast(Writer, SimpleNamespace(send=lambda *message: sent.append(message)))
-    runner.leader = Leader(writer, runner.graphs.keys())
+    runner.leader = Leader(writer)
+    runner.leader.begin(runner.graphs.keys())
     idle.steps_us(20)
     assert len(sent) == 20
     assert {len(message) for message in sent} == {1, 3}  # without a delta and with one
-    runner.leader = None
+    runner.leader = LoneLeader()
     idle.close()
 
 

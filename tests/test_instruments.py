@@ -18,7 +18,7 @@ from openinfer.cli.bench import idle as bench_idle
 from openinfer.cli.bench import serve as bench_serve
 from openinfer.cli.bench import step as bench_step
 from openinfer.cli.bench.server import free_port, running
-from openinfer.graph import Readback, StepTrace
+from openinfer.graph import Readback, StepTrace, Watch
 from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.qwen3 import RECIPE
@@ -265,7 +265,7 @@ def test_an_engine_tells_the_times_of_its_steps_and_keeps_traces_of_outliers(
     host = bench_idle.IdleEngine(RECIPES[recipe], 4)
     runner, trace = host.engine.runner, StepTrace(tmp_path / "trace.json")
     runner.pace.predictions = dict.fromkeys(runner.buckets.segments(), TenMilliseconds())
-    runner.trace, runner.watch = trace, None  # its watch has the engine's own trace
+    runner.watch = Watch(trace)
     host.submit(4)
     host.fill()
     host.steps_us(10)

@@ -58,7 +58,7 @@ def test_the_simulator_finds_what_the_engine_finds(
         max_rows=2,
         max_model_len=320,
         tiers=simulated,
-        snapshots=states.snapshots if states is not None else None,
+        snapshots=states.snapshots,
     )
     predicted = [record.num_cached for record in report.records]
     total = sum(len(request.prompt) for request in asked)

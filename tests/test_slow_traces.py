@@ -73,7 +73,6 @@ def engine(thread_clock: ThreadClock) -> Iterator[Engine]:
         RECIPE, TINY, device="cpu", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256,
         kv_cache_memory_bytes=8_000_000, scheduling_policy=Throttled(64), enable_prefix_caching=False,
     ).engine  # fmt: skip
-    assert made.runner.watch is not None
     made.runner.watch.quiet_s = 0.0
     yield made
     made.close()
@@ -173,7 +172,7 @@ def test_a_slow_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         kv_cache_memory_bytes=8_000_000, scheduling_policy=FirstCome(64), enable_prefix_caching=True,
         kv_offload_gb=0.05, kv_offload_dir=str(tmp_path), kv_offload_disk_gb=0.1,
     ).engine  # fmt: skip
-    tiers, disk = engine._tiers, engine._tiers._disk if engine._tiers is not None else None
+    tiers, disk = engine._cache.tiers, engine._cache.tiers._disk if engine._cache.tiers is not None else None
     assert tiers is not None
     assert disk is not None
     until = time.monotonic() + 10

@@ -57,7 +57,7 @@ def test_a_prefix_comes_back_from_host_memory_and_disk(
     tiers = {"kv_offload_gb": 0.2, "kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": 0.2}
     run = session(GOLDENS / model, **flags, **own, **tiers, enable_sleep_mode=True)
     until = time.monotonic() + 10
-    while not run.engine._tiers._host.has_room and time.monotonic() < until:
+    while not run.engine._cache.tiers._host.has_room and time.monotonic() < until:
         time.sleep(0.01)
     computed, _ = ask(run)
     loaded, cached = ask(run)

@@ -258,7 +258,7 @@ def test_cached_prefixes_outlive_a_sleep_in_the_tiers(disk: bool, tmp_path: Path
 
 def wait_for_room(engine: Engine) -> None:
     """Host memory of the tiers is locked in a thread."""
-    tiers = engine._tiers
+    tiers = engine._cache.tiers
     assert tiers is not None
     until = time.monotonic() + 10
     while not tiers._host.has_room and time.monotonic() < until:

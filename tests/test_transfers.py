@@ -199,7 +199,7 @@ def test_blocks_that_do_not_come(engines: Make, tmp_path: Path, loss: str, polic
             while len(sharing.lending) and time.monotonic() < until:
                 time.sleep(0.01)
             assert sharing.lending.expired == 1
-            first.engine._tiers._host.clear()
+            first.engine._cache.tiers._host.clear()
     outcome = decode(second, prompt, given)
     (terminal,) = outcome.terminals
     if policy == "recompute":

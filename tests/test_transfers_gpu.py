@@ -63,7 +63,7 @@ def test_log_probabilities_are_near_those_of_one_engine(session: Any, model: str
     )
     until = time.monotonic() + 10
     while not all(
-        one.engine._tiers._host.has_room for one in (prefill, decode)
+        one.engine._cache.tiers._host.has_room for one in (prefill, decode)
     ):  # memory is locked after ready
         assert time.monotonic() < until
         time.sleep(0.01)

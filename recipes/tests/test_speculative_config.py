@@ -59,7 +59,7 @@ def test_the_engine_has_room_for_logits_after_each_draft():
     options.check("qwen3")
     limits = decide(options, Device("cpu"), BLUEPRINT)
     assert (limits.max_drafts, limits.max_logits) == (3, 32)
-    assert QWEN3.options().drafting(BUCKETS, StepPace(), 100) is None
+    assert QWEN3.options().drafting(BUCKETS, StepPace(), 100).max_drafts == 0
     assert decide(QWEN3.options(), Device("cpu"), BLUEPRINT).max_drafts == 0
 
 

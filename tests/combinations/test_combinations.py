@@ -30,6 +30,7 @@ from safetensors.numpy import save_file
 
 from openinfer.frontend.http import create_app
 from openinfer.frontend.thread_driver import ThreadDriver
+from openinfer.graph.runner import Drafting
 from openinfer.kernels import CpuPack, Op
 from openinfer.recipes.engine import startup
 from openinfer.recipes.engine.testing import Planted, Restless, Session
@@ -134,7 +135,7 @@ def run(
 
     def build() -> Any:
         engine = startup.build(recipe, path, device="cpu", max_num_seqs=rows, **flags).engine
-        if engine.runner.drafting is not None:
+        if isinstance(engine.runner.drafting, Drafting):
             engine.runner.drafting.make_drafter = lambda: Planted(known)
             # Whether drafts pay must decide no test.
             most = engine.runner.drafting.max_drafts

@@ -24,7 +24,8 @@ class Graphs(dict[Any, None]):
 
 def test_followers_do_what_the_leader_says_in_its_order():
     file, bell, done = os.memfd_create("steps"), os.eventfd(0), []
-    leader = Leader(Writer(Ring(file, 1), [bell], lost=lambda: False), KEYS)
+    leader = Leader(Writer(Ring(file, 1), [bell], lost=lambda: False))
+    leader.begin(KEYS)
 
     def send(delta: Delta, stream: Stream) -> None:
         done.append((delta.places.tolist(), delta.values.tolist()))

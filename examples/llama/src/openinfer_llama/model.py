@@ -6,12 +6,12 @@ T tokens of the step, A query heads and G key heads of size d, H the hidden size
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from openinfer.graph.runner import Batch, States
+from openinfer.graph.runner import Batch, NoStates, States
 from openinfer.kernels import (
     Pack,
     embed,
@@ -88,7 +88,7 @@ class Model:
     qkv: Tensor  # [T, (A + 2 G) d]
     heads: Tensor  # [T, A d]
     mlp: Tensor  # [T, I]
-    states: States | None = None
+    states: States = field(default_factory=NoStates)
     tables: Sequence[str | None] = ("block_tables",)
 
     def forward(

@@ -13,15 +13,18 @@ import numpy as np
 
 from openinfer.cli import recipes
 from openinfer.frontend.contract import Request
-from openinfer.graph import Delta, Readback, StepGraphs, StepPace, StepTrace, Watch
-from openinfer.graph.runner import Leader, Ring, Runner, Writer, readback_bytes
+from openinfer.graph import Delta, NoWatch, Readback, StepGraphs, StepPace, StepTrace, Watch
+from openinfer.graph.runner import Leader, LoneLeader, Ring, Runner, Writer, readback_bytes
 from openinfer.kernels import Op, Pack
 from openinfer.kvpool import Pool
-from openinfer.recipes.engine.engine import Engine
+from openinfer.recipes.engine.engine import Bounds, Engine, Served
+from openinfer.recipes.engine.followers import NoFollowers
 from openinfer.recipes.engine.limits import Limits
+from openinfer.recipes.engine.offload import Cache
 from openinfer.recipes.engine.options import O
 from openinfer.recipes.engine.recipe import Recipe, Source
 from openinfer.recipes.engine.startup import STEPS_IN_FLIGHT, buckets_for
+from openinfer.recipes.engine.training import desk_of
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import RowStatus
 from openinfer.scheduler import FirstCome
@@ -42,19 +45,20 @@ def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs
     groups = len(blueprint.groups(limits))
     null = Arena(Device("null"), None)
     blueprint.lay_out(null, Stream(null.device), limits, [2] * groups)
-    model = blueprint.lay_out(Arena(stream.device, null.used + (1 << 20)), stream, limits, [2] * groups)
+    arena = Arena(stream.device, null.used + (1 << 20))
+    model = blueprint.lay_out(arena, stream, limits, [2] * groups)
     readback = Readback(stream.device, readback_bytes(rows, TOKENS), STEPS_IN_FLIGHT)
-    trace = StepTrace()
-    buckets, pace, watch = buckets_for(blueprint, limits), StepPace(), Watch(trace)
-    runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
+    buckets, watch = buckets_for(blueprint, limits), Watch(StepTrace())
+    runner = Runner(model, pack, stream, graphs, buckets, readback, StepPace(), watch)
     runner.record()
     # Blocks without memory behind them: no op runs.
     blocks = max(rows // 2, 1) * limits.max_blocks
     pool = Pool(blueprint.groups(limits, [blocks] * groups), prefix_cache=False)
-    return Engine(
-        runner, pool, FirstCome(TOKENS), None,
-        name="host", eos_token_ids=blueprint.eos_token_ids, max_rows=rows, max_model_len=LENGTH, max_queued=4096,
-    )  # fmt: skip
+    followers = NoFollowers()
+    desk = desk_of(blueprint, model, arena, stream, limits, (), followers, lambda: lambda done, total: None)
+    served = Served("host", tuple(blueprint.eos_token_ids))
+    bounds = Bounds(rows, LENGTH, max_queued=4096)
+    return Engine(runner, Cache(pool), FirstCome(TOKENS), desk, bounds, served, followers)
 
 
 CPU = Device("cpu")
@@ -143,16 +147,15 @@ class IdleEngine:
 
     def watch_us(self, count: int) -> list[float]:
         """Microseconds that the trace and the watch add to a step."""
-        runner = self.engine.runner
-        kept = {"trace": runner.trace, "watch": runner.watch}
-        return self._added_us(count, kept, {"trace": None, "watch": None})
+        return self._added_us(count, {"watch": self.engine.runner.watch}, {"watch": NoWatch()})
 
     def ranks_us(self, count: int, others: int = 3) -> list[float]:
         """Microseconds in which a step tells other ranks of itself, who look for messages all the time."""
         runner, file = self.engine.runner, os.memfd_create("ring")
         bells = [os.eventfd(0) for _ in range(others)]
         writer = Writer(Ring(file, others), bells, lost=lambda: False)
-        leader = runner.leader = _TimedLeader(writer, runner.graphs.keys())
+        leader = runner.leader = _TimedLeader(writer)
+        leader.begin(runner.graphs.keys())
         times = []
         try:
             for _ in range(count):
@@ -161,7 +164,7 @@ class IdleEngine:
                 times.append(leader.ns / 1e3)
             return times
         finally:
-            runner.leader = None
+            runner.leader = LoneLeader()
             for one in (file, *bells):
                 os.close(one)
 

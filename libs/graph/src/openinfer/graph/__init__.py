@@ -8,8 +8,8 @@ from openinfer.graph.readback import Readback
 from openinfer.graph.rows import Delta, Field, Rows
 from openinfer.graph.steps import StepGraphs, bucket_for
 from openinfer.graph.watch.loads import SlowLoads
-from openinfer.graph.watch.trace import StepTrace
-from openinfer.graph.watch.watch import Finding, Watch
+from openinfer.graph.watch.trace import NoTrace, StepTrace
+from openinfer.graph.watch.watch import Finding, NoWatch, Watch
 
 __all__ = [
     "Buckets",
@@ -19,6 +19,8 @@ __all__ = [
     "Finding",
     "GraphError",
     "MissingExtra",
+    "NoTrace",
+    "NoWatch",
     "NotPossible",
     "Readback",
     "RingFull",

@@ -6,10 +6,10 @@ Written once, run by every pack. Shapes: T tokens of the step, R rows (sequences
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from openinfer.graph.runner import Batch, States
+from openinfer.graph.runner import Batch, NoStates, States
 from openinfer.kernels import Pack, embed, experts, gate_up_clamped, project, route
 from openinfer.kernels.authoring import Linear
 from openinfer.recipes.deepseek_v4.buffers import Buffers
@@ -48,7 +48,7 @@ class Model:
     batch: Batch
     buffers: Buffers
     quantized: bool
-    states: States | None = None
+    states: States = field(default_factory=NoStates)
     recent: Recent | None = None
     tables: Sequence[str | None] = TABLES
 

@@ -21,6 +21,7 @@ from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.logs import set_up_logging
 from openinfer.graph.runner import Reader, Ring, follow
 from openinfer.recipes.engine import startup
+from openinfer.recipes.engine.followers import NoFollowers
 from openinfer.recipes.engine.ranks import Ranks
 from openinfer.recipes.engine.recipe import named
 
@@ -53,9 +54,9 @@ def main() -> int:
     ranks = Ranks.joined(boot["memory"], boot["rank"], boot["size"], [link])
     try:
         with heap.starting():
-            following = startup.join(
-                recipe, Path(boot["model_dir"]), recipe.options(**boot["options"]), ranks
-            )
+            options = recipe.options(**boot["options"])
+            builder = startup.Builder(recipe, Path(boot["model_dir"]), options, NoFollowers(ranks))
+            following = builder.following()
         runner, ring = following.runner, Ring(boot["ring"], ranks.size - 1)
         spin_s = SPIN_S[runner.stream.device.kind]
         follow(runner, Reader(ring, ranks.rank - 1, boot["bell"], spin_s=spin_s), following.commands)

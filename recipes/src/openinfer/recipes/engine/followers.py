@@ -11,15 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from openinfer.frontend.logs import log_settings
-from openinfer.graph.runner import Leader, Ring, Writer
+from openinfer.graph.runner import Leader, LoneLeader, Ring, Writer
 from openinfer.kernels import RankLost
 from openinfer.kvpool.tiers import Others, SharedRecords
 from openinfer.recipes.engine.options import O
@@ -52,8 +52,11 @@ class Followers:
         links = [socket.socketpair() for _ in devices[1:]]
         self.ranks = Ranks.joined(memory, 0, size, [ours for ours, _ in links])
         self._ring = Ring(ring, size - 1)
-        self._reason, self._closing = "", False
-        self._leader: Leader | None = None
+        self._reason, self._serving, self._closing = "", False, False
+        assert self.ranks.shared is not None
+        shared = self.ranks.shared
+        self.leader = Leader(Writer(self._ring, self._bells, lost=lambda: shared.aborted))
+        """The link over which the runner of rank 0 tells the followers its launches."""
         names = [field.name for field in dataclasses.fields(options) if field.name not in OWN]
         flags = {name: getattr(options, name) for name in names}
         boot = {
@@ -95,12 +98,9 @@ class Followers:
         watcher.start()
         self._watchers.append(watcher)
 
-    def leader(self, keys: Iterable[Hashable]) -> Leader:
-        """The link over which the runner of rank 0 tells the followers its launches."""
-        assert self.ranks.shared is not None
-        shared = self.ranks.shared
-        self._leader = Leader(Writer(self._ring, self._bells, lost=lambda: shared.aborted), keys)
-        return self._leader
+    def begin(self) -> None:
+        """All ranks are ready: from now on the followers take commands."""
+        self._serving = True
 
     def put_adapter(self, place: int, values: Array) -> None:
         """The other ranks copy their parts of an adapter into a place."""
@@ -125,9 +125,9 @@ class Followers:
         return Others(shared, lambda *copies: self._command("copy", *copies), lambda: bool(self._reason))
 
     def _command(self, name: str, *args: Any) -> None:
-        if self._leader is None:
-            raise RankLost("the other ranks have ended, or were not told to begin")
-        self._leader.command(name, *args)
+        if not self._serving:
+            raise RankLost("the other ranks have ended, or do not serve yet")
+        self.leader.command(name, *args)
 
     @property
     def reason(self) -> str:
@@ -156,13 +156,13 @@ class Followers:
     def end(self) -> None:
         """End all other ranks. The device of rank 0 must be idle, or its steps lost."""
         self._closing = True
-        leader, self._leader = self._leader, None
-        if leader is not None and not self._reason:
+        serving, self._serving = self._serving and not self._reason, False
+        if serving:
             with suppress(RankLost):  # it hangs, and its ring is full
-                leader.end()
+                self.leader.end()
         for process in self._processes:
             try:
-                process.wait(CLOSE_TIMEOUT_S if leader is not None and not self._reason else 0)
+                process.wait(CLOSE_TIMEOUT_S if serving else 0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -182,3 +182,34 @@ class Followers:
         for bell in self._bells:
             os.close(bell)
         self._bells = []
+
+
+class NoFollowers:
+    """The Followers of a rank that leads no others."""
+
+    reason = ""
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks, self.leader = ranks or Ranks(), LoneLeader()
+
+    def begin(self) -> None:
+        """See Followers."""
+
+    def put_adapter(self, place: int, values: Array) -> None:
+        """See Followers."""
+
+    def together(self, command: str, *args: str | int) -> AbstractContextManager[None]:
+        """See Followers."""
+        return nullcontext()
+
+    def others(self, pieces: list[int]) -> None:
+        """See Followers."""
+
+    def check(self) -> None:
+        """See Followers."""
+
+    def end(self) -> None:
+        """See Followers."""
+
+    def close(self) -> None:
+        """See Followers."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.graph import StepPace
+from openinfer.graph import NoWatch, StepPace
 from openinfer.graph.runner import Runner, Sampling
 from openinfer.kvpool import Lease
 from openinfer.recipes.engine.engine import Engine
@@ -47,10 +47,8 @@ class Forced:
 
     def __init__(self, engine: Engine, runner: Runner | None = None, wrong_table: str | None = None) -> None:
         # Forced steps must not count as the engine's own, so they run without its trace and its step times.
-        self.engine, self.runner = (
-            engine,
-            replace(runner or engine.runner, trace=None, watch=None, pace=StepPace()),
-        )
+        self.engine = engine
+        self.runner = replace(runner or engine.runner, watch=NoWatch(), pace=StepPace())
         self._pool = engine.pool
         self._wrong = None if wrong_table is None else self.runner.model.tables.index(wrong_table)
         self._index = 0

@@ -7,10 +7,11 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from openinfer.kvpool import Eviction, Group
+from openinfer.kvpool import Eviction, Group, Pool
 from openinfer.kvpool.tiers import Disk, Tiers, parse_addresses
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Limits
@@ -18,11 +19,37 @@ from openinfer.recipes.engine.options import Options
 from openinfer.recipes.engine.transfer import open_sharing, transfer_config
 from openinfer.tensor import Device
 
+if TYPE_CHECKING:
+    from openinfer.kvpool.publisher import EventPublisher
+
 STAGING_BYTES = 256 << 20
 """Host memory through which blocks go to the disk where --kv-offload-gb asks for none."""
 PEER_TIMEOUT_S = 30.0
 """Seconds that a load may take where a peer may bring it."""
 GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Where blocks are: the pool, the tiers behind it, and the publisher that tells routers of them."""
+
+    pool: Pool
+    tiers: Tiers | None = None
+    publisher: EventPublisher | None = None
+
+    def publish(self) -> None:
+        """Put out the KV events for routers: blocks that became findable, and blocks that were evicted."""
+        if self.publisher is not None:
+            self.publisher.publish(self.pool.take_events())
+
+    def close(self, *, keep: bool) -> None:
+        """Give everything back. keep: the blocks of the pool go to the tiers first."""
+        if self.publisher is not None:
+            self.publisher.close()
+        if self.tiers is not None:
+            if keep:
+                self.tiers.keep(self.pool)
+            self.tiers.close()
 
 
 def check_offload(options: Options) -> None:

@@ -14,7 +14,7 @@ from openinfer.recipes.engine.errors import SetupError
 
 if TYPE_CHECKING:
     from openinfer.graph import Buckets, StepPace
-    from openinfer.graph.runner import Drafting
+    from openinfer.graph.runner import Drafting, NoDrafts
     from openinfer.kvpool import Eviction, Group
     from openinfer.recipes.engine.speculation import SpeculativeConfig
     from openinfer.scheduler import Policy
@@ -222,10 +222,12 @@ class Options:
         speculation = self.speculation()
         return speculation is not None and speculation.proposes
 
-    def drafting(self, buckets: Buckets, pace: StepPace, vocab_size: int) -> Drafting | None:
+    def drafting(self, buckets: Buckets, pace: StepPace, vocab_size: int) -> Drafting | NoDrafts:
         """The choice of drafts, for steps of these shapes and times. Raises SetupError."""
+        from openinfer.graph.runner import NoDrafts
+
         speculation = self.speculation()
-        return None if speculation is None else speculation.drafting(buckets, pace, vocab_size)
+        return NoDrafts() if speculation is None else speculation.drafting(buckets, pace, vocab_size)
 
 
 O = TypeVar("O", bound=Options)

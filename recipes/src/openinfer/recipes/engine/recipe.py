@@ -17,7 +17,6 @@ from openinfer.recipes.engine.options import O, add_arguments, parsed
 if TYPE_CHECKING:
     from openinfer.frontend.contract import EngineSpec
     from openinfer.recipes.engine.blueprint import Blueprint
-    from openinfer.recipes.engine.engine import Engine
     from openinfer.tensor import Checkpoint
 
 Json = Mapping[str, Any]
@@ -93,7 +92,7 @@ class Recipe(ABC, Generic[O]):
         from openinfer.frontend.contract import EngineSpec
 
         which = {"recipe": self.known_as, "model_dir": str(model_dir)}
-        return EngineSpec(f"{__name__}:build", which | dataclasses.asdict(options))
+        return EngineSpec("openinfer.recipes.engine.startup:build_named", which | dataclasses.asdict(options))
 
     @property
     def known_as(self) -> tuple[str, str]:
@@ -106,10 +105,3 @@ def named(known_as: Sequence[str]) -> Recipe[Any]:
     module, name = known_as
     recipe: Recipe[Any] = getattr(importlib.import_module(module), name)()
     return recipe
-
-
-def build(recipe: Sequence[str], model_dir: str, **flags: Any) -> Engine:
-    """The engine of a recipe by its `known_as`; flags are fields of its options. The engine's process calls this."""
-    from openinfer.recipes.engine import startup
-
-    return startup.build(named(recipe), model_dir, **flags).engine

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
-from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace, Watch
+from openinfer.graph import Buckets, NoTrace, Readback, Shape, StepGraphs, StepPace, StepTrace, Watch
 from openinfer.graph.runner import HostPack, Model, Runner, WeightsDesk, readback_bytes, segments, step_keys
 from openinfer.kernels import (
     Call,
@@ -32,21 +32,21 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.authoring import FP8_ARCH, Adapter
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
-from openinfer.kvpool.tiers import Tiers
 from openinfer.recipes.engine.adapters import read_modules
 from openinfer.recipes.engine.blueprint import Blueprint, M
 from openinfer.recipes.engine.config_fields import end_token
 from openinfer.recipes.engine.devices import devices_of, open_device
-from openinfer.recipes.engine.engine import Engine
+from openinfer.recipes.engine.engine import Bounds, Engine, Served
 from openinfer.recipes.engine.errors import SetupError
-from openinfer.recipes.engine.followers import Followers
+from openinfer.recipes.engine.followers import Followers, NoFollowers
 from openinfer.recipes.engine.following import Following
 from openinfer.recipes.engine.limits import Limits, Room, decide, fit
-from openinfer.recipes.engine.offload import check_offload, open_tiers
+from openinfer.recipes.engine.offload import Cache, check_offload, open_tiers
 from openinfer.recipes.engine.options import O, Options
 from openinfer.recipes.engine.ranks import Ranks
-from openinfer.recipes.engine.recipe import Recipe, Source
+from openinfer.recipes.engine.recipe import Recipe, Source, named
 from openinfer.recipes.engine.training import desk_of
+from openinfer.sampler.constraint import Masks
 from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
     Arena,
@@ -107,13 +107,13 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
     # CUPTI must be attached before the CUDA context exists.
     trace = StepTrace(Path(options.trace) if options.trace else None)
     devices = devices_of(options)
+    followers: Followers | NoFollowers = NoFollowers()
+    if len(devices) > 1:
+        Source.read(path)  # a folder that is no checkpoint is refused before processes start
+        followers = Followers(recipe, path, options, devices)
     own = dataclasses.replace(options, device=devices[0])
-    if len(devices) == 1:
-        return _build(recipe, path, own, open_publisher, trace, None)
-    Source.read(path)  # a folder that is no checkpoint is refused before processes start
-    followers = Followers(recipe, path, options, devices)
     try:
-        return _build(recipe, path, own, open_publisher, trace, followers)
+        return Builder(recipe, path, own, followers, trace, open_publisher).engine()
     except BaseException as error:
         followers.close()
         if isinstance(error, RankLost):
@@ -121,165 +121,187 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
         raise
 
 
-def _build(
-    recipe: Recipe[O],
-    path: Path,
-    options: O,
-    open_publisher: OpenPublisher | None,
-    trace: StepTrace,
-    followers: Followers | None,
-) -> Built:
-    """The engine of rank 0."""
-    ranks = followers.ranks if followers is not None else Ranks()
-    with _opened(recipe, path, options, ranks) as (blueprint, checkpoint, limits, device):
-        policy = _policy(options, limits)
-        made = _make(blueprint, checkpoint, path, options, limits, device, trace, open_publisher, ranks)
-    if followers is not None:
-        made.runner.leader = followers.leader(made.runner.graphs.keys())
-        made.desk.together = followers.together
-    end = (one for one in end_token(path) if one < blueprint.vocab_size)
-    ends = tuple(dict.fromkeys((*blueprint.eos_token_ids, *end)))
-    engine = Engine(
-        made.runner, made.pool, policy, made.store,
-        name=path.name, eos_token_ids=ends, max_rows=limits.max_rows,
-        max_model_len=made.limits.max_model_len, max_queued=options.max_num_queued_reqs,
-        publisher=made.publisher, followers=followers, tiers=made.tiers, loaded=made.loaded, desk=made.desk,
-    )  # fmt: skip
-    if made.tiers is not None:  # after everything else, because it goes on to lock memory
-        others = followers.others(made.tiers.pieces) if followers is not None else None
-        made.tiers.attach(blueprint.cache(made.runner.model), made.runner.stream, others)
-    log.info(
-        "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache in %s (%s), "
-        "%d recorded steps",
-        path.name, device, limits.dtype, limits.max_rows, limits.max_tokens, made.limits.max_model_len,
-        engine.info.kv_capacity_tokens, limits.kv_dtype,
-        ", ".join(f"{group.num_blocks - 1} blocks of {group.name}" for group in made.pool.groups),
-        len(made.runner.graphs),
-    )  # fmt: skip
-    if "grammar" not in engine.info.features:
-        log.info("no structured output: pip install 'openinfer-recipes[grammar]'")
-    return Built(engine, blueprint)
+def build_named(recipe: Sequence[str], model_dir: str, **flags: Any) -> Engine:
+    """The engine of a recipe by its `known_as`, as `build` makes it. The engine's process calls this."""
+    return build(named(recipe), model_dir, **flags).engine
 
 
-def join(recipe: Recipe[O], path: Path, options: O, ranks: Ranks) -> Following:
-    """A rank above 0, with all steps recorded."""
-    with _opened(recipe, path, options, ranks) as (blueprint, checkpoint, limits, device):
-        made = _make(blueprint, checkpoint, path, options, limits, device, None, None, ranks)
-    cache = blueprint.cache(made.runner.model)
-    return Following(made.runner, made.desk, ranks, made.pool.groups, cache, alike=blueprint.cache_is_alike)
+@dataclass(slots=True)
+class Builder(Generic[O]):
+    """Builds one rank of an engine: `engine` for rank 0, `following` for a rank above it.
 
+    followers: those of rank 0; a rank above it has NoFollowers with its own ranks. The fields below them are set phase
+    by phase.
+    """
 
-@contextmanager
-def _opened(
-    recipe: Recipe[O], path: Path, options: O, ranks: Ranks
-) -> Iterator[tuple[Blueprint[Any], Checkpoint, Limits, Device]]:
-    """A rank's part of the model, the checkpoint as long as weights are read from it, and the engine's sizes."""
-    with _phase("configuration and checkpoint header"):
-        source, device = Source.read(path), open_device(options.device)
-        dummy = options.load_format == "dummy"
-        checkpoint = DummyCheckpoint(path) if dummy else Checkpoint(path)
-    with checkpoint:
-        source = dataclasses.replace(source, checkpoint=None if dummy else checkpoint)
-        blueprint = recipe.blueprint(source, options, ranks=ranks.size, rank=ranks.rank)
-        limits = decide(options, device, blueprint)
-        plain = dataclasses.replace(limits, fp8_cache=False)
-        if limits.fp8_cache and blueprint.groups(limits) == blueprint.groups(plain):
-            raise SetupError("--kv-cache-dtype: this model's recipe has no FP8 cache; leave the flag out")
-        blueprint.validate(checkpoint, limits)
-        if dummy and any(name.endswith(".g_idx") for name in checkpoint.names):
-            raise SetupError(
-                "--load-format dummy: a GPTQ checkpoint orders its columns (g_idx), and random values are no order; "
-                "take a config.json of AWQ or compressed-tensors"
-            )
-        yield blueprint, checkpoint, limits, device
+    recipe: Recipe[O]
+    path: Path
+    options: O
+    followers: Followers | NoFollowers
+    trace: StepTrace = field(default_factory=NoTrace)
+    open_publisher: OpenPublisher | None = None
+    device: Device = field(init=False)
+    blueprint: Blueprint[Any] = field(init=False)
+    limits: Limits = field(init=False)
+    target: Target | None = field(init=False, default=None)
+    store: Store | None = field(init=False, default=None)
+    plan: Plan = field(init=False)
+    cache: Cache = field(init=False)
+    runner: Runner = field(init=False)
+    loaded: Sequence[Adapter] = field(init=False)
+    desk: WeightsDesk = field(init=False)
 
+    def engine(self) -> Built:
+        """The engine, with its tiers attached."""
+        self._build()
+        limits, pool, tiers, path = self.limits, self.cache.pool, self.cache.tiers, self.path
+        end = (one for one in end_token(path) if one < self.blueprint.vocab_size)
+        ends = tuple(dict.fromkeys((*self.blueprint.eos_token_ids, *end)))
+        engine = Engine(
+            self.runner, self.cache, _policy(self.options, limits), self.desk,
+            Bounds(limits.max_rows, limits.max_model_len, self.options.max_num_queued_reqs),
+            Served(path.name, ends, self.loaded), self.followers, self.store,
+        )  # fmt: skip
+        self.followers.begin()
+        if tiers is not None:  # after everything else, because it goes on to lock memory
+            cache, others = self.blueprint.cache(self.runner.model), self.followers.others(tiers.pieces)
+            tiers.attach(cache, self.runner.stream, others)
+        log.info(
+            "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache in %s (%s), "
+            "%d recorded steps",
+            path.name, self.device, limits.dtype, limits.max_rows, limits.max_tokens, limits.max_model_len,
+            engine.info.kv_capacity_tokens, limits.kv_dtype,
+            ", ".join(f"{group.num_blocks - 1} blocks of {group.name}" for group in pool.groups),
+            len(self.runner.graphs),
+        )  # fmt: skip
+        if "grammar" not in engine.info.features:
+            log.info("no structured output: pip install 'openinfer-recipes[grammar]'")
+        return Built(engine, self.blueprint)
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    runner: Runner
-    pool: Pool
-    store: Store | None
-    limits: Limits
-    publisher: EventPublisher | None
-    tiers: Tiers | None
-    loaded: Sequence[Adapter]
-    desk: WeightsDesk
+    def following(self) -> Following:
+        """The commands of a rank above 0, with all steps recorded."""
+        self._build()
+        cache, alike = self.blueprint.cache(self.runner.model), self.blueprint.cache_is_alike
+        return Following(
+            self.runner, self.desk, self.followers.ranks, self.cache.pool.groups, cache, alike=alike
+        )
 
+    def _build(self) -> None:
+        with self._opened() as checkpoint, ThreadPoolExecutor(2) as worker:
+            blocks = self._plan(worker)
+            self._load_and_record(worker, checkpoint, blocks)
+        if self.store is not None:
+            self.store.seal()
 
-def _make(
-    blueprint: Blueprint[Any],
-    checkpoint: Checkpoint,
-    path: Path,
-    options: Options,
-    limits: Limits,
-    device: Device,
-    trace: StepTrace | None,
-    open_publisher: OpenPublisher | None,
-    ranks: Ranks,
-) -> _Made:
-    """Plan, take the memory, and load the weights while kernels are made and steps are recorded."""
-    buckets = buckets_for(blueprint, limits)
-    target = store = None
-    if device.kind == "cuda":
-        target = options_target(options, Target.of(device, cublas=cublas_available(), nvrtc=True))
-        target, store = dataclasses.replace(target, rank=ranks.rank), Store(target.arch)
-    with ThreadPoolExecutor(2) as worker:
+    @contextmanager
+    def _opened(self) -> Iterator[Checkpoint]:
+        """The checkpoint as long as weights are read from it; a rank's part of the model, and the engine's sizes."""
+        options, ranks = self.options, self.followers.ranks
+        with _phase("configuration and checkpoint header"):
+            source, self.device = Source.read(self.path), open_device(options.device)
+            dummy = options.load_format == "dummy"
+            checkpoint = DummyCheckpoint(self.path) if dummy else Checkpoint(self.path)
+        with checkpoint:
+            source = dataclasses.replace(source, checkpoint=None if dummy else checkpoint)
+            blueprint = self.recipe.blueprint(source, options, ranks=ranks.size, rank=ranks.rank)
+            limits = decide(options, self.device, blueprint)
+            plain = dataclasses.replace(limits, fp8_cache=False)
+            if limits.fp8_cache and blueprint.groups(limits) == blueprint.groups(plain):
+                raise SetupError("--kv-cache-dtype: this model's recipe has no FP8 cache; leave the flag out")
+            blueprint.validate(checkpoint, limits)
+            if dummy and any(name.endswith(".g_idx") for name in checkpoint.names):
+                raise SetupError(
+                    "--load-format dummy: a GPTQ checkpoint orders its columns (g_idx), and random values are no "
+                    "order; take a config.json of AWQ or compressed-tensors"
+                )
+            self.blueprint, self.limits = blueprint, limits
+            yield checkpoint
+
+    def _plan(self, worker: ThreadPoolExecutor) -> list[int]:
+        """Decide on kernels, memory and the cache. Returns the blocks of each group."""
+        blueprint, options, device, ranks = self.blueprint, self.options, self.device, self.followers.ranks
+        buckets, target, store = buckets_for(blueprint, self.limits), None, None
+        if device.kind == "cuda":
+            target = options_target(options, Target.of(device, cublas=cublas_available(), nvrtc=True))
+            target, store = dataclasses.replace(target, rank=ranks.rank), Store(target.arch)
         activated = worker.submit(device.activate)  # a context takes as long as the plan
         with _phase("plan"):
-            plan = make_plan(blueprint, limits, buckets, target)
+            plan = make_plan(blueprint, self.limits, buckets, target)
             if target is not None and store is not None and not store.can_prepare_cuda(plan.specs):
                 target = dataclasses.replace(target, nvrtc=False)
-                plan = make_plan(blueprint, limits, buckets, target)
+                plan = make_plan(blueprint, self.limits, buckets, target)
             activated.result()
             if target is not None:
                 ranks.open(device, Stream(device), plan.peer_widths)
-            blocks = ranks.least(blueprint.share(limits, Room.on(device, options, plan.fixed_bytes)))
-            groups, eviction = blueprint.groups(limits, blocks), _eviction(options, blueprint)
-            events = open_publisher is not None
-            parts = 1 if blueprint.cache_is_alike else ranks.size
-            tiers = open_tiers(options, groups, eviction, path, limits, device, parts, events=events)
-            pool = Pool(
-                groups, prefix_cache=options.enable_prefix_caching, eviction=eviction, events=events,
-                loader=tiers, saver=tiers,
-            )  # fmt: skip
-            # Before the weights, because an address that is taken is refused here.
-            publisher = open_publisher and open_publisher(pool.groups)
-            limits = fit(limits, options, pool.capacity_tokens)
+            room = Room.on(device, options, plan.fixed_bytes)
+            blocks = ranks.least(blueprint.share(self.limits, room))
+            self.target, self.store, self.plan = target, store, plan
+            self.cache = self._cache(blueprint.groups(self.limits, blocks))
+            self.limits = fit(self.limits, options, self.cache.pool.capacity_tokens)
+        return blocks
+
+    def _cache(self, groups: Sequence[Group]) -> Cache:
+        options, events = self.options, self.open_publisher is not None
+        eviction = _eviction(options, self.blueprint)
+        parts = 1 if self.blueprint.cache_is_alike else self.followers.ranks.size
+        tiers = open_tiers(
+            options, groups, eviction, self.path, self.limits, self.device, parts, events=events
+        )
+        pool = Pool(
+            groups, prefix_cache=options.enable_prefix_caching, eviction=eviction, events=events,
+            loader=tiers, saver=tiers,
+        )  # fmt: skip
+        # Before the weights, because an address that is taken is refused here.
+        publisher = self.open_publisher(pool.groups) if self.open_publisher is not None else None
+        return Cache(pool, tiers, publisher)
+
+    def _load_and_record(self, worker: ThreadPoolExecutor, checkpoint: Checkpoint, blocks: list[int]) -> None:
+        """Take the memory, and load the weights while kernels are made and steps are recorded."""
+        blueprint, options, limits, device = self.blueprint, self.options, self.limits, self.device
+        plan, target, ranks, followers = self.plan, self.target, self.followers.ranks, self.followers
         with _phase("memory"):
-            cache = sum(group.num_blocks * group.block_bytes for group in pool.groups)
+            cache = sum(group.num_blocks * group.block_bytes for group in self.cache.pool.groups)
             size, stream = plan.fixed_bytes + cache + (1 << 20), Stream(device)
             arena = Arena(device, size, mapped=options.enable_sleep_mode)
             model = blueprint.lay_out(arena, stream, limits, blocks)
-        loaded = read_modules(options, model.batch.adapters) if ranks.rank == 0 else ()
+        self.loaded = read_modules(options, model.batch.adapters) if ranks.rank == 0 else ()
         ranks.stage(model.batch.adapters)
         # Recording depends on no weight's value.
-        bar = ProgressBar("loading weights") if ranks.rank == 0 else _no_progress  # all ranks load as much
-        weights = worker.submit(_load, blueprint, model, checkpoint, device, bar)
+        weights = worker.submit(
+            _load, blueprint, model, checkpoint, device, self._progress("loading weights")
+        )
         predicted = worker.submit(predictions, plan.steps, target, ranks.size)
-        pack: Pack = HostPack(CpuPack(ranks.shared), trace, repeats=not options.enforce_eager)
-        if target is not None and store is not None:
-            pack = make_pack(device, target, stream, store, arena, plan, ranks)
-        graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
+        pack: Pack = HostPack(CpuPack(ranks.shared), self.trace, repeats=not options.enforce_eager)
+        if target is not None and self.store is not None:
+            pack = make_pack(device, target, stream, self.store, arena, plan, ranks)
+        buckets, graphs = (
+            buckets_for(blueprint, limits),
+            StepGraphs(device, stream, capture=not options.enforce_eager),
+        )
         results = readback_bytes(limits.max_rows, limits.step_tokens, limits.max_drafts)
-        words = 0 if tiers is None else model.batch.sampled.result.numel
-        readback = Readback(device, results, STEPS_IN_FLIGHT, words)
-        pace = StepPace(predicted.result())
-        watch = None if trace is None else Watch(trace, DeviceClock.of(device), device)
-        runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
-        runner.drafting = options.drafting(buckets, pace, model.vocab_size)
+        words = 0 if self.cache.tiers is None else model.batch.sampled.result.numel
+        readback, pace = Readback(device, results, STEPS_IN_FLIGHT, words), StepPace(predicted.result())
+        self.runner = Runner(
+            model, pack, stream, graphs, buckets, readback, pace,
+            Watch(self.trace, DeviceClock.of(device), device), followers.leader,
+            options.drafting(buckets, pace, model.vocab_size),
+            Masks(limits.max_rows, model.vocab_size, buckets.max_drafts),
+        )  # fmt: skip
         with _phase("steps"):
-            runner.record()
+            self.runner.record()
         with _phase("rest of the weights"):
             report = weights.result()
             speed = format_bytes(1e9 * report.gbytes_per_s)
             log.info("weights: %s at %s/s", format_bytes(report.bytes), speed)
             ranks.serve()
-    if store is not None:
-        store.seal()
-    desk = desk_of(blueprint, model, arena, stream, limits, report.filled)
-    if ranks.rank:
-        desk.progress = lambda: _no_progress
-    return _Made(runner, pool, store, limits, publisher, tiers, loaded, desk)
+        self.desk = desk_of(
+            blueprint, model, arena, stream, limits, report.filled, followers,
+            functools.partial(self._progress, "updating weights"),
+        )  # fmt: skip
+
+    def _progress(self, what: str) -> Callable[[int, int], None]:
+        """A bar. Only rank 0 shows one, because all ranks load as much."""
+        return ProgressBar(what) if self.followers.ranks.rank == 0 else lambda done, total: None
 
 
 def buckets_for(blueprint: Blueprint[Any], limits: Limits) -> Buckets:
@@ -345,10 +367,6 @@ def make_pack(
     with _phase("libraries"):
         cublas = CublasLt() if target.cublas else None
     return LaunchPack(target, CudaDriver(device, stream, store, cublas, ranks.gpus), scratch, zeroed)
-
-
-def _no_progress(done: int, total: int) -> None:
-    """The bar of a rank whose progress is not shown."""
 
 
 def _load(

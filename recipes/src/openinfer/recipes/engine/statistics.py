@@ -8,8 +8,7 @@ from dataclasses import asdict
 from openinfer.frontend.contract import Drafts, EngineStats, StepTimes
 from openinfer.graph.runner import Runner, Sampling
 from openinfer.kernels import Store
-from openinfer.kvpool import Pool
-from openinfer.kvpool.tiers import Tiers
+from openinfer.recipes.engine.offload import Cache
 from openinfer.scheduler import Stats
 from openinfer.tensor import DriverCounts
 
@@ -17,15 +16,14 @@ from openinfer.tensor import DriverCounts
 def snapshot(
     counted: EngineStats,
     loop: Stats,
-    pool: Pool,
+    cache: Cache,
     runner: Runner,
     store: Store | None,
-    tiers: Tiers | None,
     at_ready: DriverCounts,
 ) -> EngineStats:
     """A copy of `counted`, which the engine counts itself, with the counters of the parts. at_ready: of the
     driver, when the engine was ready."""
-    stats, pace = copy(counted), runner.pace
+    stats, pace, pool, tiers = copy(counted), runner.pace, cache.pool, cache.tiers
     stats.running, stats.waiting = loop.running, loop.waiting
     stats.steps, stats.preemptions = loop.steps, loop.preemptions
     stats.kv_used_tokens = pool.used_tokens
@@ -36,18 +34,17 @@ def snapshot(
         stats.offload_blocks = asdict(tiers.stats)
         if tiers.sharing is not None and tiers.sharing.lending is not None:
             stats.offload_blocks["lent"] = tiers.sharing.lending.lent
-    if runner.drafting is not None:
-        counts = runner.drafting.counts
-        stats.drafts, stats.draft_tokens = counts.drafts, counts.draft_tokens
-        stats.accepted_draft_tokens = counts.accepted_tokens
-        stats.accepted_by_position = list(counts.by_position)
+    counts = runner.drafting.counts
+    stats.drafts, stats.draft_tokens = counts.drafts, counts.draft_tokens
+    stats.accepted_draft_tokens = counts.accepted_tokens
+    stats.accepted_by_position = list(counts.by_position)
     stats.compiles_after_ready = store.misses_after_seal if store else 0
     if runner.stream.device.kind == "cuda":
         now = DriverCounts.now()
         stats.allocations_after_ready = now.allocations - at_ready.allocations
         stats.host_waits_after_ready = now.waits - at_ready.waits - runner.readback.waits
     stats.outlier_steps = pace.num_outliers
-    stats.slow_findings = runner.watch.num_findings if runner.watch is not None else 0
+    stats.slow_findings = runner.watch.num_findings
     stats.step_times = [
         StepTimes(name, t.steps, t.predicted_s, t.measured_s)
         for name, t in pace.account(whole=not loop.running)

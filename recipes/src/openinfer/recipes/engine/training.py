@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from openinfer.frontend.contract import EngineStats, Rejected, Sleep, UpdateWeights, WakeUp
 from openinfer.frontend.errors import Unsupported
 from openinfer.graph import NotPossible
-from openinfer.graph.runner import WeightsDesk
-from openinfer.kvpool import Pool
-from openinfer.kvpool.tiers import Tiers
+from openinfer.graph.runner import Progress, WeightsDesk
+from openinfer.recipes.engine.followers import Followers, NoFollowers
 from openinfer.recipes.engine.limits import Limits
+from openinfer.recipes.engine.offload import Cache
 from openinfer.tensor import Arena, Checkpoint, Stream, Tensor
 
 if TYPE_CHECKING:
@@ -28,11 +28,16 @@ def desk_of(
     stream: Stream,
     limits: Limits,
     weights: Sequence[Tensor],
+    followers: Followers | NoFollowers,
+    progress: Callable[[], Progress],
 ) -> WeightsDesk:
-    """The desk of a model that is laid out in `arena`. weights: the tensors that its first load filled."""
+    """The desk of a model that is laid out in `arena`. weights: the tensors that its first load filled. progress: makes
+    the bar of an update."""
     cache = [tensor for group in blueprint.cache(model) for tensor in group]
     check, load = partial(_validate, blueprint, limits), partial(blueprint.load, model)
-    return WeightsDesk(check, load, arena, stream, cache, weights)
+    return WeightsDesk(
+        check, load, arena, stream, cache, weights, together=followers.together, progress=progress
+    )
 
 
 def _validate(blueprint: Blueprint[Any], limits: Limits, checkpoint: Checkpoint) -> None:
@@ -40,15 +45,16 @@ def _validate(blueprint: Blueprint[Any], limits: Limits, checkpoint: Checkpoint)
 
 
 class Training:
-    """Commands to an engine's desk. None: an engine that start-up did not make. tiers: those behind its cache."""
+    """Commands to an engine's desk."""
 
-    def __init__(self, desk: WeightsDesk | None, tiers: Tiers | None = None) -> None:
-        self.desk, self._tiers = desk, tiers
+    def __init__(self, desk: WeightsDesk, cache: Cache) -> None:
+        self.desk, self._pool, self._tiers = desk, cache.pool, cache.tiers
         self._unique = os.urandom(8)  # a disk outlives the engine, and a version may name other weights then
 
-    def carry_out(self, command: UpdateWeights | Sleep | WakeUp, pool: Pool, requests: int) -> None:
+    def carry_out(self, command: UpdateWeights | Sleep | WakeUp, requests: int) -> None:
         """Raises Unsupported while requests run or wait, and for what the desk cannot do."""
-        if self.desk is None or requests or not pool.idle:
+        pool = self._pool
+        if requests or not pool.idle:
             raise Unsupported(f"{requests} requests run or wait; this is possible only while none does")
         if self._tiers is not None and isinstance(command, Sleep) and command.level == 1:
             self._tiers.take_all(pool)  # the weights come again, so these prefixes stay true
@@ -69,16 +75,15 @@ class Training:
 
     def salt(self, salt: bytes) -> bytes:
         """The salt of prefixes that these weights made: blocks outside the pool must not match others."""
-        version = self.desk.version if self.desk is not None else ""
+        version = self.desk.version
         return salt + b"\0weights " + version.encode() + self._unique if version else salt
 
     def refusal(self, request_id: int) -> Rejected | None:
         """The refusal of a request while the engine sleeps or has no weights."""
-        why = self.desk.refusal if self.desk is not None else ""
+        why = self.desk.refusal
         return Rejected(request_id, why, "unsupported") if why else None
 
     def tell(self, stats: EngineStats) -> None:
         """Put the state into the statistics."""
-        if self.desk is not None:
-            stats.weights_version, stats.asleep = self.desk.version, self.desk.asleep
-            stats.weights_dropped, stats.refusal = self.desk.dropped, self.desk.refusal
+        stats.weights_version, stats.asleep = self.desk.version, self.desk.asleep
+        stats.weights_dropped, stats.refusal = self.desk.dropped, self.desk.refusal

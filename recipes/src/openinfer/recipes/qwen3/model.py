@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.graph.runner import Batch, Read, States, StepRows
+from openinfer.graph.runner import Batch, NoStates, Read, States, StepRows
 from openinfer.kernels import Pack, embed, gate_up_silu, norm_linear, norm_rope_attend
 from openinfer.kernels.authoring import KvCache
 from openinfer.recipes.eagle3 import Drafter
@@ -49,7 +49,7 @@ class Model:
     cos_sin: Tensor
     batch: Batch
     buffers: Buffers
-    states: States | None = None
+    states: States = field(default_factory=NoStates)
     tables: Sequence[str | None] = ("block_tables",)
 
     @property

@@ -51,6 +51,7 @@ class States:
 
     boundaries: Boundaries
     max_tokens: int
+    lags: bool = True
     _joined: list[tuple[int, int]] = field(default_factory=list)
 
     @property

@@ -3,11 +3,11 @@
 try:
     from openinfer.graph.runner.adapting import AdapterQueue
     from openinfer.graph.runner.batch import Batch, Read, StepRows
-    from openinfer.graph.runner.drafting import Drafting, Proposal
+    from openinfer.graph.runner.drafting import Drafting, NoDrafts, Proposal
     from openinfer.graph.runner.first_tokens import FirstTokens
-    from openinfer.graph.runner.follower import Leader, follow
+    from openinfer.graph.runner.follower import Leader, LoneLeader, follow
     from openinfer.graph.runner.host import HostPack
-    from openinfer.graph.runner.model import Constraint, Masks, Model, States
+    from openinfer.graph.runner.model import Constraint, Masks, Model, NoStates, States
     from openinfer.graph.runner.proposing import Proposer
     from openinfer.graph.runner.ring import Reader, Ring, Writer
     from openinfer.graph.runner.runner import Payload, Runner
@@ -15,7 +15,7 @@ try:
     from openinfer.graph.runner.scoring import PromptScore, Scores
     from openinfer.graph.runner.segments import readback_bytes, segments, step_keys
     from openinfer.graph.runner.verifying import DraftCounts
-    from openinfer.graph.runner.weights_desk import WeightsDesk
+    from openinfer.graph.runner.weights_desk import Progress, WeightsDesk
 except ModuleNotFoundError as error:
     if error.name not in ("openinfer.kernels", "openinfer.sampler", "openinfer.scheduler"):
         raise
@@ -32,9 +32,13 @@ __all__ = [
     "FirstTokens",
     "HostPack",
     "Leader",
+    "LoneLeader",
     "Masks",
     "Model",
+    "NoDrafts",
+    "NoStates",
     "Payload",
+    "Progress",
     "PromptScore",
     "Proposal",
     "Proposer",

@@ -73,6 +73,41 @@ class Proposal:
             self.tokens = self.drafter.propose(tokens, count)
 
 
+class NoDrafts:
+    """The Drafting of an engine whose rows never have drafts."""
+
+    layers = unsettled = False
+    max_drafts = unseen = 0
+
+    def __init__(self) -> None:
+        self.counts = DraftCounts()
+
+    def catches_up(self, changed: bool) -> bool:
+        """See Drafting."""
+        return False
+
+    def write(self, rows: Rows, step: Step[Sampling]) -> None:
+        """See Drafting."""
+
+    def launched(self, step: Step[Sampling], shape: Shape) -> int:
+        """See Drafting."""
+        return 0
+
+    def spent(self, step: Step[Sampling], shape: Shape, plain: Shape) -> Spent | None:
+        """See Drafting."""
+        return None
+
+    def level(self, step: Step[Sampling], may_lag: bool) -> int:
+        """See Drafting."""
+        return 0
+
+    def saw(self, counts: Mapping[tuple[int, int, int], int]) -> None:
+        """See Drafting."""
+
+    def book(self, step: Step[Sampling], shape: Shape, spent: Spent | None) -> None:
+        """See Drafting."""
+
+
 @dataclass(slots=True)
 class Drafting:
     """scheduler.Speculation of an engine.

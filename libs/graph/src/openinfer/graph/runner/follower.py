@@ -23,13 +23,17 @@ _END, _COMMAND = -1, -2
 
 
 class Leader:
-    """Tells the followers what the Runner of rank 0 does. `keys`: of the segments, in the order of all ranks."""
+    """Tells the followers what the Runner of rank 0 does."""
 
-    def __init__(self, writer: Writer, keys: Iterable[Hashable]) -> None:
+    def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._numbers = {key: number for number, key in enumerate(keys)}
+        self._numbers: dict[Hashable, int] = {}
         self._messages: dict[tuple[Hashable, ...], list[int]] = {}
         """The first words of a message of these segments: how many there are, and their numbers."""
+
+    def begin(self, keys: Iterable[Hashable]) -> None:
+        """Before the first launch. keys: of the segments, in the order of all ranks."""
+        self._numbers = {key: number for number, key in enumerate(keys)}
 
     def launch(self, keys: tuple[Hashable, ...], delta: Delta | None = None) -> None:
         """The followers upload the delta, scatter it, and launch these segments."""
@@ -59,6 +63,20 @@ class Leader:
     def end(self) -> None:
         """The followers leave their loops."""
         self._writer.send((_END,))
+
+
+class LoneLeader:
+    """The Leader of a rank that is the only one."""
+
+    def begin(self, keys: Iterable[Hashable]) -> None:
+        """See Leader."""
+
+    def launch(self, keys: tuple[Hashable, ...]) -> None:
+        """See Leader."""
+
+    def tell(self, deltas: Iterator[Delta], following: tuple[Hashable, ...]) -> Iterator[Delta]:
+        """See Leader."""
+        return deltas
 
 
 def follow(runner: Runner, reader: Reader, commands: Mapping[str, Callable[..., object]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from openinfer.graph.watch.trace import StepTrace
+from openinfer.graph.watch.trace import NoTrace, StepTrace
 from openinfer.kernels import Op, Pack
 
 
@@ -20,11 +20,11 @@ class Binding(Protocol):
 
 @dataclass(slots=True)
 class HostPack:
-    """Runs ops on `pack`, and reports each one's time to `trace` if there is one. repeats: `recorded` notes calls;
+    """Runs ops on `pack`, and reports each one's time to `trace`. repeats: `recorded` notes calls;
     else it does nothing."""
 
     pack: Binding
-    trace: StepTrace | None = None
+    trace: StepTrace = field(default_factory=NoTrace)
     repeats: bool = True
     _noted: list[tuple[str, Callable[[], None]]] | None = field(default=None, init=False)
 
@@ -55,8 +55,7 @@ class HostPack:
     def _timed(self, name: str, call: Callable[[], None]) -> None:
         start = time.perf_counter_ns()
         call()
-        if self.trace is not None:
-            self.trace.op(name, start, time.perf_counter_ns())
+        self.trace.op(name, start, time.perf_counter_ns())
 
 
 def recorded(pack: Pack, enqueue: Callable[[], None]) -> Callable[[], None]:

@@ -42,12 +42,24 @@ def accept(constrained: Constrained, result: Array) -> dict[Seq[Sampling], int]:
     return counts
 
 
+class NoMasks:
+    """The Masks of a runner whose sequences have no constraint."""
+
+    def fill(self, constraints: Sequence[Any]) -> tuple[Array, list[bool]]:
+        """Raises TypeError."""
+        raise TypeError("a sequence has a constraint, and the runner no masks")
+
+    def look_ahead(self, constraint: Any, mask: Array, drafts: Sequence[int]) -> tuple[Array, list[int]]:
+        """Raises TypeError."""
+        raise TypeError("a sequence has a constraint, and the runner no masks")
+
+
 @dataclass(slots=True)
 class Masking:
-    """Writes masks into the rows of a batch. `masks` makes them; None: no sequence has a constraint."""
+    """Writes the masks that `masks` makes into the rows of a batch."""
 
     rows: Rows
-    masks: Masks | None = None
+    masks: Masks
     proposed: Array | None = None
     """The field `drafts`, int32 [S, L], as layers that draft left it after the step that was read last. None: the host
     writes all drafts."""
@@ -62,8 +74,6 @@ class Masking:
         `Seq.tokens` yet."""
         if not constrained:
             return
-        if self.masks is None:
-            raise TypeError("a sequence has a constraint, and the runner no masks")
         masks, complete = self.masks.fill([constraint for _, _, constraint in constrained])
         for (_, seq, constraint), mask, ends in zip(constrained, masks, complete, strict=True):
             self.rows.write("allowed_masks", seq.slot, mask)
@@ -77,7 +87,6 @@ class Masking:
         self, seq: Seq[Sampling], constraint: Constraint, mask: Array, position: int, count: int
     ) -> None:
         """Write the masks after the drafts of a row, which stand from `position` on."""
-        assert self.masks is not None
         rows, slot = self.rows, seq.slot
         drafts = self._drafts(seq, position, count)
         masks, checked = self.masks.look_ahead(constraint, mask, drafts)

@@ -17,8 +17,10 @@ from openinfer.tensor import Stream, Tensor
 class States(Protocol):
     """State of a sequence that no block table describes, such as recurrent state with snapshots.
 
-    It may lag behind by the drafts that the last step accepted. So a row's next step after one with drafts runs in a
-    shape with drafts, even if the row has none."""
+    lags: whether it may lag behind by the drafts that the last step accepted. Then a row's next step after one with
+    drafts runs in a shape with drafts, even if the row has none."""
+
+    lags: bool
 
     def join(self, rows: Rows, joined: Sequence[Seq[Any]]) -> None:
         """Write the fields of the sequences that join. Called before every launch; mostly no sequence joins."""
@@ -30,6 +32,22 @@ class States(Protocol):
     def snapshots(self, start: int, end: int, prompt: int) -> Sequence[int]:
         """Positions p, start < p <= end, where `chunks` keeps the state of a prompt of `prompt` tokens, if its chunk is
         start..end."""
+
+
+class NoStates:
+    """The States of a model whose block tables describe all of a sequence's state."""
+
+    lags = False
+
+    def join(self, rows: Rows, joined: Sequence[Seq[Any]]) -> None:
+        """See States."""
+
+    def chunks(self, rows: Rows, step: Step[Any], num_rows: int) -> None:
+        """See States."""
+
+    def snapshots(self, start: int, end: int, prompt: int) -> Sequence[int]:
+        """See States."""
+        return ()
 
 
 class Constraint(Protocol):
@@ -83,8 +101,8 @@ class Model(Protocol):
         """The row field with the block tables of each group of the pool; None for a group whose tables are not read."""
 
     @property
-    def states(self) -> States | None:
-        """The object that writes the part of a sequence's state that no block table describes; None without such."""
+    def states(self) -> States:
+        """The object that writes the part of a sequence's state that no block table describes."""
 
     @property
     def hidden(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +13,11 @@ from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
 from openinfer.graph.runner.batch import prompt_ids
-from openinfer.graph.runner.drafting import Drafting, Spent
-from openinfer.graph.runner.follower import Leader
+from openinfer.graph.runner.drafting import Drafting, NoDrafts, Spent
+from openinfer.graph.runner.follower import Leader, LoneLeader
 from openinfer.graph.runner.host import recorded
-from openinfer.graph.runner.masking import Constrained, Masking, accept, constrained_rows
-from openinfer.graph.runner.model import Model
+from openinfer.graph.runner.masking import Constrained, Masking, NoMasks, accept, constrained_rows
+from openinfer.graph.runner.model import Masks, Model
 from openinfer.graph.runner.proposing import keeps
 from openinfer.graph.runner.sampling import Sampling
 from openinfer.graph.runner.scoring import Scores, Share, read_scores, write_scores
@@ -26,7 +26,7 @@ from openinfer.graph.runner.verifying import read_verified, write_following, wri
 from openinfer.graph.runner.wishes import Wishes
 from openinfer.graph.steps import StepGraphs
 from openinfer.graph.watch.trace import StepTrace
-from openinfer.graph.watch.watch import Watch
+from openinfer.graph.watch.watch import NoWatch, Watch
 from openinfer.kernels import Pack
 from openinfer.sampler.gpu import RowStatus, masks_after, values
 from openinfer.scheduler import FinishReason, Seq, Step, StepResult
@@ -71,6 +71,9 @@ class _Launched(NamedTuple):
 class Runner:
     """scheduler.Runner over a model: one stream, results in the order of the steps.
 
+    watch: looks at every step. leader: tells the ranks that run the same steps. drafting: chooses and writes drafts.
+    masks: of sequences with a constraint.
+
     `record` comes first. `close` gives back graphs and host buffers; the arena owns the device's memory.
     """
 
@@ -81,13 +84,10 @@ class Runner:
     buckets: Buckets
     readback: Readback
     pace: StepPace = field(default_factory=StepPace)
-    trace: StepTrace | None = None
-    watch: Watch | None = None
-    """Over `trace`; it looks at every step."""
-    leader: Leader | None = None
-    """Tells the ranks that run the same steps; None: there are no others."""
-    drafting: Drafting | None = None
-    """Needed for steps with drafts."""
+    watch: Watch = field(default_factory=NoWatch)
+    leader: Leader | LoneLeader = field(default_factory=LoneLeader)
+    drafting: Drafting | NoDrafts = field(default_factory=NoDrafts)
+    masks: InitVar[Masks] = NoMasks()  # noqa: RUF009, it has no state
     _launched: list[_Launched] = field(default_factory=list)
     _shape: Shape = field(default_factory=lambda: Shape(0, 0, 0))
     _bucket: str = ""  # its name
@@ -96,16 +96,20 @@ class Runner:
     _greedy: bool = False  # whether the rows ask for the most likely token and nothing else
     _constrained: Constrained = ()
     masking: Masking = field(init=False)
-    """Its `masks` are needed for sequences with a constraint."""
     _wishes: Wishes = field(init=False)
     _shares: Sequence[Share] = ()
     _scores: list[Scores] = field(default_factory=list)
     _waiting: _Launched | None = None
     """The last launched step, if its `sample` waits for the result of the step before."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, masks: Masks) -> None:
         slots = self.model.batch.rows["alive"].shape[0]
-        self._wishes, self.masking = Wishes(slots), Masking(self.model.batch.rows)
+        self._wishes, self.masking = Wishes(slots), Masking(self.model.batch.rows, masks)
+
+    @property
+    def trace(self) -> StepTrace:
+        """The steps that the watch looks at."""
+        return self.watch.trace
 
     def record(self) -> None:
         """Record every segment, and wait until the device has them. The weights need not be there yet."""
@@ -113,6 +117,7 @@ class Runner:
         for key, enqueue in segments(self.model, self.pack, self.buckets, self.readback.rooms).items():
             self.graphs.record(key, recorded(self.pack, enqueue))
         self.stream.synchronize()
+        self.leader.begin(self.graphs.keys())
 
     def _warm_up(self) -> None:
         """Run the smallest segment of each kind with all rows dead, then clear what these rows wrote into the cache.
@@ -138,7 +143,7 @@ class Runner:
         """A runner over the same model and buffers that launches its ops one by one, on `pack` if one is given. Only
         one of the two may have steps under way. It is not to be closed."""
         graphs = StepGraphs(self.stream.device, self.stream, capture=False)
-        other = replace(self, pack=pack or self.pack, graphs=graphs)
+        other = replace(self, pack=pack or self.pack, graphs=graphs, masks=self.masking.masks)
         for key, enqueue in segments(other.model, other.pack, other.buckets, self.readback.rooms).items():
             graphs.record(key, enqueue)
         return other
@@ -150,44 +155,39 @@ class Runner:
         `forward` is launched here; `sample` follows when the token has been collected.
         """
         rows, trace = self.model.batch.rows, self.trace
-        if trace is not None:
-            trace.mark("write rows")
+        trace.mark("write rows")
         for slot in step.left:
             rows.set("alive", slot, 0)
         for seq in step.joined:
             self._join(seq)
-        if self.model.states is not None:
-            self.model.states.join(rows, step.joined)
+        self.model.states.join(rows, step.joined)
         for write in step.blocks:
-            if self.model.batch.proposals is not None and write.seq.lease is not None:
+            if self.drafting.layers and write.seq.lease is not None:
                 rows.set("reserved", write.seq.slot, write.seq.lease.num_tokens)
             table = self.model.tables[write.group]
             if table is not None:
                 rows.write(table, write.seq.slot, write.blocks, offset=write.first)
-        changed = step.changed or (self.drafting is not None and self.drafting.unsettled)
-        if self.drafting is not None and self.drafting.catches_up(changed):
+        changed = step.changed or self.drafting.unsettled
+        if self.drafting.catches_up(changed):
             # Over the last step's rows, before the device gets the next step's.
             self.replay(("draft", self._shape, 0))
         if changed:
             self._write_batch(step)
-        if self.drafting is not None:
-            self.drafting.write(rows, step)
+        self.drafting.write(rows, step)
         waits = bool(self._constrained and self._launched)
         timed = not waits and not self._shares
         if not waits:
             self.masking.write(self._constrained, step.drafts, {})
-        if trace is not None:
-            trace.mark("upload")
+        trace.mark("upload")
         forward, choosing = ("forward", self._shape), self.choosing(self._shape)
         self.upload(forward, *(() if waits else (choosing,)))
-        if trace is not None:
-            trace.launch(step.index, self._bucket, timed, len(step.rows), *self.pace.workload)
-            trace.mark("launch")
+        trace.launch(step.index, self._bucket, timed, len(step.rows), *self.pace.workload)
+        trace.mark("launch")
         self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)
         self.graphs.launch(forward)
-        places = self.drafting.launched(step, self._shape) if self.drafting is not None else 0
-        spent = self.drafting.spent(step, self._shape, self._plain) if self.drafting is not None else None
+        places = self.drafting.launched(step, self._shape)
+        spent = self.drafting.spent(step, self._shape, self._plain)
         asked = self._constrained, self._wants_logprobs, self._shares
         self._launched.append(_Launched(step, self._shape, *asked, places, spent))
         if waits:
@@ -197,7 +197,7 @@ class Runner:
 
     def _draft(self, launched: _Launched) -> None:
         """Let layers draft after a step, see its tokens, or keep these for later."""
-        if launched.places or not keeps(launched.shape) or self.drafting is None:
+        if launched.places or not keeps(launched.shape):
             self.replay(("draft", launched.shape, launched.places))
         else:
             self.drafting.unseen += 1
@@ -207,13 +207,12 @@ class Runner:
         launch at once and this one later. They come in one message, because each message takes time of this host."""
         rows, in_place = self.model.batch.rows, bool(self.readback.rooms)
         deltas = rows.uploads(self.stream, in_place=in_place)
-        for _ in deltas if self.leader is None else self.leader.tell(deltas, following):
+        for _ in self.leader.tell(deltas, following):
             self.graphs.launch((*UPLOAD, rows.place) if in_place else UPLOAD)
 
     def replay(self, key: tuple[object, ...]) -> None:
         """Launch a recorded segment, on all ranks."""
-        if self.leader is not None:
-            self.leader.launch((key,))
+        self.leader.launch((key,))
         self.graphs.launch(key)
 
     def _sample_now(self, launched: _Launched, choosing: tuple[object, ...]) -> None:
@@ -226,8 +225,8 @@ class Runner:
             results += [b.top_ids[:n], b.top_values[:n]]
         for offset in range(0, sum(share.size for share in launched.shares), b.logits.shape[0]):
             self.replay(("score", offset))  # before layers that draft, which overwrite the hidden states
-        drafts_later = proposes = self.model.batch.proposals is not None
-        if proposes and launched.constrained:  # the next step's masks follow these drafts
+        drafts_later = self.drafting.layers
+        if drafts_later and launched.constrained:  # the next step's masks follow these drafts
             self._draft(launched)
             results.append(self.model.batch.rows["drafts"])
             drafts_later = False
@@ -248,33 +247,28 @@ class Runner:
     def collect(self, wait_s: float | None) -> StepResult[Payload] | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
         trace = self.trace
-        if trace is not None:
-            trace.mark("read back")
+        trace.mark("read back")
         arrays = self.readback.take(wait=wait_s is None or wait_s > 0)
-        if trace is not None:
-            trace.mark("reconcile")
+        trace.mark("reconcile")
         if arrays is None:
             return None
         seconds = self.readback.seconds
         outlier = self.pace.result(seconds)
-        if trace is not None:
-            trace.result(seconds or 0.0)
-            if outlier is not None:
-                trace.keep()
-        if self.watch is not None:
-            self.watch.step(seconds, self.pace.last and self.pace.last.predicted_s)
+        trace.result(seconds or 0.0)
+        if outlier is not None:
+            trace.keep()
+        self.watch.step(seconds, self.pace.last and self.pace.last.predicted_s)
         launched = self._launched.pop(0)
         step, places = launched.step, 1 + launched.shape.drafts
         count = 3 if launched.wants_logprobs else 1
         result, *tops = (array.reshape(places, -1, array.shape[1]) for array in arrays[:count])
         self._scores += read_scores(launched.shares, arrays[-4:])
         counts = accept(launched.constrained, result)
-        if launched.constrained and self.model.batch.proposals is not None:
+        if launched.constrained and self.drafting.layers:
             self.masking.proposed = arrays[count].copy()
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
-            if trace is not None:
-                trace.mark("masks")
+            trace.mark("masks")
             # Rows that have ended get no mask; the device skips them.
             alive = [one for one in waiting.constrained if not one[2].ended]
             self.masking.write(alive, waiting.step.drafts, counts)
@@ -288,8 +282,7 @@ class Runner:
         ]
         payload = Payload(result[:, :, 0], result[:, :, 2].view(np.float32), *(tops or (None, None)))
         advanced = self._drafted(step, result) if step.drafts else None
-        if self.drafting is not None:
-            self.drafting.book(step, launched.shape, launched.spent)
+        self.drafting.book(step, launched.shape, launched.spent)
         return StepResult(step.index, finished, payload, advanced, seconds)
 
     def _drafted(self, step: Step[Sampling], result: Array) -> dict[int, int]:
@@ -302,8 +295,7 @@ class Runner:
             if num_tokens <= num_drafts:
                 advanced[seq.slot] = num_tokens
                 self.pace.fall_short(seq.slot, 1 + num_drafts - num_tokens)
-        if self.drafting is not None:
-            self.drafting.saw(counts)
+        self.drafting.saw(counts)
         return advanced
 
     def take_scores(self) -> list[Scores]:
@@ -318,7 +310,7 @@ class Runner:
             raise TypeError(f"sequence {seq.id} joined without a lease")
         params, masked = sampling.params, sampling.constraint is not None
         self._wishes.join(slot, sampling)
-        if self.model.batch.proposals is not None:
+        if self.drafting.layers:
             rows.write("kept_places", slot, np.full(rows.width("kept_places"), -1, np.int32))
         self.pace.join(slot, seq.lease.num_cached)
         rows.set("alive", slot, 1)
@@ -337,7 +329,7 @@ class Runner:
             vocabulary=self.model.vocab_size,
             masked=masked,
         )
-        if self.model.batch.proposals is not None and (masked or "allowed_masks" in state):
+        if self.drafting.layers and (masked or "allowed_masks" in state):
             # No mask of a grammar is known yet for the position of a draft.
             everything = np.full(rows.width("draft_masks"), -1, np.int32)
             state["draft_masks"] = state.get("allowed_masks", everything)
@@ -360,7 +352,7 @@ class Runner:
         starts = np.zeros(count + 1, np.int32)
         lengths.cumsum(out=starts[1:])
         total = int(starts[-1])
-        most = self.drafting.level(step, self.model.states is not None) if self.drafting else 0
+        most = self.drafting.level(step, self.model.states.lags)
         self._shape = self.buckets.choose(total, count, drafts=most, chunks=bool(chunks))
         self._plain = self.buckets.choose(total - sum(step.drafts.values()), count) if most else self._shape
         self._bucket, num_rows = str(self._shape), self._shape.rows
@@ -374,7 +366,7 @@ class Runner:
         rows, placed = self.model.batch.rows, list(zip(chunks, starts[decoding:].tolist(), strict=False))
         self._wants_logprobs, self._greedy = self._wishes.tops(slots), self._wishes.greedy(slots)
         self._constrained = constrained_rows(step, emits)
-        if self.model.states is not None and self._shape.longest > 1:
+        if self._shape.longest > 1:
             self.model.states.chunks(rows, step, num_rows)
         asked = [(row, start, wish) for row, start in placed if (wish := row.seq.owner.score) is not None]
         self._shares = write_scores(rows, self.model.batch.logits.shape[0], asked)
@@ -385,15 +377,14 @@ class Runner:
             drafts = np.zeros(num_rows, np.int32)
             drafts[:decoding] = lengths[:decoding] - 1
             write_verified(rows, q_starts, drafts, self._shape.drafts)
-        if self.model.batch.proposals is not None:
+        if self.drafting.layers:
             write_following(rows, num_rows, step)
         rows.write("prompt", 0, prompt_ids(placed, self._shape.tokens))
 
     def close(self) -> None:
         """Wait for what is under way and give everything back but the memory."""
         self.stream.synchronize()
-        if self.trace is not None:
-            self.trace.close()
+        self.trace.close()
         self.graphs.close()
         self.readback.close()
         self.model.batch.rows.close()

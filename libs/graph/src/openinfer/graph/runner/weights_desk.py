@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,9 @@ class WeightsDesk:
     check: raises CheckpointError for a checkpoint of another model. load: fills the weights, on a stream.
     cache: the tensors whose content need not survive a sleep.
     weights: the tensors that the first load filled, which a sleep of level 2 drops.
+    together: the first of several ranks tells the others to do the same, by the name of the method and its arguments;
+    at the end it waits for them. progress: makes the bar of an update.
     """
-
-    together: Callable[..., AbstractContextManager[None]] | None = None
-    """The first of several ranks tells the others to do the same, by the name of the method and its arguments. At the
-    end it waits for them."""
 
     def __init__(
         self,
@@ -45,11 +42,12 @@ class WeightsDesk:
         stream: Stream,
         cache: Sequence[Tensor],
         weights: Sequence[Tensor] = (),
+        *,
+        together: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext(),
+        progress: Callable[[], Progress] = lambda: ProgressBar("updating weights"),
     ) -> None:
         self._check_model, self._load, self._arena, self._stream = check, load, arena, stream
-        self._cache, self.weights = cache, weights
-        self.progress: Callable[[], Progress] = partial(ProgressBar, "updating weights")
-        """Makes the bar of an update."""
+        self._cache, self.weights, self._all_ranks, self._progress = cache, weights, together, progress
         self._saved: list[tuple[int, np.ndarray[Any, Any]]] | None = None
         self.version = ""
         self.dropped = False
@@ -90,7 +88,7 @@ class WeightsDesk:
                 raise NotPossible(f"{path} has no weights for this model: {error}") from error
             self._stream.synchronize()
             stack.enter_context(self._all_ranks("update", str(path), version))
-            self._load(checkpoint, stack.enter_context(Stream(self._arena.device)), self.progress())
+            self._load(checkpoint, stack.enter_context(Stream(self._arena.device)), self._progress())
         self.version, self.dropped = version, False
 
     def sleep(self, level: int = 1) -> None:
@@ -124,9 +122,6 @@ class WeightsDesk:
                 self._stream.copy_async(start, buffer.ctypes.data, len(buffer), "h2d")
             self._stream.synchronize()
             self._saved = None
-
-    def _all_ranks(self, name: str, *args: str | int) -> AbstractContextManager[None]:
-        return nullcontext() if self.together is None else self.together(name, *args)
 
     def _check(self, *, asleep: bool) -> None:
         if self.asleep != asleep:

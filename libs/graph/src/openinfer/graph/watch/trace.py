@@ -320,3 +320,22 @@ def _bar(pid: int, tid: int, name: str, start_ns: int, end_ns: int, **args: Any)
         "dur": (end_ns - start_ns) / 1e3,
     }
     return {**event, "args": args} if args else event
+
+
+class NoTrace(StepTrace):
+    """A trace that keeps nothing."""
+
+    def mark(self, phase: str) -> None:
+        """See StepTrace."""
+
+    def op(self, name: str, start_ns: int, end_ns: int) -> None:
+        """See StepTrace."""
+
+    def launch(self, index: int, bucket: str, timed: bool, *workload: int) -> None:
+        """See StepTrace."""
+
+    def result(self, seconds: float) -> None:
+        """See StepTrace."""
+
+    def keep(self) -> None:
+        """See StepTrace."""

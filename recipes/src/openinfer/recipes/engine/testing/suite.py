@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from openinfer.frontend.contract import Finished, Rejected, TokenTable
+from openinfer.graph.runner import Drafting
 from openinfer.kernels import Op
 from openinfer.kvpool import Pool
 from openinfer.recipes.engine.engine import FEATURES, Engine
@@ -224,9 +225,9 @@ class EngineConformance:
             asked.append((prompt, 2 * NEW, {**one, "stop_token_ids": (outcome.tokens[NEW],)}))
         truth += alone.outcomes_of(asked[len(truth) :])
         session = self.small(speculative_config='{"method": "ngram", "num_speculative_tokens": 3}')
-        if not isinstance(session.engine, Engine) or session.engine.runner.drafting is None:
+        drafting = session.engine.runner.drafting if isinstance(session.engine, Engine) else None
+        if not isinstance(drafting, Drafting):
             raise TypeError("the suite drives an engine of openinfer.recipes.engine that drafts")
-        drafting = session.engine.runner.drafting
         drafting.make_drafter, drafting.costs = lambda: Planted(answers), None
         for want, other, (_, _, chosen) in zip(truth, session.outcomes_of(asked), asked, strict=True):
             expect(other.tokens == want.tokens, f"{chosen}: other tokens than without drafts")
