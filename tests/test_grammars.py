@@ -308,7 +308,7 @@ def test_a_slow_compiler_holds_up_nobody_and_its_queue_is_bounded(
 
     monkeypatch.setattr(Compiler, "_compile", compile_slowly)
     session = constrained(max_num_queued_reqs=2)
-    session.engine._grammars._compiler._workers._max_workers = 3  # two of them will be held
+    session.engine._grammars._pending._compiler._workers._max_workers = 3  # two of them will be held
     first, second = (session.submit([1, 2], 9, grammar=slow) for _ in range(2))
     full = session.submit([1, 2], 9, grammar=slow)
     session.step()
