@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -82,17 +83,26 @@ def test_idle_connections_cost_little_and_hold_up_nobody(model_dir: Path, launch
     assert server.end()[0] == 0
 
 
-def test_more_connections_than_files_wait_and_the_server_goes_on(model_dir: Path) -> None:
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_more_connections_than_files_do_not_stop_the_server(
+    model_dir: Path, tmp_path: Path, loop: str
+) -> None:
+    """asyncio lets them wait, uvloop closes them at once."""
+    if loop == "uvloop":
+        pytest.importorskip("uvloop")
+    else:
+        (tmp_path / "uvloop.py").write_text("raise ImportError")
     command = ["bash", "-c", 'ulimit -n 80; exec "$@"', "-", *SCRIPT, str(model_dir), "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     url = next(line for line in process.stderr if "ready on" in line).split("ready on ")[1].split()[0]
     with contextlib.ExitStack() as stack:
+        address, opened = ("127.0.0.1", int(url.rsplit(":", 1)[1])), []
         for _ in range(120):
-            with contextlib.suppress(OSError):
-                address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
-                stack.enter_context(socket.create_connection(address, timeout=5))
-        time.sleep(0.3)
+            opened.append(stack.enter_context(socket.create_connection(address, timeout=5)))
+        readable, _, _ = select.select(opened[-1:], [], [], 10 if loop == "uvloop" else 0.5)
+        assert bool(readable) == (loop == "uvloop")
         assert process.poll() is None
     until = time.monotonic() + 20
     while True:
@@ -101,7 +111,9 @@ def test_more_connections_than_files_wait_and_the_server_goes_on(model_dir: Path
             break
         assert time.monotonic() < until
     process.kill()
-    process.communicate()
+    _, said = process.communicate()
+    assert said.count("new connections wait: Too many open files") == (loop == "asyncio")
+    assert "Traceback" not in said
 
 
 def test_a_log_on_a_full_disk_does_not_stop_a_server(model_dir: Path) -> None:

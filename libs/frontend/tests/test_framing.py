@@ -40,6 +40,13 @@ BAD = {
     "a long extension": HEAD + b"Transfer-Encoding: chunked\r\n\r\n2;" + b"e" * 300 + b"\r\n{}\r\n0\r\n\r\n",
     "a chunk that goes on": HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}x\r\n0\r\n\r\n",
     "long trailers": HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"T: vvvv\r\n" * 10_000,
+    "many small trailers": HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"T:\r\n" * 257,
+    "many small headers": b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A:\r\n" * 255 + b"\r\n",
+    "empty lines": b"\r\n" * 257,
+    "chunks of a byte": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 600,
+    "another host in the target": b"GET http://y/health HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a target without a path": b"GET http://x HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a target of another scheme": b"GET ftp://x/health HTTP/1.1\r\nHost: x\r\n\r\n",
     "a head that comes at once": b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: bbbb\r\n" * 10_000 + b"\r\n",
 }
 
@@ -81,6 +88,20 @@ def test_a_body_is_not_looked_at() -> None:
     assert fed(raw * 2, iter(lambda: 999, 0)) == (2 * len(raw), None, 2)
 
 
+@pytest.mark.parametrize(("size", "sent"), [(1, 517), (16, 586), (127, 65_537), (128, 10**5), (10**4, 10**5)])
+def test_chunks_may_be_many_or_small(size: int, sent: int) -> None:
+    """512, and one more for each 128 bytes."""
+    chunk = b"%x\r\n%b\r\n" % (size, b"x" * size)
+    framing = Framing()
+    framing.feed(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    passed = next((count for count in range(10**5) if framing.feed(chunk)[1] is not None), 10**5)
+    assert passed == sent
+    framing = Framing()  # the next body of a connection begins anew
+    for _ in range(3):
+        body = b"1\r\nx\r\n" * 500 + b"0\r\n\r\n"
+        assert framing.feed(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body)[1] is None
+
+
 @pytest.fixture(params=["h11", "httptools"])
 def live(request: pytest.FixtureRequest, start: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param == "h11":
@@ -111,6 +132,67 @@ def test_both_parsers_refuse_the_same(live: Any) -> None:
         assert said[:12] in (b"HTTP/1.1 400", b""), name  # a reset may overtake the answer
         assert b"200" not in said[:15], name
     assert live.http.get("/health").status_code == 200
+
+
+def test_an_absolute_target_is_its_path(live: Any) -> None:
+    for target in (
+        b"http://x/health",
+        b"HTTP://x/health",
+        b"http://x/health?a=http://y/",
+        b"https://x/%68ealth",
+    ):
+        said = exchange(live, b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % target)
+        assert said.startswith(b"HTTP/1.1 200"), (target, said)
+
+
+def test_what_follows_a_refusal_is_not_parsed(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body of a request that was answered before: 404 here, as 401 and 413."""
+    seen: list[int] = []
+    feed = Framing.feed
+    monkeypatch.setattr(Framing, "feed", lambda self, data: seen.append(len(data)) or feed(self, data))
+    head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        connection.sendall(head)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
+        while connection.recv(1 << 16):
+            pass
+        connection.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+        assert live.http.get("/health").status_code == 200
+        assert connection.recv(1 << 16) == b""
+    assert sum(seen) < 1000
+
+
+@pytest.mark.parametrize("raw", [PLAIN, CHUNKED, PLAIN + CHUNKED + PLAIN], ids=["plain", "chunked", "three"])
+def test_a_client_that_closes_its_sending_half_is_answered(live: Any, raw: bytes) -> None:
+    count = raw.count(b"POST")
+    for stream in (False, True):
+        sent = raw.replace(b'"max_tokens": 2', b'"stream": 1    ' if stream else b'"max_tokens": 2')
+        with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            said = b""
+            while data := connection.recv(1 << 16):
+                said += data
+        assert said.startswith(b"HTTP/1.1 200")
+        assert said.count(b"HTTP/1.1 200") == said.count(b"HTTP/1.1 ") == count
+        assert said.count(b"[DONE]") == (count if stream else 0)
+
+
+def test_a_slow_answer_to_a_closed_half_has_no_other_byte(
+    live: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Urgent bytes ask whether the client is still there; a reader gets none of them."""
+    monkeypatch.setattr(connections, "LOOK_S", (0.01, 0.01, 0.01))
+    slow = start({"step_delay_s": 0.1}, {"template": None})
+    with socket.create_connection(("127.0.0.1", slow.port), timeout=10) as connection:
+        connection.sendall(PLAIN.replace(b'"max_tokens": 2', b'"max_tokens": 5'))
+        connection.shutdown(socket.SHUT_WR)
+        said = b""
+        while data := connection.recv(1 << 16):
+            said += data
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert json.loads(body)["usage"]["completion_tokens"] == 5
 
 
 def test_a_whole_request_before_a_bad_one_is_answered(live: Any) -> None:

@@ -4,6 +4,8 @@ import json
 import logging
 import re
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,27 @@ def test_a_line_of_the_access_log_has_fields(model_dir: Path, launch: Callable[.
     assert shown.items() <= line.items()
     assert line["client"].startswith("127.0.0.1:")
     assert line["seconds"] >= 0
+
+
+@pytest.mark.parametrize("cut", ["in the body", "unary"])
+def test_a_client_that_leaves_before_the_status_is_logged_without_one(
+    start: Any, caplog: pytest.LogCaptureFixture, cut: str
+) -> None:
+    live = start({"step_delay_s": 0.02}, {"access_log": True, "template": None})
+    body = json.dumps({"prompt": [5], "max_tokens": 3000, "ignore_eos": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with caplog.at_level(logging.INFO, "openinfer.frontend.http.access"):
+        with socket.create_connection(("127.0.0.1", live.port)) as connection:
+            connection.sendall(head + (body[:5] if cut == "in the body" else body))
+            while cut == "unary" and not live.service.active:
+                time.sleep(0.005)
+            if cut == "in the body":  # the server has begun to read it
+                assert live.http.get("/health").status_code == 200
+        until = time.monotonic() + 20
+        while "POST" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.005)
+    (line,) = [line for line in caplog.messages if "POST" in line]
+    assert '"POST /v1/completions HTTP/1.1" 0 in ' in line
 
 
 @pytest.mark.parametrize("flag", ["--no-access-log", "--disable-uvicorn-access-log"])

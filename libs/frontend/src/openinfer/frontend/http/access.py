@@ -29,7 +29,13 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), 0
+        began, status, left = time.monotonic(), 0, False
+
+        async def receive_and_note() -> Message:
+            nonlocal left
+            message = await receive()
+            left = left or (message["type"] == "http.disconnect" and not status)
+            return message
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
@@ -38,12 +44,12 @@ class AccessLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive_and_note, send_and_note)
         except Exception:
             status = status or 500  # which is sent outside of all middleware
             raise
         finally:
-            _write(scope, status, time.monotonic() - began)
+            _write(scope, 0 if left else status, time.monotonic() - began)
 
 
 def _write(scope: Scope, status: int, seconds: float) -> None:

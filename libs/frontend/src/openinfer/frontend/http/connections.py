@@ -1,11 +1,16 @@
 """Bounds on the cost of a connection: the bytes it may send, the time of a head, the slowness of a reader."""
 
 import asyncio
+import os
+import socket
 import time
 from collections.abc import Collection
 from typing import Any
+from urllib.parse import unquote
 
-from openinfer.frontend.http.framing import Framing, Violation
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from openinfer.frontend.http.framing import ABSOLUTE, Framing, Violation
 
 __all__ = ["HEAD_TIMEOUT_S", "READ_TIMEOUT_S", "close_stalled", "http_protocol", "parser_name"]
 
@@ -16,6 +21,11 @@ READ_TIMEOUT_S = 120.0
 MAX_PIPELINED = 16
 """Requests of a connection that have no answer yet."""
 SWEEP_S = 2.0
+LINGER_S = 5.0
+LINGER_BYTES = 32 << 20
+"""The time that a client has to read a refusal, while the rest of its request is thrown away, and the most of that."""
+LOOK_S = (0.01, 0.1, 1.0)
+"""Seconds between looks at a client that has closed its sending half; the last counts from then on."""
 
 
 def http_protocol() -> Any:
@@ -25,7 +35,7 @@ def http_protocol() -> Any:
     except ImportError:
         from uvicorn.protocols.http.h11_impl import H11Protocol
 
-        return _strict(H11Protocol)
+        return _strict(_with_absolute_targets(H11Protocol))
     return _strict(_without_upgrades(HttpToolsProtocol))
 
 
@@ -41,11 +51,14 @@ def _strict(parser: Any) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._framing = Framing()
-            self._answered = 0
-            self._refused = False
+            self._answered = self._thrown_away = 0
+            self._refused = self._half_closed = False
 
         def data_received(self, data: bytes) -> None:
             if self._refused:
+                self._thrown_away += len(data)
+                if self._thrown_away > LINGER_BYTES:
+                    self.transport.abort()
                 return
             sound, violation = self._framing.feed(data)
             if violation is None and self._framing.heads - self._answered > MAX_PIPELINED:
@@ -53,12 +66,24 @@ def _strict(parser: Any) -> Any:
                 sound = 0
             if sound:
                 super().data_received(data if sound == len(data) else data[:sound])
-            if violation is not None and not self.transport.is_closing():
+            if violation is not None and not (self._refused or self.transport.is_closing()):
                 self._refuse(str(violation))
 
         def on_response_complete(self) -> None:
             self._answered += 1
-            super().on_response_complete()
+            if (
+                self.cycle.more_body and self.cycle.response_complete
+            ):  # what is left of the body is not parsed
+                self._linger()
+            elif self._half_closed and self._framing.heads == self._answered:
+                self.transport.close()
+            else:
+                super().on_response_complete()
+
+        def send_400_response(self, message: str) -> None:
+            head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+            self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(message), message.encode()))
+            self._linger()
 
         def _refuse(self, message: str) -> None:
             """Nothing more is read. An answer to a whole request is sent to its end before."""
@@ -71,7 +96,70 @@ def _strict(parser: Any) -> Any:
             else:
                 self.shutdown()
 
+        def _linger(self) -> None:
+            """Close once the client has closed too, or soon: to close before would reset the connection, and the answer
+            on its way would be lost."""
+            self._refused = True
+            self._unset_keepalive_if_required()
+            if self.transport.is_closing():
+                return
+            if not self.transport.can_write_eof():  # TLS
+                self.transport.close()
+                return
+            self.flow.resume_reading()
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_S, self.transport.abort)
+
+        def eof_received(self) -> bool:
+            """A client that has closed its sending half gets the answers to its whole requests. One that has left looks
+            the same, so it is looked at."""
+            cycle, waiting = self.cycle, self._framing.heads - self._answered
+            whole = cycle is not None and not cycle.more_body and (waiting > 1 or not cycle.response_started)
+            if self._refused or not waiting or not whole or self.scheme == "https":
+                return False
+            self._half_closed = True
+            self._look(0)
+            return True
+
+        def _look(self, times: int) -> None:
+            """Send an urgent byte, which no reader gets: the host of a client that has left answers it with a reset. An
+            answer under way finds out by itself."""
+            if self.transport.is_closing() or self.cycle.response_started:
+                return
+            try:
+                with socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno())) as raw:
+                    raw.send(b"")  # fails after a reset
+                    if times % len(LOOK_S) == 0 or times > len(LOOK_S):
+                        raw.send(b"\n", socket.MSG_OOB)
+            except OSError:
+                self.transport.abort()
+                return
+            self.loop.call_later(LOOK_S[min(times, len(LOOK_S) - 1)], self._look, times + 1)
+
     return Strict
+
+
+def _with_absolute_targets(parser: Any) -> Any:
+    """h11 takes a target such as http://host/path for a path."""
+
+    class Absolute(parser):  # type: ignore[misc]
+        app: ASGIApp
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.app = _in_origin_form(self.app)
+
+    return Absolute
+
+
+def _in_origin_form(app: ASGIApp) -> ASGIApp:
+    async def with_a_path(scope: Scope, receive: Receive, send: Send) -> None:
+        if absolute := ABSOLUTE.match(scope["raw_path"]):
+            scope["raw_path"] = scope["raw_path"][absolute.start(2) :]
+            scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+        await app(scope, receive, send)
+
+    return with_a_path
 
 
 def _without_upgrades(parser: Any) -> Any:

@@ -1,17 +1,24 @@
 """Where messages of a connection begin and end, read strictly and before any HTTP parser: one rule for all of them.
 
 Bytes that two parsers may read differently are refused, because they can smuggle requests past a proxy. Parts that no
-parser bounds have a bound here: a head, the lines between chunks, trailers.
+parser bounds have a bound here: a head and its lines, the lines between chunks, the number of chunks, trailers.
 """
 
 import re
 
-__all__ = ["HEAD_BYTES", "Framing", "Violation"]
+__all__ = ["ABSOLUTE", "HEAD_BYTES", "HEAD_LINES", "Framing", "Violation"]
 
 HEAD_BYTES = 64 << 10
 """The limit of request line and headers together, and of trailers."""
+HEAD_LINES = 256
+"""Each line costs far more than its bytes. So does each chunk: a body may have so many as FREE_CHUNKS, and one more for
+each CHUNK_BYTES."""
+FREE_CHUNKS = 512
+CHUNK_BYTES = 128
 CHUNK_LINE_BYTES = 256
 MAX_BODY_DIGITS = 18
+ABSOLUTE = re.compile(rb"https?://([^/?#]*)(/?)", re.IGNORECASE)
+"""The beginning of a target with scheme, authority, and path."""
 
 _TOKENS = frozenset(b"!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
 _WHOLE_HEAD = re.compile(rb"[^\r\n]+\r\n(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\r\n]*\r\n)*\r\n")
@@ -30,7 +37,9 @@ class Framing:
         self._line = bytearray()  # one that has not ended
         self._room = HEAD_BYTES  # of the head, of a chunk's line, or of trailers
         self._lines: list[bytes] = []
+        self._count = 0  # lines of a head or of trailers
         self._skip = 0  # bytes of a body, or of a chunk, still to come
+        self._chunks = self._chunk_bytes = 0  # of this body
         self._part = "head"  # head, body, size, data, after or trailers
 
     @property
@@ -61,10 +70,12 @@ class Framing:
     def _begin(self, part: str) -> None:
         self._part = part
         self._lines.clear()
+        self._count = 0
         self._room = {"size": CHUNK_LINE_BYTES, "after": 2}.get(part, HEAD_BYTES)
 
     def _take_head(self, whole: re.Match[bytes]) -> int:
         self._lines += whole[0][:-4].split(b"\r\n")
+        self._count_lines(len(self._lines))
         self._end_head()
         return whole.end()
 
@@ -86,7 +97,14 @@ class Framing:
             self._end_line(line[:-2])
         return stop
 
+    def _count_lines(self, more: int) -> None:
+        self._count += more
+        if self._count > HEAD_LINES:
+            raise Violation(f"The head of the request, or its trailers, have more than {HEAD_LINES} lines.")
+
     def _end_line(self, line: bytes) -> None:
+        if self._part in ("head", "trailers"):
+            self._count_lines(1)
         match self._part:
             case "head":
                 if line:
@@ -123,11 +141,21 @@ class Framing:
         old = request.endswith(b" HTTP/1.0")
         if len(hosts) > 1 or not (hosts or old):
             raise Violation("The request must have one Host header.")
+        target = request.partition(b" ")[2]
+        if absolute := ABSOLUTE.match(target):
+            authority, path = absolute.groups()
+            if not path or hosts not in ([], [authority]):
+                raise Violation(
+                    "An absolute target of the request must have a path, and the host of its Host header."
+                )
+        elif not target.startswith((b"/", b"* ")):
+            raise Violation("The target of the request must be a path.")
         if codings:
             if lengths or old or [coding.lower() for coding in codings] != [b"chunked"]:
                 raise Violation(
                     "Transfer-Encoding must be chunked, alone, without Content-Length, and in HTTP/1.1."
                 )
+            self._chunks = self._chunk_bytes = 0
             self._begin("size")
             return
         self._begin("head")
@@ -145,5 +173,12 @@ class Framing:
             size = -1
         if size < 0:
             raise Violation("A chunk of the request has no size.")
+        if self._chunks > FREE_CHUNKS + self._chunk_bytes // CHUNK_BYTES:
+            raise Violation(
+                f"The body of the request has more than {FREE_CHUNKS} chunks, and fewer than {CHUNK_BYTES} bytes in "
+                "each on average."
+            )
+        self._chunks += 1
+        self._chunk_bytes += size
         self._begin("data" if size else "trailers")
         self._skip = size

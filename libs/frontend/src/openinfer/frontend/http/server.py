@@ -6,6 +6,7 @@ import logging
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ __all__ = ["on_signals", "parts", "run_server"]
 DEATH_LINGER_S = 2.0
 """After the engine's death: open streams get their error, probes see 503, then the process ends."""
 CLOSE_TIMEOUT_S = 2
+SAY_AGAIN_S = 30.0
 MAX_FILES = 1 << 17
 
 _log = logging.getLogger(__name__)
@@ -103,7 +105,9 @@ async def _run(
     if now is None:
         now = asyncio.Event()
         on_signals(stop, now)
-    _log.info("%s", parts(asyncio.get_running_loop(), config.http))
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_LoopErrors())
+    _log.info("%s", parts(loop, config.http))
     serving = asyncio.create_task(server.serve([listener]))
     sweep = asyncio.create_task(close_stalled(server.server_state.connections))
     died = asyncio.create_task(service.client.died())
@@ -127,6 +131,20 @@ def parts(loop: asyncio.AbstractEventLoop, protocol: Any) -> str:
     fast = (name, parser) == ("uvloop", "httptools")
     hint = "" if fast else "; faster ones: pip install 'openinfer-frontend[fast]'"
     return f"event loop {name}, HTTP parser {parser}{hint}"
+
+
+class _LoopErrors:
+    """asyncio logs each accept that fails, thousands a second, with a traceback. Here it is one line."""
+
+    _quiet_until = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error, now = context.get("exception"), time.monotonic()
+        if not isinstance(error, OSError) or "accept" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif now > self._quiet_until:
+            self._quiet_until = now + SAY_AGAIN_S
+            _log.error("new connections wait: %s", error.strerror)
 
 
 def _allow_connections() -> None:
