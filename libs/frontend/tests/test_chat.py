@@ -161,7 +161,7 @@ def test_logprobs_shape(live: Any) -> None:
         ({"messages": HELLO, "logprobs": 3}, "logprobs", "expected bool"),
         ({"messages": HELLO, "max_completion_tokens": 4096}, "max_completion_tokens", "4096"),
         ({"messages": HELLO, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "tools"),
-        ({"messages": [{"role": "user", "content": "a " * 5000}]}, None, "4096"),
+        ({"messages": [{"role": "user", "content": "a " * 5000}]}, "messages", "4096"),
     ],
 )
 def test_refusals_name_the_field(live: Any, fields: dict[str, Any], param: str | None, word: str) -> None:

@@ -262,3 +262,29 @@ def _until(condition: Any, timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_token_within_a_character_begins_where_that_does(
+    start: Any, tokenizer: Any, stream: bool, echo: bool
+) -> None:
+    text = "a 👩‍🚀 é 日本"
+    ids = tokenizer.encode_short(text)
+    assert len(ids) > len(text)
+    live = start({"script": [*ids, 2], "eos_token_ids": [2], "features": ["prompt_logprobs"]})
+    prompt = "🙂 b" if echo else "x"
+    body = {"prompt": prompt, "max_tokens": 99, "logprobs": 0, "echo": echo, "stream": stream}
+    answer = live.post("/v1/completions", **body)
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line) for line in lines] if stream else [answer.json()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    said = prompt * echo + text
+    everything = [*tokenizer.encode_short(prompt * echo), *ids]
+    before = [
+        tokenizer.decode(everything[:place], False).rstrip("\ufffd") for place in range(len(everything) + 1)
+    ]
+    assert all(said.startswith(words) for words in before)
+    assert offsets == list(map(len, before))

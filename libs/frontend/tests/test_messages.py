@@ -123,11 +123,17 @@ def test_thinking_can_be_switched_off(speak: Any) -> None:
         live.post("/v1/messages/count_tokens", **ASK, **extra).json()["input_tokens"]
         for extra in (
             {},
+            {"output_config": {"effort": "high"}},
             {"thinking": {"type": "disabled"}},
             {"thinking": {"type": "adaptive"}},
+            {"enable_thinking": True},
         )
     ]
-    assert counts[0] == counts[2] < counts[1]
+    assert counts[0] == counts[1] == counts[2] > counts[3] == counts[4]
+    thinks = speak(
+        "ok", template_options={"enable_thinking": True}
+    )  # the server's word where a request has none
+    assert thinks.post("/v1/messages/count_tokens", **ASK).json()["input_tokens"] == counts[3]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +147,8 @@ def test_thinking_can_be_switched_off(speak: Any) -> None:
         ({"model": "other"}, 404, "'other' does not exist"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}}, 400, "no grammars"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}, 400, "no grammars"),
-        ({"tools": [{"type": "web_search_1", "name": "web"}]}, 400, "tools"),
+        ({"tools": [{"name": "web"}]}, 400, "tools[0]: Object missing required field input_schema"),
+        ({"tools": [{"type": "web_search_1"}], "tool_choice": {"type": "any"}}, 400, "asks for a call"),
         ({"mcp_servers": [{}]}, 400, "mcp_servers"),
         ({"output_config": {"format": {"schema": {}}}}, 400, "type"),
     ],

@@ -169,7 +169,11 @@ PAYLOADS: dict[str, tuple[str, dict[str, Any], str | None]] = {
                 },
                 {"type": "function_call_output", "call_id": "c", "output": "sunny"},
             ],
-            "tools": [SHELL, {"type": "namespace", "name": "agents", "tools": []}, {"type": "web_search"}],
+            "tools": [
+                SHELL,
+                {"type": "namespace", "name": "agents", "tools": [SHELL]},
+                {"type": "web_search"},
+            ],
             "tool_choice": "auto",
             "parallel_tool_calls": True,
             "reasoning": {"effort": "medium", "summary": "auto"},
@@ -181,7 +185,7 @@ PAYLOADS: dict[str, tuple[str, dict[str, Any], str | None]] = {
             "client_metadata": {"a": "b"},
             "max_output_tokens": 5,
         },
-        "namespace, web_search",
+        "web_search",
     ),
     "an agent with thoughts": (
         CHAT,

@@ -48,7 +48,7 @@ def live(start: Any) -> Any:
         ({**P, "max_tokens": 1.5}, "max_tokens", "expected int"),
         ({**P, "max_tokens": True}, "max_tokens", "expected int"),
         ({**P, "max_tokens": 4096}, "max_tokens", "4096"),
-        ({"prompt": [5] * 5000}, None, "5000"),
+        ({"prompt": [5] * 5000}, "prompt", "maximum context length is 4096 tokens"),
         ({**P, "min_tokens": 17}, "min_tokens", "17"),
         ({**P, "min_tokens": -1}, "min_tokens", "-1"),
         ({**P, "temperature": -0.1}, "temperature", "-0.1"),

@@ -127,7 +127,15 @@ def test_turns_go_back(speak: Any) -> None:
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "store: false"),
         ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice", "no grammars"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "messages", "not JSON"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": [1]}]}, "messages", "JSON object"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input", "'compaction'"),
+        ({"input": "x", "tools": [{"type": "namespace", "tools": []}]}, "tools", "name"),
+        (
+            {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"name": "f"}]}]},
+            "tools",
+            r"tools\[0\].tools\[0\].type",
+        ),
+        ({"input": "x", "tools": [TOOL, TOOL]}, "tools", "two tools have the name 'weather'"),
     ],
 )
 def test_refusals_name_the_field(speak: Any, fields: Any, param: str, word: str) -> None:
@@ -136,24 +144,26 @@ def test_refusals_name_the_field(speak: Any, fields: Any, param: str, word: str)
     assert caught.value.param == param
 
 
-def test_an_engine_that_dies_is_an_error_event(start: Any) -> None:
+def test_an_engine_that_dies_ends_the_stream_with_a_failure(start: Any) -> None:
     live = start({"fail_at_step": 5, "step_delay_s": 0.01})
     url = f"http://127.0.0.1:{live.port}/v1"
     with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
         *_, last = client.responses.create(model="fake", input="hi", stream=True)
-    assert last.type == "error"
-    assert "step failed" in last.message
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert last.response.error.code == "server_error"
+    assert "step failed" in last.response.error.message
+    assert [item.status for item in last.response.output] == ["incomplete"]
 
 
 def test_tools_of_the_service_are_left_out_with_a_warning(speak: Any) -> None:
     client = speak("ok")
-    tools: list[Any] = [{"type": "web_search"}, TOOL, {"type": "custom", "name": "c"}, {"type": "namespace"}]
+    tools: list[Any] = [{"type": "web_search"}, TOOL, {"type": "custom", "name": "c"}, {"type": "shell"}]
     bare = client.responses.create(model="fake", input="hi", tools=[TOOL], max_output_tokens=5)
     raw = client.responses.with_raw_response.create(
         model="fake", input="hi", tools=tools, max_output_tokens=5
     )
     (warning,) = raw.headers.get_list("warning")
-    assert "tools of type web_search, custom, namespace are left out" in warning
+    assert "tools of type web_search, custom, shell are left out" in warning
     answer = raw.parse()
     assert answer.usage.input_tokens == bare.usage.input_tokens
     assert [tool.type for tool in answer.tools][:2] == ["web_search", "function"]

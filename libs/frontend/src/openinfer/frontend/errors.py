@@ -10,6 +10,7 @@ FrontendError(Exception)
 ├── Unsupported(NotImplementedError)  the engine does not know this command
 ├── FlagError(ValueError)             flags that cannot work together
 └── APIError(ValueError)              one request is refused; carries the HTTP status and error fields
+    └── TooLong                       its prompt and output do not fit into the model's context
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ __all__ = [
     "InvalidRequest",
     "MissingExtraError",
     "ModelFilesError",
+    "TooLong",
     "Unsupported",
     "is_users_error",
     "one_line",
@@ -99,6 +101,38 @@ class APIError(FrontendError, ValueError):
         self.status = status
         self.param = param
         self.code = code
+
+
+class TooLong(APIError):
+    """The prompt leaves too little of the model's context for its output. Agents read the words and the code, and
+    compact their history; other APIs have words of their own for it.
+
+    prompt: its tokens; with `more`, a bound below them. output: the tokens asked for in `field`; None where the prompt
+    alone is too long. context: the model's tokens. what: the field of the prompt.
+    """
+
+    def __init__(
+        self,
+        prompt: int,
+        output: int | None,
+        context: int,
+        what: str,
+        field: str = "",
+        *,
+        more: bool = False,
+    ) -> None:
+        self.prompt, self.output, self.context = prompt, output, context
+        asked = (
+            f"you requested {prompt + output} tokens ({prompt} in {what}, {output} in {field})"
+            if output
+            else f"{what} has {prompt} tokens{more * ' or more'}, and the output needs 1 at least"
+        )
+        super().__init__(
+            f"This model's maximum context length is {context} tokens. However, {asked}: shorten {what}"
+            f"{f' or lower {field}' if output else ''}",
+            param=field if output and prompt < context else what.partition("[")[0],
+            code="context_length_exceeded",
+        )
 
 
 def is_users_error(error: BaseException) -> bool:

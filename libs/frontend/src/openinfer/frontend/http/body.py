@@ -18,6 +18,7 @@ from openinfer.frontend.kv_transfer import KVTransfer
 __all__ = [
     "CHAT_REFUSED",
     "REFUSED",
+    "Budget",
     "CommonBody",
     "FunctionSpec",
     "JsonObjectFormat",
@@ -29,6 +30,7 @@ __all__ = [
     "Thinking",
     "ToolSpec",
     "decode_body",
+    "typed",
 ]
 
 
@@ -215,6 +217,14 @@ def decode_body(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, 
         raise APIError(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise APIError("the body is nested too deeply") from error
+
+
+def typed(value: dict[str, Any], kind: type[_Body], field: str, where: str) -> _Body:
+    """An object within a body. Raises APIError (400) naming the field and the place."""
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise APIError(f"{where}: {error}".replace("`", ""), param=field) from error
 
 
 def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -79,9 +79,11 @@ class Dialects:
         service, field = self._service, "max_output_tokens"
         model, plan = service.check(responses_common(body), None, "text")
         ids, plan, new_parser = await service.prepare_chat(
-            request, responses_chat(body, self._kept), plan, "input"
+            request, responses_chat(body, self._kept, service.template_variables), plan, "input"
         )
-        limit = max_tokens_for(len(ids), body.max_output_tokens, None, plan, service.client.info, field)
+        limit = max_tokens_for(
+            len(ids), body.max_output_tokens, None, plan, service.client.info, field, "input"
+        )
         return model, plan, ids, limit, new_parser
 
     async def messages(self, request: Request) -> Response:
@@ -91,18 +93,20 @@ class Dialects:
         if body.max_tokens is None:
             raise APIError("max_tokens is missing", param="max_tokens")
         model, plan = service.check(messages_common(body), None, "output_format")
-        chat = messages_chat(body, service.template_variables)
+        chat = messages_chat(body, service.template_variables, service.chat_format.options)
         ids, plan, new_parser = await service.prepare_chat(request, chat, plan, "messages")
-        limit = max_tokens_for(len(ids), body.max_tokens, None, plan, service.client.info, "max_tokens")
+        info = service.client.info
+        limit = max_tokens_for(len(ids), body.max_tokens, None, plan, info, "max_tokens", "messages")
         shape = MessagesShape(model, new_parser, service.tokenizer)
         return service.answer(request, plan, [ids], [limit], arrival, shape)
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
         body = decode_body(await read_body(request), MessagesBody, messages_body.REFUSED)
-        _, plan = self._service.check(messages_common(body), None)
-        chat = messages_chat(body, self._service.template_variables)
-        ids, _, _ = await self._service.prepare_chat(request, chat, plan, "messages")
+        service = self._service
+        _, plan = service.check(messages_common(body), None)
+        chat = messages_chat(body, service.template_variables, service.chat_format.options)
+        ids, _, _ = await service.prepare_chat(request, chat, plan, "messages")
         return json_response({"input_tokens": len(ids)})
 
     async def tokenize(self, request: Request) -> Response:
@@ -116,7 +120,7 @@ class Dialects:
             text, special = body.prompt, body.add_special_tokens
         else:
             chat = Chat(
-                messages=chat_messages(body.messages),
+                messages=chat_messages(body.messages, []),
                 tools=[tool_object(tool.function) for tool in body.tools or ()],
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final=body.continue_final_message,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo
-from openinfer.frontend.errors import APIError, ModelFilesError
+from openinfer.frontend.errors import APIError, ModelFilesError, TooLong
 from openinfer.frontend.http.body import CommonBody
 from openinfer.frontend.http.text.structured import grammar_of, unkept
 from openinfer.frontend.http.text.tokenizer import Tokenizer
@@ -333,11 +333,18 @@ def _stop_strings(body: CommonBody, has_tokenizer: bool) -> list[str]:
 
 
 def max_tokens_for(
-    prompt_tokens: int, asked: int | None, default: int | None, plan: Plan, info: EngineInfo, field: str
+    prompt_tokens: int,
+    asked: int | None,
+    default: int | None,
+    plan: Plan,
+    info: EngineInfo,
+    field: str,
+    what: str,
 ) -> int:
-    """The most tokens that one sequence may generate. default None: the rest of the context.
+    """The most tokens that one sequence may generate. default None: the rest of the context. field, what: where the
+    number comes from, and the prompt.
 
-    Raises APIError (400) with both numbers when prompt and output do not fit.
+    Raises TooLong with both numbers when prompt and output do not fit.
     """
     room = info.max_model_len - prompt_tokens
     if asked is not None:
@@ -345,13 +352,7 @@ def max_tokens_for(
     elif default is not None:
         asked = min(default, max(room, 1))
     if room < (asked or 1):
-        output = f"{field} is {asked}" if asked else "the output needs 1 at least"
-        raise APIError(
-            f"the prompt has {prompt_tokens} tokens and {output}, together more than the model's context of "
-            f"{info.max_model_len}: shorten the prompt or the output",
-            param=field if prompt_tokens < info.max_model_len else None,
-            code="context_length_exceeded",
-        )
+        raise TooLong(prompt_tokens, asked, info.max_model_len, what, field)
     result = asked or room
     if plan.sampling.min_tokens > result:
         raise APIError(
@@ -366,10 +367,7 @@ def prompt_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> list[
     if not ids:
         raise APIError(f"{param} is empty: at least one token is needed", param=param)
     if len(ids) >= info.max_model_len:  # before we look at each of them
-        raise APIError(
-            f"{param} has {len(ids)} tokens, the model's context is {info.max_model_len} with the output: shorten it",
-            code="context_length_exceeded",
-        )
+        raise TooLong(len(ids), None, info.max_model_len, param)
     if not all(type(token_id) is int for token_id in ids):
         raise APIError(f"{param} must hold token ids (integers) only", param=param)
     low, high = min(ids), max(ids)

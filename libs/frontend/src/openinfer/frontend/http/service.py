@@ -99,7 +99,7 @@ class Service:
         arrival = time.monotonic()
         body = decode_body(await read_body(request), ChatBody, CHAT_REFUSED)
         model, plan, ids, limit, new_parser = await self.prepare_answer(request, body)
-        shown = body.include_reasoning is not False
+        shown = body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude)
         shape = ChatShape(model, plan, self.tokenizer, new_parser, shown, self.mark)
         return self.answer(request, plan, [ids], [limit], arrival, shape)
 
@@ -120,7 +120,7 @@ class Service:
             plan = with_echo(plan, info, self.tokenizer, asked)
             asked = 1 if plan.only_echo else asked
         limits = [
-            max_tokens_for(len(ids), asked, COMPLETION_MAX_TOKENS, plan, info, "max_tokens")
+            max_tokens_for(len(ids), asked, COMPLETION_MAX_TOKENS, plan, info, "max_tokens", "prompt")
             for ids in prompts
         ]
         return model, plan, prompts, limits
@@ -133,7 +133,9 @@ class Service:
         chat = chat_of(body, self.template_variables)
         ids, plan, new_parser = await self.prepare_chat(request, chat, plan, "messages")
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        limit = max_tokens_for(len(ids), getattr(body, field), None, plan, self.client.info, field)
+        limit = max_tokens_for(
+            len(ids), getattr(body, field), None, plan, self.client.info, field, "messages"
+        )
         return model, plan, ids, limit, new_parser
 
     async def prepare_chat(
@@ -190,7 +192,8 @@ class Service:
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         names = [*self.names(), *self.adapters()]
-        return json_response({"object": "list", "data": [self._model(name) for name in names]})
+        pages = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # as Anthropic's clients page
+        return json_response({"object": "list", "data": [self._model(name) for name in names], **pages})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
@@ -206,6 +209,10 @@ class Service:
             "root": paths.get(name, self.client.info.model),
             "parent": self.names()[0] if name in paths else None,
             "max_model_len": self.client.info.max_model_len,
+            # The names that Anthropic's clients know.
+            "type": "model",
+            "display_name": name,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created)),
         }
 
     async def health(self, request: Request) -> Response:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
-from openinfer.frontend.errors import APIError
+from openinfer.frontend.errors import APIError, TooLong
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.shapes import encode, named_event
 from openinfer.frontend.http.text.chat_format import ParserFactory
@@ -20,6 +20,8 @@ _EMPTY: dict[str, tuple[str, Any]] = {
     "text": ("text", ""),
     "thinking": ("thinking", ""),
 }
+SIGNATURE = "b3BlbmluZmVy"
+"""The signature of all thoughts: clients send back only those that have one. It is not checked."""
 _KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -41,6 +43,8 @@ class MessagesShape:
         self._begun = False
 
     def events(self, choice: Choice) -> bytes:
+        if not choice.started and not choice.done:
+            return b""  # until it is known how much of the prompt is cached, which the first event says
         parts = self._reader.take(choice).parts
         said = b""
         if not self._begun:
@@ -93,6 +97,8 @@ class MessagesShape:
             block = _block(part)
             name, empty = _EMPTY[block["type"]]
             block[name] = empty
+            if "signature" in block:
+                block["signature"] = ""
             begin = {"type": "content_block_start", "index": self._count, "content_block": block}
             said += named_event("content_block_start", begin)
             self._count += 1
@@ -112,8 +118,15 @@ class MessagesShape:
     def _close(self) -> bytes:
         if self._open is None:
             return b""
+        said = b""
+        if self._open is Reasoning:
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            signed = {"type": "content_block_delta", "index": self._count - 1, "delta": delta}
+            said = named_event("content_block_delta", signed)
         self._open = None
-        return named_event("content_block_stop", {"type": "content_block_stop", "index": self._count - 1})
+        return said + named_event(
+            "content_block_stop", {"type": "content_block_stop", "index": self._count - 1}
+        )
 
     def _reason(self, choice: Choice) -> tuple[str, str | None]:
         if choice.finish_reason == "length":
@@ -137,7 +150,19 @@ class MessagesShape:
 def messages_error(error: APIError) -> bytes:
     """Anthropic's error object."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return encode({"type": "error", "error": {"type": kind, "message": str(error)}})
+    return encode({"type": "error", "error": {"type": kind, "message": _words(error)}})
+
+
+def _words(error: APIError) -> str:
+    """The message. Agents know a chat that is too long by Anthropic's words, and read the numbers in them."""
+    if not isinstance(error, TooLong):
+        return f"prompt is too long: {error}" if error.code == "context_length_exceeded" else str(error)
+    if error.output is None:
+        return f"prompt is too long: {error.prompt} tokens > {min(error.context, error.prompt - 1)} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {error.prompt} + {error.output} > {error.context}, "
+        "decrease input length or `max_tokens` and try again"
+    )
 
 
 def _block(part: ToolCall | Content | Reasoning) -> dict[str, Any]:
@@ -148,7 +173,7 @@ def _block(part: ToolCall | Content | Reasoning) -> dict[str, Any]:
         case Content(text):
             return {"type": "text", "text": text}
         case Reasoning(text):
-            return {"type": "thinking", "thinking": text, "signature": ""}
+            return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
 
 
 def _usage(usage: Usage) -> dict[str, int]:

@@ -5,7 +5,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, Thinking, ToolName, ToolSpec
+from openinfer.frontend.http.body import (
+    MAX_TOOLS,
+    Budget,
+    CommonBody,
+    FunctionSpec,
+    Thinking,
+    ToolName,
+    ToolSpec,
+)
 from openinfer.frontend.http.params import MAX_LOGPROBS
 from openinfer.frontend.http.text.chat import Chat, chat_messages
 from openinfer.frontend.http.text.thoughts import thinking_options
@@ -29,6 +37,15 @@ class NamedChoice(msgspec.Struct):
     function: FunctionName
 
 
+class ReasoningOptions(msgspec.Struct):
+    """OpenRouter's `reasoning`: whether and how much to think, and whether to leave the thoughts out of the answer."""
+
+    enabled: bool | None = None
+    effort: str | None = None
+    max_tokens: Budget | None = None
+    exclude: bool | None = None
+
+
 class ChatBody(CommonBody, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -41,6 +58,10 @@ class ChatBody(CommonBody, kw_only=True):
     """SGLang's field: false leaves the thoughts in the content."""
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+    think: bool | str | None = None
+    """Ollama's field: a switch, or an effort."""
+    reasoning: ReasoningOptions | None = None
     thinking_token_budget: BudgetOrAll | None = None
     thinking_budget: BudgetOrAll | None = None
     max_thinking_tokens: BudgetOrAll | None = None
@@ -58,20 +79,30 @@ class ChatBody(CommonBody, kw_only=True):
 def chat_of(body: ChatBody, variables: frozenset[str]) -> Chat:
     """variables: options of the server's template. Raises APIError (400) naming the place."""
     budget, field = _budget(body)
+    reasoning, warnings = body.reasoning or ReasoningOptions(), verbosity_warnings(body.verbosity)
+    switches = {
+        "thinking": body.thinking,
+        "enable_thinking": body.enable_thinking,
+        "think": body.think if isinstance(body.think, bool) else None,
+        "reasoning.enabled": reasoning.enabled,
+    }
+    options = thinking_options(switches, variables, warnings)
     return Chat(
-        messages=chat_messages(body.messages),
+        messages=chat_messages(body.messages, warnings),
         tools=[tool_object(tool.function) for tool in body.tools or ()],
         tool_choice=_tool_choice(body),
         strict=[tool.function.name for tool in body.tools or () if tool.function.strict],
         parallel_calls=body.parallel_tool_calls is not False,
         add_generation_prompt=_generation_prompt(body),
         continue_final=bool(body.continue_final_message),
-        effort=body.reasoning_effort,
+        effort=body.reasoning_effort
+        or reasoning.effort
+        or (body.think if isinstance(body.think, str) else None),
         budget=budget,
         budget_field=field,
         separate=body.separate_reasoning is not False,
-        warnings=verbosity_warnings(body.verbosity),
-        options={**thinking_options(body.thinking, variables), **(body.chat_template_kwargs or {})},
+        warnings=warnings,
+        options={**options, **(body.chat_template_kwargs or {})},
     )
 
 
@@ -108,6 +139,8 @@ def _budget(body: ChatBody) -> tuple[int | None, str]:
     for field in _BUDGETS:
         if (tokens := getattr(body, field)) is not None:
             return None if tokens < 0 else tokens, field
+    if body.reasoning and body.reasoning.max_tokens is not None:
+        return body.reasoning.max_tokens, "reasoning"
     return body.thinking.budget_tokens if body.thinking else None, "thinking"
 
 

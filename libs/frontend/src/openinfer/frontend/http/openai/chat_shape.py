@@ -48,7 +48,6 @@ class _Message(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[_Call] | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
 
@@ -157,8 +156,8 @@ class ChatShape:
             return _Message()
         message = _Message(content=said(parts, Content) or UNSET)
         if self._show_reasoning:
-            # Clients know the thoughts by either name.
-            message.reasoning = message.reasoning_content = said(parts, Reasoning) or UNSET
+            # Under one name, because clients that know reasoning_content too show the thoughts twice.
+            message.reasoning = said(parts, Reasoning) or UNSET
         calls: list[_Call] = []
         for part in parts:
             if isinstance(part, ToolCall):

@@ -109,7 +109,7 @@ class CompletionShape:
         self._tokenizer = tokenizer
         self._names = None if plan.tokens_as_ids else tokenizer
         self._begun: set[int] = set()
-        self._text_offsets: dict[int, int] = {}
+        self._offsets: dict[int, _Offsets] = {}
 
     def events(self, choice: Choice) -> bytes:
         if not has_news(choice, self._plan):
@@ -142,8 +142,12 @@ class CompletionShape:
         prompt, scores = choice.request.prompt_token_ids, choice.prompt_logprobs
         is_first = choice.index not in self._begun
         self._begun.add(choice.index)
+        if is_first:
+            self._offsets[choice.index] = _Offsets(self._tokenizer, self._plan.skip_special_tokens)
         if is_first and self._plan.echo:
-            text = self._echoes[choice.index // self._plan.n] + text
+            echo = self._echoes[choice.index // self._plan.n]
+            self._offsets[choice.index].echo(prompt, echo)
+            text = echo + text
             token_ids = prompt + token_ids
             if self._plan.sampling.logprobs is not None:
                 logprobs = [None, *scores, *logprobs]
@@ -163,16 +167,13 @@ class CompletionShape:
         self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs | None]
     ) -> dict[str, Any]:
         """OpenAI's four parallel lists; offsets are characters from the start of the text."""
-        tokens, values, tops, offsets = [], [], [], []
-        offset = self._text_offsets.get(index, 0)
+        tokens, values, tops = [], [], []
+        offsets = self._offsets[index].take(token_ids)
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             token = token_text(self._names, token_id)
             tokens.append(token)
-            offsets.append(offset)
-            offset += len(token_text(self._tokenizer, token_id))
             values.append(entry.logprob if entry else None)
             tops.append(self._top(token, entry) if entry else None)
-        self._text_offsets[index] = offset
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, token: str, entry: TokenLogprobs) -> dict[str, float] | None:
@@ -182,6 +183,36 @@ class CompletionShape:
         top = likeliest(entry, count, partial(token_text, self._names))
         top.setdefault(token, entry.logprob)
         return top
+
+
+class _Offsets:
+    """Where each token begins in the text of a choice; a token within a character begins where that one does."""
+
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens) if tokenizer else None
+        self._offset = 0
+        self._known: list[int] = []
+
+    def echo(self, prompt: Sequence[int], text: str) -> None:
+        """The text begins with the prompt. Special tokens that the server put before it are not in `text`."""
+        assert self._tokenizer is not None
+        detokenizer, offset = self._tokenizer.detokenizer(False), 0
+        for token_id in prompt:
+            self._known.append(offset)
+            offset += len(detokenizer.push((token_id,)))
+        before = offset + len(detokenizer.flush()) - len(text)
+        self._known = [max(0, offset - before) for offset in self._known]
+        self._offset = len(text)
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        found, self._known = self._known, []
+        for token_id in token_ids[len(found) :]:
+            found.append(self._offset)
+            self._offset += len(
+                self._detokenizer.push((token_id,)) if self._detokenizer else token_text(None, token_id)
+            )
+        return found
 
 
 def likeliest(entry: TokenLogprobs, count: int, text: Callable[[int], str]) -> dict[str, float]:

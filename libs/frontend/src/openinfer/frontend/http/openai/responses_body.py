@@ -1,8 +1,12 @@
 """The body of /v1/responses, and the chat it stands for. Items of answers are kept for a while, answers are not."""
 
+import base64
+import binascii
+import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,16 +21,32 @@ from openinfer.frontend.http.body import (
     JsonSchemaSpec,
     TextFormat,
     ToolName,
+    typed,
 )
 from openinfer.frontend.http.openai.chat_body import tool_object, verbosity_warnings
 from openinfer.frontend.http.shapes import encode
-from openinfer.frontend.http.text.chat import Chat, chat_messages, content_of
+from openinfer.frontend.http.text.chat import Chat, chat_messages, content_of, result_of, warn
+from openinfer.frontend.http.text.thoughts import thinking_options
 
-__all__ = ["KeptItems", "ResponsesBody", "responses_chat", "responses_common"]
+__all__ = [
+    "ENCRYPTED",
+    "KeptItems",
+    "ResponsesBody",
+    "carried",
+    "flattened",
+    "responses_chat",
+    "responses_common",
+]
 
-_Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _TEXT_KINDS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+_THOUGHT = "openinfer-thought-1."
+_SERVICE_ITEMS = frozenset(
+    f"{name}_call"
+    for name in ("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp")
+) | {"mcp_list_tools", "tool_search_call", "tool_search_output"}
+"""Items of a service's own tools. The answers that came of them are in the history as text."""
 MAX_INCLUDED = 16
 MAX_ITEMS = 4096
 MAX_BYTES = 32 << 20
@@ -61,10 +81,41 @@ class KeptItems:
         )
 
 
+def carried(thought: str) -> str:
+    """A thought as encrypted_content: a client that stores nothing sends it back as it is, and often nothing else of
+    the thought. It is the thought itself with a digest, so that any server can read it, after a restart too. It is not
+    secret: the answer shows the same thought."""
+    raw = thought.encode()
+    return _THOUGHT + base64.urlsafe_b64encode(hashlib.sha256(raw).digest()[:16] + raw).decode()
+
+
+def _uncarried(value: object, where: str) -> str:
+    """The thought in a value of `carried`. Raises APIError (400) for any other value."""
+    try:
+        head, raw = (str(value)[: len(_THOUGHT)], base64.urlsafe_b64decode(str(value)[len(_THOUGHT) :]))
+        thought = raw[16:].decode()
+        if head == _THOUGHT and carried(thought) == value:
+            return thought
+    except (binascii.Error, ValueError):
+        pass
+    raise APIError(
+        f"{where}.encrypted_content is damaged, or not of this server: leave the reasoning item out",
+        param="input",
+        code="invalid_encrypted_content",
+    )
+
+
 class ResponseTool(FunctionSpec, kw_only=True):
     """One of `tools` that the model may call: the client's own function."""
 
     type: Literal["function"]
+
+
+class Namespace(msgspec.Struct):
+    """One of `tools`: functions of the client's own that share a name, such as those of an MCP server."""
+
+    name: ToolName
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
 class ChosenTool(msgspec.Struct):
@@ -72,6 +123,7 @@ class ChosenTool(msgspec.Struct):
 
     type: Literal["function"]
     name: ToolName
+    namespace: ToolName | None = None
 
 
 class AllowedTools(msgspec.Struct):
@@ -85,6 +137,7 @@ class AllowedTools(msgspec.Struct):
 class Effort(msgspec.Struct):
     """reasoning. A summary is the thoughts themselves."""
 
+    enabled: bool | None = None
     effort: str | None = None
     summary: str | None = None
 
@@ -110,7 +163,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    """Tools that are not functions are left out of the prompt, because only a service could run them."""
+    """Functions, and namespaces of functions. All others are left out of the prompt, because only a service could run
+    them."""
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Effort | None = None
@@ -121,13 +175,16 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     store: bool | None = None
     """false: the items of the answer are not kept for an item_reference. An answer itself never is."""
     include: Annotated[list[str], msgspec.Meta(max_length=MAX_INCLUDED)] | None = None
-    """Parts that the answer has only on demand. Here that is only the log-probabilities; the answer has all others."""
+    """Parts that the answer has only on demand: reasoning.encrypted_content. Log-probabilities are refused, and the
+    answer has all others."""
     metadata: dict[str, str] | None = None
     user: str | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    think: bool | None = None
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -157,48 +214,82 @@ def responses_common(body: ResponsesBody) -> CommonBody:
     )
 
 
-def responses_chat(body: ResponsesBody, kept: KeptItems) -> Chat:
-    """kept: what items may refer to. Raises APIError (400) naming the item."""
+def responses_chat(body: ResponsesBody, kept: KeptItems, variables: frozenset[str]) -> Chat:
+    """kept: what items may refer to. variables: options of the server's template. Raises APIError (400) naming the
+    item."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not items:
         raise APIError("input must be a text or hold at least one item", param="input")
+    warnings = _ignored(body)
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.get("type") == "item_reference":
             item = kept.find(item.get("id"), where)
-        _add(messages, item, where)
-    warnings = _ignored(body)
-    tools = _functions(body.tools or (), warnings)
+        _add(messages, item, where, warnings)
+    tools = [*flattened(body.tools or (), warnings).values()]
     choice, tools = _choice(body.tool_choice or "auto", tools)
+    reasoning = body.reasoning or Effort()
+    switches = {
+        "enable_thinking": body.enable_thinking,
+        "think": body.think,
+        "reasoning.enabled": reasoning.enabled,
+    }
+    options = thinking_options(switches, variables, warnings)
     return Chat(
-        messages=chat_messages(messages),
+        messages=chat_messages(messages, warnings),
         tools=[tool_object(tool) for tool in tools],
         tool_choice=choice,
         strict=[tool.name for tool in tools if tool.strict],
         parallel_calls=body.parallel_tool_calls is not False,
-        effort=body.reasoning.effort if body.reasoning else None,
-        options=body.chat_template_kwargs or {},
+        effort=reasoning.effort,
+        options={**options, **(body.chat_template_kwargs or {})},
         warnings=warnings,
     )
 
 
-def _functions(tools: Sequence[dict[str, Any]], warnings: list[str]) -> list[ResponseTool]:
-    """The tools that are functions; `warnings` gets a text about the others."""
-    found, left_out = [], []
-    for index, tool in enumerate(tools):
-        if tool.get("type") == "function":
-            found.append(_typed(tool, ResponseTool, "tools", f"tools[{index}]"))
-        elif isinstance(tool.get("type"), str):
-            left_out.append(tool["type"])
+def flattened(
+    tools: Sequence[dict[str, Any]], warnings: list[str]
+) -> dict[tuple[str | None, str], ResponseTool]:
+    """The functions, by their namespace and their name there; their own name is the one that the model calls.
+    `warnings` gets a text about other tools. Raises APIError (400) naming the place."""
+    found: dict[tuple[str | None, str], ResponseTool] = {}
+    left_out: dict[str, None] = {}
+
+    def add(tool: dict[str, Any], space: str | None, where: str) -> None:
+        kind = tool.get("type")
+        if not isinstance(kind, str):
+            raise APIError(f"{where}.type must be a string such as 'function'", param="tools")
+        if kind == "namespace" and space is None:
+            inner = typed(tool, Namespace, "tools", where)
+            for index, one in enumerate(inner.tools):
+                add(one, inner.name, f"{where}.tools[{index}]")
+        elif kind == "function":
+            function = typed(tool, ResponseTool, "tools", where)
+            name, function.name = function.name, flat(space, function.name)
+            if function.name in {one.name for one in found.values()}:
+                raise APIError(f"{where}: two tools have the name {function.name!r}", param="tools")
+            found[space, name] = function
         else:
-            raise APIError(f"tools[{index}].type must be a string such as 'function'", param="tools")
+            left_out[kind] = None
+
+    for index, tool in enumerate(tools):
+        add(tool, None, f"tools[{index}]")
+    if len(found) > MAX_TOOLS:
+        raise APIError(f"{len(found)} functions in tools, at most {MAX_TOOLS} are allowed", param="tools")
     if left_out:
-        named = ", ".join(dict.fromkeys(left_out))
-        warnings.append(f"tools of type {named} are left out: this server runs no tools of its own")
+        warn(
+            warnings,
+            f"tools of type {', '.join(left_out)} are left out: this server runs no tools of its own",
+        )
     return found
+
+
+def flat(namespace: Any, name: Any) -> Any:
+    """The name by which the model calls a tool."""
+    return f"{namespace}__{name}" if namespace and isinstance(namespace, str) else name
 
 
 def _choice(choice: str | dict[str, Any], tools: list[ResponseTool]) -> tuple[str, list[ResponseTool]]:
@@ -206,23 +297,17 @@ def _choice(choice: str | dict[str, Any], tools: list[ResponseTool]) -> tuple[st
     if isinstance(choice, str):
         return choice, tools
     if choice.get("type") == "function":
-        return f"tool {_typed(choice, ChosenTool, 'tool_choice', 'tool_choice').name}", tools
+        chosen = typed(choice, ChosenTool, "tool_choice", "tool_choice")
+        return f"tool {flat(chosen.namespace, chosen.name)}", tools
     if choice.get("type") == "allowed_tools":
-        allowed = _typed(choice, AllowedTools, "tool_choice", "tool_choice")
-        names = {tool.get("name") for tool in allowed.tools}
+        allowed = typed(choice, AllowedTools, "tool_choice", "tool_choice")
+        names = {flat(tool.get("namespace"), tool.get("name")) for tool in allowed.tools}
         return allowed.mode, [tool for tool in tools if tool.name in names]
     raise APIError(
         f"tool_choice asks for a tool of type {choice.get('type')!r}, and this server runs no tools of its own",
         param="tool_choice",
         code="unsupported",
     )
-
-
-def _typed(value: dict[str, Any], kind: type[_Kind], field: str, where: str) -> _Kind:
-    try:
-        return msgspec.convert(value, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise APIError(f"{where}: {error}".replace("`", ""), param=field) from error
 
 
 def _ignored(body: ResponsesBody) -> list[str]:
@@ -232,7 +317,7 @@ def _ignored(body: ResponsesBody) -> list[str]:
     return warnings
 
 
-def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str, warnings: list[str]) -> None:
     """Items of one turn (reasoning, text, calls) become one message of the assistant."""
     match item.get("type", "message"):
         case "message":
@@ -244,20 +329,46 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
                 said = content_of(content, f"{where}.content", _TEXT_KINDS)
                 messages.append({"role": "system" if role == "developer" else role, "content": said})
         case "reasoning":
-            # Some clients send a summary back, and nothing else of what they got.
-            content = item.get("content") or item.get("summary")
-            thought = content_of(content or "", f"{where}.content", ("reasoning_text", "summary_text"))
             turn = _assistant_turn(messages)
-            turn["reasoning"] = turn.get("reasoning", "") + text_of(thought, "\n")
+            turn["reasoning"] = turn.get("reasoning", "") + _thought(item, where)
         case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "function": function}
-            _assistant_turn(messages).setdefault("tool_calls", []).append(call)
-        case "function_call_output":
-            said = content_of(item.get("output"), f"{where}.output", _TEXT_KINDS)
+            name = flat(item.get("namespace"), item.get("name"))
+            _call(messages, item, name, item.get("arguments"))
+        case "custom_tool_call":
+            _call(messages, item, item.get("name"), {"input": item.get("input")})
+        case "local_shell_call" | "shell_call" | "apply_patch_call" as kind:
+            details = item.get("action") or item.get("operation")
+            _call(messages, item, kind.removesuffix("_call"), details if isinstance(details, dict) else {})
+        case (
+            "function_call_output"
+            | "custom_tool_call_output"
+            | "local_shell_call_output"
+            | "shell_call_output"
+            | "apply_patch_call_output"
+        ) as kind:
+            output = item.get("output")
+            if kind == "shell_call_output":  # a list of what each command said
+                output = json.dumps(output)
+            said = result_of(output or "", f"{where}.output", _TEXT_KINDS, warnings)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
+        case kind if kind in _SERVICE_ITEMS:
+            warn(warnings, f"items of type {kind} are left out: a service's tool made them")
         case kind:
             raise APIError(f"{where} is of type {kind!r}, which is not supported", param="input")
+
+
+def _thought(item: dict[str, Any], where: str) -> str:
+    if (carried_thought := item.get("encrypted_content")) is not None:
+        return _uncarried(carried_thought, where)
+    # Some clients send a summary back, and nothing else of what they got.
+    content = item.get("content") or item.get("summary")
+    thought = content_of(content or "", f"{where}.content", ("reasoning_text", "summary_text"))
+    return text_of(thought, "\n")
+
+
+def _call(messages: list[dict[str, Any]], item: dict[str, Any], name: object, arguments: object) -> None:
+    call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
+    _assistant_turn(messages).setdefault("tool_calls", []).append(call)
 
 
 def _assistant_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,13 @@ from typing import Any
 from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import Choice, Usage
-from openinfer.frontend.http.openai.responses_body import KeptItems, ResponsesBody
+from openinfer.frontend.http.openai.responses_body import (
+    ENCRYPTED,
+    KeptItems,
+    ResponsesBody,
+    carried,
+    flattened,
+)
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body, named_event
 from openinfer.frontend.http.text.chat_format import ParserFactory
@@ -37,6 +43,12 @@ class ResponsesShape:
         self._plan = plan
         self._kept = kept
         self._summarizes = body.reasoning is not None and body.reasoning.summary not in (None, "none")
+        self._carries = ENCRYPTED in (body.include or ())
+        # The model calls a tool of a namespace by one name, and the client knows it by two.
+        self._names = {
+            tool.name: {"name": name} if space is None else {"name": name, "namespace": space}
+            for (space, name), tool in flattened(body.tools or (), []).items()
+        }
         self._reader = Reader(new_parser, tokenizer)
         self._items: list[dict[str, Any]] = []
         self._open: type[Part] | None = None
@@ -54,19 +66,23 @@ class ResponsesShape:
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         status = _status(choices[0])
-        closed = self._close()
+        closed = self._close(status)
         self._keep()
         response = self._response(status, choices[0], usage)
         return closed + self._event(f"response.{status}", response=response)
 
     def broken(self, error: APIError) -> bytes:
-        return self._event("error", code=error.code, message=str(error), param=error.param)
+        closed = self._close("incomplete")
+        response = self._response("failed", None, None)
+        code = "server_error" if error.status >= 500 or error.code is None else error.code
+        response["error"] = {"code": code, "message": str(error)}
+        return closed + self._event("response.failed", response=response)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         (choice,) = choices
         for part in self._reader.take(choice).parts:
             self._grow(part)
-        self._close()
+        self._close(_status(choice))
         self._keep()
         return encode(self._response(_status(choice), choice, usage))
 
@@ -84,7 +100,7 @@ class ResponsesShape:
             self._items[-1]["arguments"] += part.text
             return self._event("response.function_call_arguments.delta", **self._place(), delta=part.text)
         if type(part) is not self._open or isinstance(part, ToolCall):
-            said = self._close() + self._begin(part)
+            said = self._close("completed") + self._begin(part)
         place = self._place()
         if isinstance(part, ToolCall):
             return said + self._event("response.function_call_arguments.delta", **place, delta=part.arguments)
@@ -106,14 +122,17 @@ class ResponsesShape:
         item: dict[str, Any]
         match part:
             case ToolCall(name, arguments):
-                item = {"type": "function_call", "id": _new("fc"), "call_id": new_call_id(), "name": name}
-                item |= {"arguments": arguments, "status": "completed"}
-                shown = {**item, "arguments": "", "status": "in_progress"}
+                item = {"type": "function_call", "id": _new("fc"), "call_id": new_call_id()}
+                item |= self._names.get(name, {"name": name})
+                item |= {"arguments": arguments, "status": "in_progress"}
+                shown = {**item, "arguments": ""}
             case Content():
                 item = {"type": "message", "id": _new("msg"), "role": "assistant", "content": []}
                 shown = item = {**item, "status": "in_progress"}
             case Reasoning():
                 item = {"type": "reasoning", "id": _new("rs"), "summary": [], "content": []}
+                if self._carries:
+                    item["encrypted_content"] = None
                 shown = item = {**item, "status": "in_progress"}
         self._items.append(item)
         said = self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown)
@@ -127,11 +146,13 @@ class ResponsesShape:
             )
         return said
 
-    def _close(self) -> bytes:
+    def _close(self, status: str) -> bytes:
+        """End the item that grows. status: incomplete for one that was cut."""
         if self._open is None:
             return b""
         kind, self._open = self._open, None
         item, place, index = self._items[-1], self._place(), len(self._items) - 1
+        item["status"] = status
         if kind is ToolCall:
             said = self._event(
                 "response.function_call_arguments.done",
@@ -142,7 +163,9 @@ class ResponsesShape:
             return said + self._event("response.output_item.done", output_index=index, item=item)
         text = "".join(self._text)
         done = _text_part(Content(text) if kind is Content else Reasoning(text), text)
-        item["content"], item["status"] = [done], "completed"
+        item["content"] = [done]
+        if kind is Reasoning and self._carries:
+            item["encrypted_content"] = carried(text)
         name = "output_text" if kind is Content else "reasoning_text"
         extra: dict[str, Any] = {"logprobs": []} if kind is Content else {}
         said = self._event(f"response.{name}.done", **place, content_index=0, text=text, **extra)

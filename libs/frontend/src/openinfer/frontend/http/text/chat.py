@@ -1,6 +1,7 @@
 """A chat as all chat endpoints understand it: checked messages and tools."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,11 +9,14 @@ import msgspec
 
 from openinfer.frontend.errors import APIError
 
-__all__ = ["Chat", "Content", "chat_messages", "content_of"]
+__all__ = ["Chat", "Content", "chat_messages", "content_of", "result_of", "warn"]
 
 MAX_MESSAGES = 4096
 Content = str | list[dict[str, Any]]
 """A text, or several parts {type: "text", text}, which a template puts together in its own way."""
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
+"""A line that Claude Code puts before its system prompt. It is not for the model, and it differs between sessions: all
+after it would have to be computed again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +46,21 @@ class Chat:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def chat_messages(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Check messages: contents become Content, arguments of calls objects. Raises APIError (400) naming the place."""
+def chat_messages(messages: Sequence[Mapping[str, Any]] | None, warnings: list[str]) -> list[dict[str, Any]]:
+    """Check messages: contents become Content, arguments of calls objects. `warnings` gets a text for what cannot be
+    written as it is. Raises APIError (400) naming the place."""
     if not messages:
         raise APIError("messages must hold at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise APIError(f"{len(messages)} messages, at most {MAX_MESSAGES} are allowed", param="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    found: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        role, after = message.get("role"), found[-1]["role"] if found else ""
+        results = role == "tool" or (role == "user" and after == "tool")
+        checked = _message(message, f"messages[{index}]", warnings, results)
+        if checked["role"] != "system" or checked["content"]:
+            found.append(checked)
+    return found
 
 
 def content_of(content: object, where: str, kinds: Sequence[str] = ("text",)) -> Content:
@@ -61,7 +73,38 @@ def content_of(content: object, where: str, kinds: Sequence[str] = ("text",)) ->
     return content
 
 
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def result_of(content: object, where: str, kinds: Sequence[str], warnings: list[str]) -> Content:
+    """Do the work of content_of for a tool's result: what is not text is named in its place. Refused, it would end an
+    agent's session, because the history of all later requests has it."""
+    if not isinstance(content, list):
+        return content_of(content, where, kinds)
+    texts: list[object] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind in kinds:
+            texts.append(part)
+            continue
+        texts.append({"type": kinds[0], "text": f"[{kind}: left out, because this model reads only text]"})
+        warn(warnings, f"parts of type {kind} in results of tools are left out: this model reads only text")
+    return content_of(texts, where, kinds)
+
+
+def _unbilled(content: Content) -> Content:
+    if isinstance(content, str):
+        return _BILLING.sub("", content)
+    first, *others = content
+    text = _BILLING.sub("", first["text"])
+    return content_of([*([{**first, "text": text}] if text else []), *others], "content")
+
+
+def warn(warnings: list[str], text: str) -> None:
+    """Add a text that is not there yet."""
+    if text not in warnings:
+        warnings.append(text)
+
+
+def _message(message: Mapping[str, Any], where: str, warnings: list[str], results: bool) -> dict[str, Any]:
+    """results: the message is a tool's result, or follows one. There clients put what a result cannot hold."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise APIError(f"{where}.role must be a string such as 'user'", param="messages")
@@ -72,11 +115,18 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if calls:
         if not isinstance(calls, list):
             raise APIError(f"{where}.tool_calls must be a list", param="messages")
-        checked["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        checked["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{i}]", warnings) for i, call in enumerate(calls)
+        ]
     content = message.get("content")
     if content is None and role in ("assistant", "tool"):
         content = ""  # as clients write a turn that had calls only, was cut short, or gave no result
-    checked["content"] = content_of(content, f"{where}.content")
+    if results:
+        checked["content"] = result_of(content, f"{where}.content", ("text",), warnings)
+    else:
+        checked["content"] = content_of(content, f"{where}.content")
+    if role in ("system", "developer"):
+        checked["content"] = _unbilled(checked["content"])
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if reasoning is not None:
         if not isinstance(reasoning, str):
@@ -85,7 +135,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return checked
 
 
-def _call(call: object, where: str) -> dict[str, Any]:
+def _call(call: object, where: str, warnings: list[str]) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if (
         not isinstance(call, dict)
@@ -95,14 +145,23 @@ def _call(call: object, where: str) -> dict[str, Any]:
         raise APIError(f"{where} must have a function with a name", param="messages")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            # Half a surrogate pair, which is no text, is an error to it.
-            arguments = msgspec.json.decode(arguments)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise APIError(f"{where}.function.arguments is not JSON: {error}", param="messages") from error
+        arguments = _arguments(arguments, warnings)
     if not isinstance(arguments, dict):
         raise APIError(f"{where}.function.arguments must be a JSON object", param="messages")
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _arguments(text: str, warnings: list[str]) -> dict[str, Any]:
+    """What a model wrote for its arguments. It may have been cut, and a chat with such a call must go on."""
+    try:
+        # Half a surrogate pair, which is no text, is an error to it.
+        found = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    warn(warnings, "arguments of calls that are no JSON objects are raw_arguments in the prompt")
+    return {"raw_arguments": text}
 
 
 def _part_text(part: object, where: str, kinds: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 
 from openinfer.frontend.contract import EngineInfo
-from openinfer.frontend.errors import APIError
+from openinfer.frontend.errors import APIError, TooLong
 from openinfer.frontend.http.params import prompt_ids
 from openinfer.frontend.http.text.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ async def encode_prompt(
     """
     limit, longest = info.max_model_len, tokenizer.most_chars_a_token
     if longest is not None and len(text) > longest * limit:
-        raise _too_long(param, f"{len(text)} characters", limit)
+        raise TooLong(-(-len(text) // longest), None, limit, param, more=True)
     if len(text) > USUAL_CHARS * limit:
         await _count(tokenizer, text, limit, param, gone)
     return prompt_ids(await tokenizer.encode(text, add_special_tokens), info, param)
@@ -49,7 +49,7 @@ async def _count(
     for part in _slices(text):
         count += max(0, await asyncio.to_thread(tokenizer.count, part) - SLACK)
         if count > limit:
-            raise _too_long(param, f"{len(text)} characters and more than {count} tokens", limit)
+            raise TooLong(count, None, limit, param, more=True)
         if time.monotonic() > until:
             raise APIError(f"{param} takes longer than {TIMEOUT_S:g} s to be read: shorten it", param=param)
         if await gone():
@@ -66,10 +66,3 @@ def _slices(text: str) -> Iterator[str]:
             end = end if space < 0 else space
         yield text[start:end]
         start = end
-
-
-def _too_long(param: str, what: str, limit: int) -> APIError:
-    return APIError(
-        f"{param} has {what}, the model's context is {limit} tokens with the output: shorten it",
-        code="context_length_exceeded",
-    )

@@ -1,7 +1,7 @@
 """How much a model may think: the efforts, switches and budgets of requests, as templates and grammars know them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -11,34 +11,42 @@ from openinfer.frontend.contract import EngineInfo
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import Thinking
 from openinfer.frontend.http.params import Plan, check_grammars
-from openinfer.frontend.http.text.chat import Chat
+from openinfer.frontend.http.text.chat import Chat, warn
 from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.sampler.budget import Budget
 from openinfer.sampler.grammar import Grammar
 
-__all__ = ["Where", "budgeted", "effort_options", "thinking_options", "without_idle_budget"]
+__all__ = ["SWITCHES", "Where", "budgeted", "effort_options", "thinking_options", "without_idle_budget"]
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Variables of templates, each of which says whether the model thinks."""
 EFFORT_BUDGETS = {"minimal": 512, "low": 2048}
 """Tokens that the thoughts may have where the template knows no effort; higher efforts leave them to the model."""
 Where = Literal["before", "within", "over"]
 """Where a prompt leaves the model: it may begin to think, is in the midst of it, or is through with it."""
 
 
-def thinking_options(thinking: Thinking | None, variables: frozenset[str]) -> dict[str, Any]:
-    """Options of the template for the field `thinking`; `variables` are those that it has."""
-    if thinking is None or "enable_thinking" not in variables:
+def thinking_options(
+    switches: Mapping[str, bool | Thinking | None], variables: frozenset[str], warnings: list[str]
+) -> dict[str, bool]:
+    """Options of the template for the first of the fields that is given; `variables` are those that it has. `warnings`
+    gets a text where it has none for it."""
+    field, value = next(((name, value) for name, value in switches.items() if value is not None), ("", None))
+    if value is None:
         return {}
-    return {"enable_thinking": thinking.type != "disabled"}
+    known = variables & SWITCHES
+    if not known:
+        warn(warnings, f"{field} is ignored: this model's chat template has no switch for thoughts")
+    return dict.fromkeys(known, value.type != "disabled" if isinstance(value, Thinking) else value)
 
 
 def effort_options(effort: str, variables: frozenset[str]) -> dict[str, Any] | None:
     """Options of the template for an effort; None where it has none that says so."""
     if "reasoning_effort" in variables:
         return {"reasoning_effort": effort}
-    if "enable_thinking" in variables and effort in EFFORTS:
-        return {"enable_thinking": effort != "none"}
-    return None
+    known = variables & SWITCHES
+    return dict.fromkeys(known, effort != "none") if known and effort in EFFORTS else None
 
 
 def budgeted(
