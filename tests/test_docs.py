@@ -23,11 +23,27 @@ DOCUMENTS = sorted(
     ]
 )
 
+MAX_DOCS_BYTES = 230_000
+
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
         assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+def test_each_page_is_linked_and_of_a_readable_size() -> None:
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    linked = {
+        (path.parent / target).resolve()
+        for path in DOCUMENTS
+        for target in re.findall(r"\]\(([^)#]+\.md)[^)]*\)", path.read_text())
+        if not target.startswith("http") and (path.parent / target).resolve() != path
+    }
+    assert [path for path in pages if path not in linked] == []
+    sizes = {path.name: path.stat().st_size for path in pages}
+    assert {name: size for name, size in sizes.items() if size > 30_000} == {}
+    assert sum(sizes.values()) <= MAX_DOCS_BYTES
 
 
 def test_the_module_map_is_complete() -> None:

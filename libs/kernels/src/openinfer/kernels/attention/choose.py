@@ -31,7 +31,7 @@ tokens left, and these look back on very many keys."""
 MERGED_AT_ONCE = 8192
 """Float32 numbers of the parts of a split row that a program holds while it merges them: 64 registers a thread."""
 MERGED_BY_FEW = 16384
-"""The same where rows leave SMs idle, and nothing hides a second turn of a merge (docs/lessons.md)."""
+"""The same where rows leave SMs idle, and nothing hides a second turn of a merge (docs/lessons/attention.md)."""
 RELEASING_STAGES = 3
 """The compiler's stages of decode attention that has a ring beside it: the ring then has more memory."""
 
@@ -47,7 +47,7 @@ LARGE_PART = 4096
 """Keys of a part where the rows alone fill the GPU. Only long rows are split then, because other rows would wait."""
 SPARE_PARTS = 32
 """Extra parts for long rows in a decode step whose rows fill the GPU already. They must be few, because a program
-without work still takes one of the few places on an SM for a while (docs/lessons.md)."""
+without work still takes one of the few places on an SM for a while (docs/lessons/attention.md)."""
 FEWEST_SPARE_PARTS = 8
 
 
@@ -61,7 +61,7 @@ def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) 
     """(the most parts of a short row's keys, the fewest keys of a part).
 
     Two programs an SM fill the GPU once; more than MOST_PARTS cost more to merge than they gain. Where the rows alone
-    fill it, a split costs up to 10 %, and so may parts that do not exist (docs/lessons.md).
+    fill it, a split costs up to 10 %, and so may parts that do not exist (docs/lessons/attention.md).
     """
     filling = min(2 * target.num_sms // (rows * kv_heads), MOST_PARTS)
     if filling > 1:
@@ -196,5 +196,5 @@ def new_tokens(
     beside_ring = choice.release and call.tokens <= RING_TOKENS
     warps, stages = tile.warps, RELEASING_STAGES if beside_ring else tile.stages
     if (tile.bn, tile.stages) == (64, 5) and choice.splits == 1 and call.dim <= 128:
-        warps = 2  # between one and two programs an SM, for which half of the threads are enough (docs/lessons.md)
+        warps = 2  # half of the threads are enough between one and two programs an SM (docs/lessons)
     return launch(_DECODE, "attend_new", grid, args, constants, num_warps=warps, num_stages=stages)

@@ -14,7 +14,7 @@ from openinfer.tensor import Tensor, float32, int32
 
 SPLIT_TOKENS = 512
 """Steps of fewer tokens read their long rows in parts. The tiles of more tokens fill the GPU, and the kernel for Hopper
-is faster for them (docs/lessons.md)."""
+is faster for them (docs/lessons/attention.md)."""
 
 FEW_TOKENS = Tile(64, 64, 4, 5)
 """The tile of parts in steps of several rows and at most 64 tokens: a program then merges half as many numbers."""

@@ -4,7 +4,7 @@
 // warpgroups multiply 64 tokens each; a warp of the third copies. Two blocks are a cluster with the same columns: each
 // copies one of the two weights for both. The grid stays; blocks go from tile to tile, eight pairs of blocks' tokens at a
 // time, which stay in the second-level cache while the weights pass. COLUMNS is such that 9,728 columns are 64 tiles: 8
-// turns of 66 clusters for 2,048 tokens, where 128 columns take 10 (docs/lessons.md).
+// turns of 66 clusters for 2,048 tokens, where 128 columns take 10 (docs/lessons/products.md).
 
 #include "gpu.cuh"
 #include "tensor_cores.cuh"

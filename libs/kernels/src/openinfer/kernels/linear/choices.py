@@ -73,7 +73,7 @@ class Exchange:
 
 NCCL = Exchange("nccl")
 MOST_PUSHED = 4 << 20
-"""Bytes of a sum that the rule still pushes. Figures: docs/lessons.md, "Sums between GPUs"."""
+"""Bytes of a sum that the rule still pushes. Figures: docs/lessons/ranks.md."""
 MOST_OF_TWO = 32 << 20
 """The same between two ranks, for sums whose kernel is push_sum."""
 ROWS_OF_16 = 128
@@ -143,14 +143,14 @@ GROUP_STAGES = {True: 16 << 10, False: 24 << 10}
 """The most bytes of a stage of a ring of INT4 codes, and of FP8 codes, if it has more rows than its warps need."""
 GROUP_RINGS = {True: 64 << 10, False: RING_BYTES}
 """The most bytes of such a ring. A small one is faster by itself, and in a step it is faster for INT4 only
-(docs/lessons.md)."""
+(docs/lessons/products.md)."""
 RING_BESIDE = 170 << 10
 """The most bytes of a ring of one token that adds to the residual, of at most BESIDE_COLUMNS: it starts beside
 decode attention. One of more columns is behind another ring."""
 BESIDE_COLUMNS = 8192
 RING_PART = 0.7
 """The most of a program's rows that its ring holds. A ring that holds all of them takes memory from the kernel behind
-it (docs/lessons.md)."""
+it (docs/lessons/products.md)."""
 
 
 def ring_choice(target: Target, op: str, m: int, n: int, k: int) -> Choice | None:
@@ -193,7 +193,7 @@ def _ring_of_tokens(target: Target, op: str, m: int, n: int, k: int) -> Choice |
 
 CLUSTERED = {1: 1.0, 2: 1.0, 4: 0.85}
 """The part of the SMs that clusters fill, by their blocks. SMs are in groups of at most 18, and a cluster lies in one.
-More clusters than run at once take twice as long (docs/lessons.md)."""
+More clusters than run at once take twice as long (docs/lessons/products.md)."""
 CLUSTER_ROWS = 64
 """The fewest rows of the weight of a cluster, because each reads all tokens."""
 MOST_SUMS = 144

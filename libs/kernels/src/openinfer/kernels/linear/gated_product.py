@@ -8,7 +8,7 @@ from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16
 
 FEWEST = 512
-"""Tokens from which the kernel is the fastest one (docs/lessons.md)."""
+"""Tokens from which the kernel is the fastest one (docs/lessons/products.md)."""
 COLUMNS, TOKENS, DEPTH = 152, 128, 64
 """The size of a tile. The kernel has these numbers too."""
 

@@ -37,7 +37,7 @@ _LINEAR = "openinfer.kernels.device.linear"
 
 NORMING_PROGRAMS = 64
 """Programs an SM up to which a product of one token normalises the token in each program. With more, a kernel for that
-costs less (docs/lessons.md). Products of float8 weights never do it, because they are short of instructions."""
+costs less (docs/lessons). Products of float8 weights never do it, because they are short of instructions."""
 
 
 def normed_product(

@@ -34,7 +34,7 @@ from openinfer.tensor import Tensor, float32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
 ONE_KERNEL = 1 << 20
-"""Bytes that one kernel pushes. Where a rank comes late, several kernels take a millisecond each (docs/lessons.md)."""
+"""Bytes that one kernel pushes. Where a rank comes late, several kernels take a millisecond each (docs/lessons)."""
 
 
 def _post_contract(*, streams: Tensor, y: Tensor, mix: Tensor, ranks: int = 1) -> None:

@@ -134,7 +134,7 @@ def _decode(
     """All of a decode step's attention in one kernel.
 
     This pays only where there are fewer programs than SMs. With more, the work of a program before its first page is
-    not hidden, and three separate kernels are faster. docs/lessons.md has the times on an H200.
+    not hidden, and three separate kernels are faster. docs/lessons/attention.md has the times on an H200.
     """
     splits, group, tile = choice.splits, call.group, choice.short
     merged = power_of_two(group)
