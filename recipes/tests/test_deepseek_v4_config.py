@@ -60,7 +60,7 @@ def nbytes_of(entry: Entry) -> int:
 @pytest.mark.parametrize("size", SIZES)
 def test_published_sizes_have_their_inventory(size: str) -> None:
     config = Config.parse(config_json(size))
-    entries = list(inventory(config, fp4_experts=True))
+    entries = list(inventory(config, fp4_experts=True, mtp=True))
     tensors, nbytes, growth = PUBLISHED[size]
     assert len({entry.name for entry in entries}) == len(entries) == tensors
     assert sum(map(nbytes_of, entries)) == nbytes
@@ -73,7 +73,7 @@ def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
     config, arena = Config.parse(config_json("Flash")), Arena(Device("null"), None)
     weights = Weights.allocate(config, arena, bfloat16, Format(fp4_experts=True, mtp=True))
     names = list(weights.places.names())
-    entries = list(inventory(config, fp4_experts=True))
+    entries = list(inventory(config, fp4_experts=True, mtp=True))
     assert sorted(names) == sorted(entry.name for entry in entries)
     assert arena.used == pytest.approx(sum(map(nbytes_of, entries)), rel=1e-3)
     plain = Weights.allocate(config, Arena(Device("null"), None), bfloat16, Format(fp4_experts=True))
@@ -171,13 +171,16 @@ def test_pages_are_what_the_pool_is_told() -> None:
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"\[64, 64\]"),
         ({"sliding_window": 256}, "sliding_window is 256"),
         ({"compress_ratios": [0, 0, 8, 128, 4]}, "compress_ratios is"),
-        ({"compress_ratios": None}, "layer_types"),
-        ({"compress_ratios": [0, 0, 4, 128]}, "list of 5 ratios"),
+        ({"compress_ratios": None}, "compress_ratios is None"),
+        ({"compress_ratios": None, "layer_types": ["full"]}, "a converted form; take the published"),
+        ({"compress_ratios": [0, 0, 4, 128]}, "compress_ratios is a list of 4; .* for each of 5 layers"),
+        ({"compress_ratios": [0, 0, 4, 128, 4, 0, 4]}, r"goes on with \[0, 4\] after 5 layers"),
+        ({"compress_ratios": [0, 0, 4, 128, 4, None]}, r"goes on with \[None\] after 5 layers"),
         ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
         ({"hc_mult": 2}, "hc_mult is 2"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"num_key_value_heads": 4}, "num_key_value_heads is 4"),
-        ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers is 3"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
         ({"rope_scaling": {"type": "linear"}}, "'linear'"),
         ({"hidden_size": 4000}, "hidden_size is 4000"),
         ({"num_experts_per_tok": 300}, "num_experts_per_tok is 300"),
@@ -220,7 +223,7 @@ def write(path: Path, entries: list[Entry], scale: int = 120) -> None:
 @pytest.mark.parametrize("fp4", [True, False])
 def test_experts_are_fp4_or_fp8_by_their_dtype(tmp_path: Path, fp4: bool) -> None:
     config = Config.parse(SMALL)
-    entries = list(inventory(config, fp4_experts=fp4))
+    entries = list(inventory(config, fp4_experts=fp4, mtp=False))
     write(tmp_path / "model", entries)
     with Checkpoint(tmp_path / "model") as checkpoint:
         form = Format.of(checkpoint)
@@ -237,7 +240,7 @@ def test_experts_are_fp4_or_fp8_by_their_dtype(tmp_path: Path, fp4: bool) -> Non
 
 def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_refused(tmp_path: Path) -> None:
     config = Config.parse(SMALL)
-    entries = list(inventory(config, fp4_experts=True))
+    entries = list(inventory(config, fp4_experts=True, mtp=False))
     lost = [e for e in entries if e.name != "layers.2.attn.indexer.compressor.ape"]
     added = [*entries, Entry("layers.0.attn.wk.weight", (2, 2), float32)]
     reshaped = [e._replace(shape=(3, 512)) if e.name == "hc_head_fn" else e for e in entries]
@@ -252,9 +255,37 @@ def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_refused(tmp_path: Path) -> 
             validate(checkpoint, config, Format(fp4_experts=True))
 
 
+DSPARK = {
+    "compress_ratios": [*SMALL["compress_ratios"], 0, 0, 0], "num_nextn_predict_layers": 1, "dspark_block_size": 5,
+    "dspark_noise_token_id": 7, "dspark_target_layer_ids": [0, 1, 2], "dspark_markov_rank": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [DSPARK, {"num_nextn_predict_layers": 3}, {"num_nextn_predict_layers": 1}])
+def test_layers_that_draft_are_skipped_whatever_they_are(change: dict[str, Any], tmp_path: Path) -> None:
+    config = Config.parse({**SMALL, **change})
+    assert config.ratios == Config.parse(SMALL).ratios
+    names = ("mtp.0.main_proj.weight", "mtp.2.markov_head.markov_w1.weight", "mtp.0.anything")
+    entries = [
+        *inventory(config, fp4_experts=True, mtp=False),
+        *(Entry(name, (2, 2), float32) for name in names),
+    ]
+    write(tmp_path / "model", entries)
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        validate(checkpoint, config, Format(fp4_experts=True))
+        if config.mtp:
+            with pytest.raises(CheckpointError, match=r"missing: mtp\.0\.attn_norm\.weight"):
+                validate(checkpoint, config, Format(fp4_experts=True, mtp=True))
+    options = RECIPE.options(speculative_config='{"method": "mtp", "num_speculative_tokens": 2}')
+    if not config.mtp:
+        has = "a DSpark drafter" if change is DSPARK else "no MTP layer"
+        with pytest.raises(SetupError, match=f"this checkpoint has {has}.*use method ngram"):
+            RECIPE.blueprint(Source({**SMALL, **change}), options)
+
+
 @pytest.mark.parametrize(("scale", "message"), [(120, ""), (129, r"experts.0.w1.scale.*2\^2"), (255, "NaN")])
 def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path, scale: int, message: str) -> None:
-    entries = list(inventory(Config.parse(SMALL), fp4_experts=True))
+    entries = list(inventory(Config.parse(SMALL), fp4_experts=True, mtp=False))
     write(tmp_path / "model", entries, scale)
     with Checkpoint(tmp_path / "model") as checkpoint:
         names = [entry.name for entry in entries if ".experts." in entry.name]

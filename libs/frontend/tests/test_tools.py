@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import openai
 import pytest
 
 from openinfer.frontend.chat import DeepSeekV4Renderer, Message
+from openinfer.frontend.errors import ModelFilesError
 from openinfer.frontend.http import ChatTemplate
 
 WEATHER = {
@@ -209,6 +211,7 @@ def said(role: str, content: str) -> dict[str, Any]:
 
 D = "｜DSML｜"
 S, E, U, A = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+R = "<｜latest_reminder｜>"
 CALLED = {"role": "assistant", "content": "", "reasoning": "r", "tool_calls": [
     {"id": "a", "function": {"name": "f", "arguments": {"x": "1", "y": [2]}}},
     {"id": "b", "function": {"name": "g", "arguments": {}}},
@@ -238,9 +241,41 @@ RESULTS = [
                 f'{S}{U}a{A}</think>\n\n<{D}tool_calls>\n<{D}invoke name="f">\n'
                 f'<{D}parameter name="x" string="true">1</{D}parameter>\n'
                 f'<{D}parameter name="y" string="false">[2]</{D}parameter>\n</{D}invoke>\n'
-                f'<{D}invoke name="g">\n</{D}invoke>\n</{D}tool_calls>{E}'
+                f'<{D}invoke name="g">\n\n</{D}invoke>\n</{D}tool_calls>{E}'
                 f"{U}<tool_result>1st</tool_result>\n\n<tool_result>2nd</tool_result>{A}</think>"
             ),
+        ),
+        (
+            [said("system", "s"), said("latest_reminder", "today"), said("user", "a")],
+            {"thinking": True},
+            f"{S}s{R}today{U}a{A}<think>",
+        ),
+        ([said("user", "a"), said("latest_reminder", "now")], {}, f"{S}{U}a{A}</think>{R}now"),
+        (
+            [said("user", "a"), said("latest_reminder", "now"), said("assistant", "b"), said("user", "c")],
+            {},
+            f"{S}{U}a{A}</think>{R}now{A.join(['b' + E + U + 'c', '</think>'])}",
+        ),
+        (
+            [said("developer", "d"), said("user", "a"), said("assistant", "b"), said("user", "c")],
+            {},
+            f"{S}{U}d{U}a{A}</think>b{E}{U}c{A}</think>",
+        ),
+        (
+            [said("developer", "d"), said("user", "a"), said("assistant", "b") | {"reasoning": "r"}, said("user", "c")],
+            {"thinking": True},
+            f"{S}{U}a{A}</think>b{E}{U}c{A}<think>",
+        ),
+        (
+            [said("user", "a"), {**said("assistant", "b"), "reasoning": "r"}],
+            {"thinking": True},
+            f"{S}{U}a{A}<think>r</think>b{E}{A}<think>",
+        ),
+        ([{"role": "user", "content": [{"text": "a"}, {"text": "b"}]}], {}, f"{S}{U}ab{A}</think>"),
+        (
+            [{"role": "tool", "tool_call_id": "x", "content": [{"text": "a"}, {"text": "b"}]}],
+            {},
+            f"{S}{U}<tool_result>a\n\nb</tool_result>{A}</think>",
         ),
     ],
 )  # fmt: skip
@@ -251,13 +286,95 @@ def test_deepseek_prompts(messages: list[Message], options: dict[str, Any], text
 def test_deepseek_tools_keep_all_reasoning() -> None:
     messages = [{"role": "user", "content": "a"}, CALLED, *RESULTS, {"role": "user", "content": "b"}]
     text = DeepSeekV4Renderer().render(messages, tools=[WEATHER], kwargs={"reasoning_effort": "max"})
-    assert text.startswith(f"{S}Reasoning Effort: Absolute maximum")
+    assert text.startswith(f"{S}Reasoning Effort: Beyond maximum")
     assert "\n\n## Tools\n\nYou have access" in text
     assert json.dumps(WEATHER["function"]) in text
     assert f"{U}a{A}<think>r</think>\n\n<｜DSML｜" in text
     assert text.endswith(
         f"{U}<tool_result>1st</tool_result>\n\n<tool_result>2nd</tool_result>\n\nb{A}<think>"
     )
+
+
+@pytest.mark.parametrize("role", ["developer", "system", None])
+def test_deepseek_tools_go_to_the_first_message_that_may_have_them(role: str | None) -> None:
+    messages = [
+        said("user", "a"),
+        said("assistant", "b"),
+        *([said(role, "here")] if role else []),
+        said("user", "c"),
+    ]
+    text = DeepSeekV4Renderer().render(messages, tools=[WEATHER], kwargs={"thinking": True})
+    start, _, rest = text.partition("\n\n## Tools")
+    assert text.count("## Tools") == 1
+    assert start == S + (
+        "" if role is None else f"{U}a{A}<think></think>b{E}{U if role == 'developer' else ''}here"
+    )
+    assert rest.endswith(f"invoke tool calls.\n{'' if role else f'{U}a{A}<think></think>b{E}'}{U}c{A}<think>")
+
+
+ENCODER = """
+import os
+REASONING_EFFORT_PROMPTS: Dict[str, str] = {
+    "low": "", "high": ("H" "igh"), "max": "Max"}
+DEFAULT_REASONING_EFFORT = "high"
+os.abort()
+"""
+ENCODERS = {
+    "published since July": (
+        ENCODER,
+        {None: "High", "low": "", "minimal": "High", "high": "High", "xhigh": "Max", "max": "Max"},
+    ),
+    "the preview's": (
+        "REASONING_EFFORT_MAX = (\n 'M'\n 'ax')\nx = f(1)\n",
+        {None: "", "high": "", "max": "Max"},
+    ),
+    "none": (
+        None,
+        {None: "", "low": "", "high": "", "max": "Reasoning Effort: Absolute maximum", "xhigh": "Reas"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("encoder", "heads"), ENCODERS.values(), ids=list(ENCODERS))
+def test_deepseek_efforts_are_those_of_the_checkpoint(
+    encoder: str | None, heads: Any, tmp_path: Path
+) -> None:
+    if encoder is not None:
+        (tmp_path / "encoding").mkdir()
+        (tmp_path / "encoding/encoding_dsv4.py").write_text(encoder)
+    made = DeepSeekV4Renderer.of(tmp_path)
+    target, kwargs = made.spec
+    assert target == "openinfer.frontend.chat:DeepSeekV4Renderer"
+    for renderer in (made, DeepSeekV4Renderer(**kwargs)):
+        for effort, head in heads.items():
+            options = {"thinking": True} | ({} if effort is None else {"reasoning_effort": effort})
+            text = renderer.render([said("user", "hi")], kwargs=options)
+            found = text.removeprefix(S).removesuffix(f"{U}hi{A}<think>")
+            assert found.startswith(head)
+            assert bool(found) == bool(head)
+        chat = renderer.render([said("user", "hi")], kwargs={"thinking": False, "reasoning_effort": "max"})
+        assert chat == f"{S}{U}hi{A}</think>"
+
+
+@pytest.mark.parametrize(
+    ("encoder", "complaint"),
+    [
+        ("", "has neither REASONING_EFFORT_PROMPTS"),
+        ("REASONING_EFFORT_PROMPTS = {'low': 1}", "has neither"),
+        ("REASONING_EFFORT_PROMPTS = {'high': 'x'}", "DEFAULT_REASONING_EFFORT is 'low'"),
+        ("REASONING_EFFORT_PROMPTS = make()", "cannot be read"),
+        ("def", "cannot be read"),
+        ("\0", "cannot be read"),
+        ("REASONING_EFFORT_MAX = " + "(" * 100000, "cannot be read"),
+        ("x = '" + "x" * (1 << 20) + "'", "bytes, at most"),
+    ],
+    ids=range(8),
+)
+def test_deepseek_encoders_that_say_nothing_are_refused(encoder: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "encoding").mkdir()
+    (tmp_path / "encoding/encoding_dsv4.py").write_text(encoder)
+    with pytest.raises(ModelFilesError, match=rf"encoding_dsv4\.py.*{complaint}"):
+        DeepSeekV4Renderer.of(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from openinfer.cli import recipes
 
 NAME = re.compile(r"(?!demo/)[\w.-]+/[\w.-]+")
-FILES = ("*.json", "*.safetensors", "*.jinja")
+FILES = ("*.json", "*.safetensors", "*.jinja", "encoding/*.py")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -289,4 +289,4 @@ class LLM:
         if source is not None:
             return ChatTemplate(source, self._tokenizer.special_tokens, with_tools)
         coded = str(read_json(folder / "config.json").get("model_type")).startswith("deepseek_v4")
-        return DeepSeekV4Renderer() if coded else None
+        return DeepSeekV4Renderer.of(folder) if coded else None

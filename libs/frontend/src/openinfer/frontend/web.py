@@ -206,7 +206,7 @@ def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, RendererSpe
     if source is not None:
         template = template_spec(source, tokenizer.special_tokens, with_tools)
     elif options.coded_template:
-        template = DeepSeekV4Renderer.spec
+        template = DeepSeekV4Renderer.of(model_dir).spec
     chat = "with chat template" if template else "no chat template: /v1/chat/completions is refused"
     heap.trim()
     say(f"tokenizer loaded in {time.monotonic() - began:.2f} s, {chat}")

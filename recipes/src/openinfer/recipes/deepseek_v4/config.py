@@ -38,7 +38,7 @@ class Config:
 
     ratios: ratios[l] is the number of tokens of a compressed entry of layer l.
     main_freq, compress_freq: float32 [rope_dim / 2], for layers without and with compressed entries.
-    mtp: there is an MTP layer, which predicts one more token.
+    mtp: there is an MTP layer, which predicts one more token. dspark: there is a drafter of other layers instead.
     part: which heads, experts and rows of lm_head a rank has; all other fields are the whole model's.
     """
 
@@ -70,6 +70,7 @@ class Config:
     main_freq: Floats
     compress_freq: Floats
     mtp: bool
+    dspark: bool
     eos_token_ids: tuple[int, ...]
     part: Part = WHOLE
 
@@ -116,6 +117,7 @@ class Config:
         vocab = fields.size("vocab_size")
         eos = fields.get("eos_token_id") if eos is None else eos
         rope_dim = fields.size("qk_rope_head_dim")
+        dspark = bool(fields.get("dspark_block_size") and fields.get("dspark_target_layer_ids"))
         compressed = rope_of(fields, rope_dim, base="compress_rope_theta", scaled=False)
         config = cls(
             hidden_size=fields.size("hidden_size"),
@@ -145,7 +147,8 @@ class Config:
             max_positions=compressed.max_positions,
             main_freq=rope_frequencies(fields.number("rope_theta", above=1, most=1e15), rope_dim),
             compress_freq=compressed.inv_freq,
-            mtp=fields.count("num_nextn_predict_layers", default=0, most=1) == 1,
+            mtp=not dspark and fields.count("num_nextn_predict_layers", default=0, most=64) == 1,
+            dspark=dspark,
             eos_token_ids=eos_ids(eos, vocab),
         )
         _check_sizes(config)
@@ -166,21 +169,24 @@ def _refuse(fields: Fields) -> None:
 
 
 def _ratios(fields: Fields) -> tuple[int, ...]:
-    """The compression ratios of the main model's layers. The published list ends with the ratio of the MTP layer."""
+    """The compression ratios of the main model's layers. Published lists go on with a 0 for each layer that drafts."""
     layers, ratios = fields.size("num_hidden_layers"), fields.get("compress_ratios")
-    further = fields.count("num_nextn_predict_layers", default=0, most=1)
-    if not isinstance(ratios, list) or len(ratios) not in (layers, layers + further):
+    if ratios is None and "layer_types" in fields:
         raise UnsupportedModel(
-            f"config.json: compress_ratios must be a list of {layers + further} ratios, as published checkpoints "
-            "have it (layer_types is a converted form: take the published config.json)"
+            "config.json: layer_types without compress_ratios is a converted form; take the published config.json"
         )
-    if any(ratio not in (0, CSA, HCA) for ratio in ratios):
+    if not isinstance(ratios, list) or len(ratios) < layers:
+        raise UnsupportedModel(
+            f"config.json: compress_ratios is {shown(ratios)}; it must be a list of a ratio for each of {layers} layers"
+        )
+    if any(ratio not in (0, CSA, HCA) for ratio in ratios[:layers]):
         raise UnsupportedModel(
             f"config.json: compress_ratios is {repr(ratios)[:80]}; 0, {CSA} and {HCA} are possible"
         )
-    if any(ratios[layers:]):
+    if any(type(ratio) is not int or ratio for ratio in ratios[layers:]):
         raise UnsupportedModel(
-            f"config.json: compress_ratios gives the last layer {ratios[-1]}; it must be 0 (MTP)"
+            f"config.json: compress_ratios goes on with {repr(ratios[layers:])[:80]} after {layers} layers; layers "
+            "that draft have 0"
         )
     return tuple(ratios[:layers])
 

@@ -11,7 +11,7 @@ from openinfer.kernels.authoring import FP4_BLOCK, scale_blocks
 from openinfer.recipes.deepseek_v4.config import CSA, Config
 from openinfer.tensor import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32, int8, int64
 
-IGNORED = ("mtp.0.emb.tok_emb.weight", "mtp.0.head.weight")
+COPIES = ("mtp.0.emb.tok_emb.weight", "mtp.0.head.weight")
 """Copies of the main model's tensors that some exports have."""
 
 
@@ -23,8 +23,8 @@ class Entry(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def inventory(config: Config, *, fp4_experts: bool) -> Iterator[Entry]:
-    """The tensors of the main model and, if config.mtp, of the MTP layer."""
+def inventory(config: Config, *, fp4_experts: bool, mtp: bool) -> Iterator[Entry]:
+    """The tensors of the main model, and of the MTP layer if it drafts."""
     c = config
     yield Entry("embed.weight", (c.vocab_size, c.hidden_size), bfloat16)
     yield Entry("head.weight", (c.vocab_size, c.hidden_size), bfloat16)
@@ -32,7 +32,7 @@ def inventory(config: Config, *, fp4_experts: bool) -> Iterator[Entry]:
     yield from _hyper_connection(c, "hc_head", c.hc_mult, 1)
     for layer, ratio in enumerate(c.ratios):
         yield from _layer(c, f"layers.{layer}.", ratio, layer < c.num_hash_layers, fp4_experts)
-    if c.mtp:
+    if mtp:
         yield from _layer(c, "mtp.0.", 0, False, fp4_experts)
         for name in ("e_proj", "h_proj"):
             yield from _fp8(f"mtp.0.{name}", c.hidden_size, c.hidden_size)

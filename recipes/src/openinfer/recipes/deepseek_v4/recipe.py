@@ -46,7 +46,8 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
             if speculation.quantization is not None:
                 raise SetupError("--speculative-config: quantization is for Qwen3.5's MTP head; leave it out")
             if not config.mtp:
-                raise SetupError("--speculative-config: this checkpoint has no MTP layer; use method ngram")
+                has = "a DSpark drafter, which is not supported" if config.dspark else "no MTP layer"
+                raise SetupError(f"--speculative-config: this checkpoint has {has}; use method ngram")
             form = dataclasses.replace(form, mtp=True)
         return DeepseekV4(config, form, options)
 

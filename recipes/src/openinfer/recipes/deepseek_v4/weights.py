@@ -10,7 +10,7 @@ import numpy as np
 
 from openinfer.kernels.authoring import Linear
 from openinfer.recipes.deepseek_v4.config import CSA, Config
-from openinfer.recipes.deepseek_v4.inventory import IGNORED, inventory
+from openinfer.recipes.deepseek_v4.inventory import COPIES, inventory
 from openinfer.recipes.deepseek_v4.places import Format, Mixing, ModelPlaces, check_scales
 from openinfer.tensor import (
     Arena,
@@ -148,11 +148,11 @@ class Weights:
 
 
 def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly the published tensors. The tensors of the MTP
-    layer must be there too, whether or not the layer is loaded."""
-    entries = inventory(config, fp4_experts=form.fp4_experts)
+    """Raise CheckpointError unless the checkpoint holds exactly the published tensors. Layers that draft may have
+    any tensors where they are not loaded."""
+    entries = inventory(config, fp4_experts=form.fp4_experts, mtp=form.mtp)
     expected = {e.name: (e.shape, dtypes.WEIGHTS if e.dtype == bfloat16 else (e.dtype,)) for e in entries}
-    checkpoint.require(expected, ignore=IGNORED if config.mtp else ("mtp.*",))
+    checkpoint.require(expected, ignore=COPIES if form.mtp else ("mtp.*",))
 
 
 def _layer(p: ModelPlaces, c: Config, at: str, index: int, place: int, ratio: int, hashed: bool) -> Layer:

@@ -3,20 +3,24 @@
 Every word and line break here must stay, because the model was trained on them.
 """
 
+import ast
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from openinfer.frontend.chat.dsml import DSML
 from openinfer.frontend.chat.renderer import Message, RendererSpec, text_of
-from openinfer.frontend.errors import APIError
+from openinfer.frontend.errors import APIError, ModelFilesError
+from openinfer.frontend.model_files import read_text
 
 __all__ = ["DeepSeekV4Renderer"]
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 THINK, END_THINK = "<think>", "</think>"
-EFFORT_MAX = (
+REMINDER = "<｜latest_reminder｜>"
+_ABSOLUTE = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
     "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root "
     "cause, rigorously stress-testing your logic against all potential paths, edge cases, and adversarial "
@@ -24,6 +28,19 @@ EFFORT_MAX = (
     "Explicitly write out your entire deliberation process, documenting every intermediate step, considered "
     "alternative, and rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n"
 )
+_BEYOND = (
+    "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
+    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively "
+    "decompose the problem into its most fundamental components, trace every causal chain to its root, and "
+    "resolve the underlying cause rather than any surface symptom.\n"
+    "Do not stop reasoning until you have independently verified the solution from multiple angles and are "
+    "certain that no assumption remains unchecked and no error remains undiscovered.\n\n"
+)
+PREVIEW = {"low": "", "high": "", "max": _ABSOLUTE}
+"""Efforts of the preview of April 2026, and of checkpoints that do not bring their encoder."""
+EFFORTS = {"low": "", "high": _ABSOLUTE, "max": _BEYOND}
+"""Efforts of the releases since July 2026."""
+ENCODER = "encoding/encoding_dsv4.py"
 TOOLS_HEAD = (
     "## Tools\n\n"
     "You have access to a set of tools to help answer the user's question. You can invoke tools by writing a "
@@ -49,16 +66,31 @@ TOOLS_TAIL = (
 )
 
 _USERS = frozenset({"user", "developer", "tool"})
+_BETWEEN = "\n\n"
+_LITERALS = ("REASONING_EFFORT_PROMPTS", "DEFAULT_REASONING_EFFORT", "REASONING_EFFORT_MAX")
 
 
 class DeepSeekV4Renderer:
-    """A Renderer. Options: thinking or enable_thinking (off), reasoning_effort (all but "none" think; "max" says so).
+    """A Renderer. Options: thinking or enable_thinking (off), reasoning_effort (all but "none" think).
 
-    The system text is the first message's, if that is a system message; tool results join the user's turn.
+    efforts: the text that each effort puts in front; default: the effort of a chat that names none, or one that the
+    release does not have. System texts stand where they are, tool results join the user's turn, and the first developer
+    or system message has the tools. Without tools, thoughts and developer messages before the last turn of the user are
+    left out where the model thinks.
     """
 
     variables = frozenset({"thinking", "enable_thinking", "reasoning_effort"})
-    spec = RendererSpec("openinfer.frontend.chat:DeepSeekV4Renderer", {})
+
+    def __init__(self, efforts: Mapping[str, str] = EFFORTS, default: str = "low") -> None:
+        self._efforts, self._default = dict(efforts), default
+        kwargs = {"efforts": self._efforts, "default": default}
+        self.spec = RendererSpec("openinfer.frontend.chat:DeepSeekV4Renderer", kwargs)
+
+    @classmethod
+    def of(cls, model_dir: Path) -> "DeepSeekV4Renderer":
+        """With the efforts of the encoder that a checkpoint brings. Raises ModelFilesError."""
+        path = model_dir / ENCODER
+        return cls(*_efforts_of(path)) if path.exists() else cls(PREVIEW)
 
     def render(
         self,
@@ -73,33 +105,86 @@ class DeepSeekV4Renderer:
         on_request = options.get("thinking", options.get("enable_thinking"))
         thinking = effort not in (None, "none") if on_request is None else bool(on_request)
         turns = _in_call_order(messages)
-        system = text_of(turns.pop(0)["content"]) if turns and turns[0]["role"] == "system" else ""
-        if tools:
-            system += "\n\n" + _tools(tools)
-        pieces = [BOS, EFFORT_MAX if thinking and effort == "max" else "", system]
+        forgets = thinking and not tools
         last_user = max((i for i, turn in enumerate(turns) if turn["role"] in _USERS), default=-1)
-        before = ""
+        if forgets:
+            early = sum(turn["role"] == "developer" for turn in turns[:last_user])
+            turns = [t for i, t in enumerate(turns) if t["role"] != "developer" or i >= last_user]
+            last_user -= early
+        if tools:
+            last_user += _add_tools(turns, tools)
+        pieces = [BOS, self._effort(effort) if thinking else ""]
+        before, answers = "", False
         for index, turn in enumerate(turns):
             role = turn["role"]
+            after = turns[index + 1]["role"] if index + 1 < len(turns) else None
             if role in _USERS:
                 joined = role != "developer" and before in ("user", "tool")
-                pieces += ["\n\n" if joined else USER, _said(turn)]
+                pieces += [_BETWEEN if joined else USER, _said(turn)]
+                answers = after in ("assistant", "latest_reminder")
+                if answers:
+                    pieces.append(
+                        ASSISTANT + (THINK if thinking and (not forgets or index >= last_user) else END_THINK)
+                    )
             elif role == "assistant":
-                if before in _USERS:
-                    keep = thinking and (bool(tools) or index > last_user)
-                    thought = f"{THINK}{turn.get('reasoning') or ''}" if keep else ""
-                    pieces.append(f"{ASSISTANT}{thought}{END_THINK}")
+                if thinking and (not forgets or index > last_user):
+                    pieces.append(f"{turn.get('reasoning') or ''}{END_THINK}")
                 pieces.append(_answer(turn))
-            elif role == "system":
-                pieces.append(text_of(turn["content"]))
+                answers = False
+            elif role in ("system", "latest_reminder"):
+                pieces.append((REMINDER if role == "latest_reminder" else "") + text_of(turn["content"]))
             else:
                 raise APIError(
                     f"messages hold a role {role!r} that DeepSeek-V4 does not know", param="messages"
                 )
             before = role
-        if add_generation_prompt:
+        if add_generation_prompt and not answers:
             pieces.append(ASSISTANT + (THINK if thinking else END_THINK))
         return "".join(pieces)
+
+    def _effort(self, effort: object) -> str:
+        known = {"xhigh": "max"}.get(str(effort), str(effort))
+        return self._efforts.get(known, self._efforts[self._default])
+
+
+def _efforts_of(path: Path) -> tuple[dict[str, str], str]:
+    """The efforts and the default among the literals of a published encoder, which is never run."""
+    try:
+        tree = ast.parse(read_text(path))
+        named = {
+            target.id: ast.literal_eval(one.value)
+            for one in tree.body
+            if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None
+            for target in (one.targets if isinstance(one, ast.Assign) else [one.target])
+            if isinstance(target, ast.Name) and target.id in _LITERALS
+        }
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ModelFilesError(f"{path} cannot be read: {error}") from error
+    efforts, most = named.get("REASONING_EFFORT_PROMPTS"), named.get("REASONING_EFFORT_MAX")
+    default = named.get("DEFAULT_REASONING_EFFORT", "low")
+    if efforts is None and isinstance(most, str):
+        return {**PREVIEW, "max": most}, "low"
+    if not isinstance(efforts, dict) or not all(isinstance(x, str) for pair in efforts.items() for x in pair):
+        raise ModelFilesError(
+            f"{path} has neither REASONING_EFFORT_PROMPTS, texts by effort, nor REASONING_EFFORT_MAX, a text"
+        )
+    if default not in efforts:
+        raise ModelFilesError(
+            f"{path}: DEFAULT_REASONING_EFFORT is {default!r:.80}; it must be one of the efforts"
+        )
+    return efforts, default
+
+
+def _add_tools(turns: list[Message], tools: Sequence[Mapping[str, Any]]) -> int:
+    """Add the tools to the first message that may have them. Returns how many messages this puts in front."""
+    text = TOOLS_HEAD + "\n".join(_json(tool["function"]) for tool in tools) + TOOLS_TAIL
+    for role in ("developer", "system"):
+        for index, turn in enumerate(turns):
+            if turn["role"] == role:
+                turns[index] = {**turn, "content": f"{text_of(turn['content'])}\n\n{text}"}
+                return 0
+    turns.insert(0, {"role": "system", "content": f"\n\n{text}"})
+    return 1
 
 
 def _in_call_order(messages: Sequence[Message]) -> list[Message]:
@@ -116,13 +201,10 @@ def _in_call_order(messages: Sequence[Message]) -> list[Message]:
     return [message for _, _, message in sorted(keyed, key=lambda entry: entry[:2])]
 
 
-def _tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    return TOOLS_HEAD + "\n".join(_json(tool["function"]) for tool in tools) + TOOLS_TAIL
-
-
 def _said(turn: Message) -> str:
-    text = text_of(turn["content"])
-    return f"<tool_result>{text}</tool_result>" if turn["role"] == "tool" else text
+    if turn["role"] == "tool":
+        return f"<tool_result>{text_of(turn['content'], _BETWEEN)}</tool_result>"
+    return text_of(turn["content"])
 
 
 def _answer(turn: Message) -> str:
@@ -132,13 +214,14 @@ def _answer(turn: Message) -> str:
 
 
 def _call(function: Mapping[str, Any]) -> str:
-    lines = [f'<{DSML}invoke name="{function["name"]}">']
+    lines = []
     for key, value in function["arguments"].items():
         is_text = isinstance(value, str)
         text = value if is_text else _json(value)
         kind = "true" if is_text else "false"
         lines.append(f'<{DSML}parameter name="{key}" string="{kind}">{text}</{DSML}parameter>')
-    return "\n".join([*lines, f"</{DSML}invoke>"])
+    arguments = "\n".join(lines)  # none leave an empty line
+    return f'<{DSML}invoke name="{function["name"]}">\n{arguments}\n</{DSML}invoke>'
 
 
 def _json(value: Any) -> str:
