@@ -25,10 +25,10 @@ class TapPack:
         self.inner, self.changed = CpuPack(), changed
         self.streams: list[np.ndarray[Any, Any]] = []
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         self.inner.run(op, args)
         if op.name in self.changed:
-            self.streams.append(args[self.changed[op.name]].numpy().copy())
+            self.streams.append(getattr(args, self.changed[op.name]).numpy().copy())
 
 
 def start_row(model: Model, prompt: list[int]) -> None:

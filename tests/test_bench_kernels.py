@@ -28,10 +28,10 @@ def test_every_case_of_every_package_has_a_plan() -> None:
     target = Target(90, 132, cublas=True, gpu="NVIDIA H200")
     for module, case in bench_kernels.cases(Memory(Device("null")), []):
         pack = NullPack(target)
-        pack.run(case.op, case.args[0])
+        case.op(pack, **case.args[0])
         assert pack.calls[0].commands, case.name
         for name, commands in module.variants(target, case) if hasattr(module, "variants") else ():
-            assert list(commands(case.args[0])), (case.name, name)
+            assert list(commands(case.calls[0])), (case.name, name)
 
 
 def test_without_a_gpu_there_is_a_line_and_no_figure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,10 @@ class Tap(TapPack):
         super().__init__({"spread": "streams", "hc_post": "streams"})
         self.selected: list[np.ndarray[Any, Any]] = []
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         super().run(op, args)
         if op.name == "index_topk":
-            self.selected.append(args["selected"].numpy().copy())
+            self.selected.append(args.selected.numpy().copy())
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def test_a_plan_has_the_kernels_of_plain_and_packed_layers(recipe: Any, config: 
         source = dataclasses.replace(Source.read(folder), checkpoint=checkpoint)
         outline = Outline(recipe, source, recipe.options(max_model_len=128), H200)
     calls = [call for calls in outline.steps.values() for call in calls if call.op.name == "gate_up_silu"]
-    assert {call.args["weight"].dtype for call in calls} == {uint8, bfloat16}
+    assert {call.args.weight.dtype for call in calls} == {uint8, bfloat16}
 
 
 def test_scales_of_one_value_and_of_a_cache(plain: Tensors, tmp_path: Path) -> None:

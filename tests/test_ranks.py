@@ -12,12 +12,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from openinfer.kernels import CpuPack, RankLost
+from openinfer.kernels.authoring import mapped
 from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
 from openinfer.recipes.deepseek_v4.config import Config as DeepseekConfig
 from openinfer.recipes.engine import Options, SetupError, UnsupportedModel, follower_process, startup
@@ -187,19 +189,15 @@ class Faulty:
     def __init__(self, inner: Any, fault: str) -> None:
         self.inner, self.fault = inner, fault
 
-    def bind(self, op: Any, args: dict[str, Any]) -> Any:
+    def bind(self, op: Any, args: Any) -> Any:
         return functools.partial(self.run, op, args)
 
-    def run(self, op: Any, args: dict[str, Any]) -> None:
+    def run(self, op: Any, args: Any) -> None:
         if self.fault == "experts off by one" and op.name in ("route", "route_topk"):
-            args = args | {"first_expert": args["first_expert"] + 1}
-        if self.fault == "no sum" and args.get("ranks", 1) > 1 and op.name != "gather_columns":
-            copies = {
-                k: Tensor.from_numpy(v.numpy().copy()) if isinstance(v, Tensor) else v
-                for k, v in args.items()
-            }
-            self.inner.run(op, copies)
-            args = args | {"ranks": 1}
+            args = replace(args, first_expert=args.first_expert + 1)
+        if self.fault == "no sum" and getattr(args, "ranks", 1) > 1 and op.name != "gather_columns":
+            self.inner.run(op, mapped(args, Tensor, lambda t: Tensor.from_numpy(t.numpy().copy())))
+            args = replace(args, ranks=1)
         self.inner.run(op, args)
 
 

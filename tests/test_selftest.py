@@ -43,7 +43,7 @@ def test_an_op_that_does_what_its_reference_does_agrees(case):
 def test_a_wrong_output_is_named(case, output, part):
     def run(op: Any, args: Any) -> None:
         CpuPack().run(op, args)
-        array = args[output].numpy()
+        array = getattr(args, output).numpy()
         array[:] = (array * part + 1).astype(array.dtype)
 
     found = check(case, run)
@@ -61,7 +61,7 @@ def test_a_cache_is_compared_where_it_is_written():
 
     def run(op: Any, args: Any) -> None:
         CpuPack().run(op, args)
-        args["kv"].numpy()[0, 3] = 1
+        args.kv.numpy()[0, 3] = 1
 
     found = check(case, run)
     assert found.problem.startswith("kv is off by")

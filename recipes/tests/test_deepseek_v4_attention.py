@@ -237,7 +237,7 @@ def test_attention_for_hopper_on_gpu(
 def test_attention_in_triton_on_gpu(
     reference: Run, on_gpu: Run, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(sparse.Attention, "for_hopper", False)
+    monkeypatch.setattr(sparse.SparseAttendArgs, "for_hopper", False)
     check_attend(on_gpu, reference, attend_args(rng, SOME, **PUBLISHED[kind]))
 
 
@@ -247,7 +247,7 @@ def planned(tokens: int, target: Target, kind: str = "selected", **change: int) 
     args = attend_args(np.random.default_rng(0), [(1, 4095)] + [(0, 0)] * (tokens - 1), **sizes)
     tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
     plan = NullPack(target)
-    plan.run(sparse_attend, tensors)
+    sparse_attend(plan, **tensors)
     return [command for command in plan.calls[0].commands if isinstance(command, Launch)]
 
 

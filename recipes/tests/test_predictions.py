@@ -10,6 +10,7 @@ import pytest
 
 from openinfer.graph import Shape
 from openinfer.kernels import H200, NullPack, Target, predictions
+from openinfer.kernels.authoring import mapped
 from openinfer.kernels.packs.null import Call
 from openinfer.recipes import deepseek_v4, qwen3, qwen3_5
 from openinfer.recipes.deepseek_v4.published import config_json
@@ -17,7 +18,7 @@ from openinfer.recipes.engine import Recipe, Source
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.engine.startup import buckets_for, make_plan
 from openinfer.sampler.gpu import sample_rows
-from openinfer.tensor import Arena, Device, Stream
+from openinfer.tensor import Arena, Device, Stream, Tensor
 
 Json = Mapping[str, Any]
 Point = tuple[int, int, int, float]
@@ -61,7 +62,7 @@ def kinds(calls: Sequence[Call]) -> dict[tuple[Any, ...], int]:
     """How often an op with such shapes, numbers and kernels comes."""
     found: dict[tuple[Any, ...], int] = {}
     for call in calls:
-        shapes = tuple(getattr(arg, "shape", arg) for arg in call.args.values())
+        shapes = repr(mapped(call.args, Tensor, lambda tensor: tensor.shape))
         kernels = tuple(getattr(command, "spec", type(command)) for command in call.commands)
         key = call.op.name, shapes, kernels
         found[key] = found.get(key, 0) + call.times

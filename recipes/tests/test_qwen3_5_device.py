@@ -187,7 +187,7 @@ def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(
     for order in ("as listed", "in between"):
         arrays, tensors = copied(args)
         plan = NullPack(SMALL)
-        plan.run(gated_delta_net, tensors)
+        gated_delta_net(plan, **tensors)
         commands = plan.calls[0].commands
         assert [c.branch for c in commands] == [1, 1, 1, 1, 2]
         *chunks, step = commands
@@ -210,7 +210,7 @@ def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(
 def test_only_a_mixed_step_of_many_rows_has_branches(tokens: int, rows: int, branches: set[int]) -> None:
     plan = NullPack(H200)
     args = null_step(tokens, rows, 16, 32)
-    plan.run(gated_delta_net, {**args, "max_q_len": 1 if tokens == rows else tokens})
+    gated_delta_net(plan, **{**args, "max_q_len": 1 if tokens == rows else tokens})
     assert {c.branch for c in plan.calls[0].commands} == branches
 
 

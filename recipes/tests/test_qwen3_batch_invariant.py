@@ -29,7 +29,7 @@ def kernels_by_use(found: Plan) -> dict[tuple[str, int], set[tuple[KernelSpec | 
     kernels = defaultdict(set)
     for calls in found.steps.values():
         for call in calls:
-            weight = call.args.get("weight")
+            weight = getattr(call.args, "weight", None)
             shape = weight.shape if isinstance(weight, Tensor) else ()
             use = call.op.name, weights.setdefault(shape, len(weights))
             kernels[use].add(tuple(c.spec if isinstance(c, Launch) else "cublas" for c in call.commands))

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -430,12 +430,12 @@ class WarmSlot:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
-    def bind(self, op: Op[Any], args: Mapping[str, Any]) -> Callable[[], None]:
+    def bind(self, op: Op[Any], args: Any) -> Callable[[], None]:
         return functools.partial(self.run, op, args)
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         if op.name == "sample":
-            args["temperatures"].numpy()[3] = 5.0
+            args.temperatures.numpy()[3] = 5.0
         self.inner.run(op, args)
 
 

@@ -81,7 +81,7 @@ def call(
 
 def kernels_of(op: Op[Any], args: dict[str, Any], target: Target) -> list[str]:
     plan = NullPack(target)
-    plan.run(op, {n: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in args.items()})
+    op(plan, **{n: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in args.items()})
     return [spec.function for spec in plan.specs()]
 
 
@@ -245,7 +245,7 @@ def test_the_kernel_of_a_model_fits(
     args |= {name: arena.alloc((tokens,), int32) for name in ("adapters", "token_slots")}
     args["lora_parts"] = parts
     plan, store = NullPack(H200), Store(90, cubins, folders=[])
-    plan.run(op, args)
+    op(plan, **args)
     (spec,) = [spec for spec in plan.specs() if spec.function == "gemm_small_adapted"]
     store.prepare([spec])
     used = resources(store.get(spec).cubin)
@@ -266,7 +266,7 @@ def clusters_of(
     if op is not linear_add:
         args |= {"norm_weight": arena.alloc((k,), bfloat16), "eps": 1e-6}
     plan = NullPack(target)
-    plan.run(op, {**args, **more})
+    op(plan, **{**args, **more})
     launches = [command for call in plan.calls for command in call.commands if isinstance(command, Launch)]
     found = [
         launch.spec

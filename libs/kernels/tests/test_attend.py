@@ -425,7 +425,7 @@ def test_a_small_prompt_on_gpu(check_op_gpu, gpu, rng, normal, monkeypatch, wind
     monkeypatch.setattr(long_attention, "SPLIT_TOKENS", 1)
     args = step(rng, normal, [70, 140], [0, 20], heads=4, kv_heads=1, dim=128, window=window)
     pack = NullPack(gpu[0])
-    pack.run(attend, {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
+    attend(pack, **{k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
     if "attend_prompt" not in {spec.function for spec in pack.specs()}:
         pytest.skip("the kernel is for sm_90")
     check(check_op_gpu, args)

@@ -3,14 +3,21 @@
 import subprocess
 import sys
 import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
 from openinfer.kernels import authoring
 from openinfer.kernels.authoring import (
     FLOATS,
+    Array,
+    Command,
     Cost,
     Op,
+    T,
+    Target,
     Workload,
     expect,
     f32,
@@ -19,10 +26,9 @@ from openinfer.kernels.authoring import (
     rounded,
 )
 from openinfer.kernels.testing import Case, OpConformance
-from openinfer.tensor import bfloat16
+from openinfer.tensor import Tensor, bfloat16
 
 FROZEN = [
-    "ATTENDING",
     "CONSUMER_SHARED_BYTES",
     "FLOATS",
     "FP4_BLOCK",
@@ -35,7 +41,6 @@ FROZEN = [
     "NEW_PAIRS",
     "PUBLISHED_SCALES",
     "SCALE_BLOCK",
-    "WRITING",
     "Adapter",
     "AdapterSizes",
     "Adapters",
@@ -64,7 +69,9 @@ FROZEN = [
     "Pack",
     "Packing",
     "Projection",
+    "QkvAttentionArgs",
     "Scratch",
+    "T",
     "Target",
     "TensorMap",
     "WeightPart",
@@ -92,6 +99,8 @@ FROZEN = [
     "hadamard",
     "halves",
     "launch",
+    "leaves",
+    "mapped",
     "matmul",
     "matmul_nt",
     "module_packing",
@@ -112,6 +121,7 @@ FROZEN = [
     "sum_of_ranks",
     "sum_over",
     "takes_codes",
+    "tensors",
     "unpack_fp4",
     "way_of",
     "without_zero_points",
@@ -144,28 +154,38 @@ def test_importing_it_needs_no_triton_and_no_driver():
 # An op of somebody else's, written with these names alone. Its kernel is one that the library has.
 
 
-def _contract(*, out, table, token_ids):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookUpArgs(Generic[T]):
     """out[t] = table[token_ids[t]]."""
-    expect("table", table, (-1, -1), *FLOATS)
-    expect("token_ids", token_ids, (-1,), np.dtype(np.int32))
-    expect("out", out, (token_ids.shape[0], table.shape[1]), table.dtype)
-    require(table.shape[1] % 16 == 0, f"table has {table.shape[1]} columns; it must be a multiple of 16")
+
+    out: T
+    table: T
+    token_ids: T
 
 
-def _reference(*, out, table, token_ids):
-    out[:] = rounded(f32(table[token_ids]), out.dtype)
+def _check(a: LookUpArgs[Tensor]) -> None:
+    expect("table", a.table, (-1, -1), *FLOATS)
+    expect("token_ids", a.token_ids, (-1,), np.dtype(np.int32))
+    expect("out", a.out, (a.token_ids.shape[0], a.table.shape[1]), a.table.dtype)
+    require(a.table.shape[1] % 16 == 0, f"table has {a.table.shape[1]} columns; it must be a multiple of 16")
 
 
-def _launches(target, *, out, table, token_ids):
-    args = {"out": out, "index": token_ids, "table": table, "width": table.shape[1]}
-    yield launch("openinfer.kernels.device.rows", "gather_rows", (out.shape[0],), args, {"BLOCK": 64})
+def _reference(a: LookUpArgs[Array]) -> None:
+    a.out[:] = rounded(f32(a.table[a.token_ids]), a.out.dtype)
 
 
-def _cost(workload, *, table, **_):
-    return Cost(2 * workload.tokens * table.shape[1] * table.itemsize, 0)
+def _launches(target: Target, a: LookUpArgs[Tensor]) -> Iterator[Command]:
+    args = {"out": a.out, "index": a.token_ids, "table": a.table, "width": a.table.shape[1]}
+    yield launch("openinfer.kernels.device.rows", "gather_rows", (a.out.shape[0],), args, {"BLOCK": 64})
 
 
-look_up = Op("look_up", _contract, reference=_reference, launches=_launches, cost=_cost)
+def _cost(workload: Workload, a: LookUpArgs[Tensor]) -> Cost:
+    return Cost(2 * workload.tokens * a.table.shape[1] * a.table.itemsize, 0)
+
+
+look_up = Op(
+    "look_up", LookUpArgs[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
+)
 
 
 class TestLookUp(OpConformance):
@@ -183,5 +203,5 @@ class TestLookUp(OpConformance):
 
 
 def test_a_cost_is_of_a_workload():
-    table = np.zeros((5, 32), bfloat16)
-    assert look_up.cost(Workload.prefill(3), table=table) == Cost(2 * 3 * 32 * 2, 0)
+    given = {name: Tensor.from_numpy(array) for name, array in TestLookUp.cases[0].args.items()}
+    assert look_up.cost(Workload.prefill(3), look_up.args(**given)) == Cost(2 * 3 * 32 * 2, 0)

@@ -38,10 +38,10 @@ def test_cases_are_calls_that_have_a_plan(module):
         assert isinstance(next(a for a in case.args[0].values() if isinstance(a, Tensor)), Tensor)
         target = Target(90, 132, cublas=True, gpu="NVIDIA H200")
         pack = NullPack(target)
-        pack.run(case.op, case.args[0])
+        case.op(pack, **case.args[0])
         assert pack.calls[0].cost(case.workload).bytes > 0
         for name, commands in module.variants(target, case) if hasattr(module, "variants") else ():
-            assert list(commands(case.args[0])), name
+            assert list(commands(case.calls[0])), name
 
 
 def test_a_batch_has_the_fields_of_a_step():
@@ -97,7 +97,7 @@ def test_a_variant_is_timed_if_its_output_is_the_same(unwritten):
     meter = Meter()
     variants = [
         ("same", same),
-        ("wrong", lambda args: linear_add.plan(INTERPRETED, {**args, "weight": wrong})),
+        ("wrong", lambda args: linear_add.plan(INTERPRETED, linear_add.args(**{**args, "weight": wrong}))),
         ("broken", broken),
     ]
     found = list(measure(meter, case, variants))
@@ -110,7 +110,7 @@ def test_a_variant_is_timed_if_its_output_is_the_same(unwritten):
 
 
 def test_copies_are_as_many_as_a_cache_takes(monkeypatch):
-    monkeypatch.setattr("openinfer.kernels.measure.benchmark.COLD_BYTES", 10 * 64 * 2)
+    monkeypatch.setattr("openinfer.kernels.op.cases.COLD_BYTES", 10 * 64 * 2)
     memory = Memory(Device("cpu"), Stream(Device("cpu")))
     args = {"x": memory.normal(4), "weight": memory.normal(64), "scales": None}
     copies = memory.copies(args, "weight", "scales")

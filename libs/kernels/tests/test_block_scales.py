@@ -176,12 +176,14 @@ def test_experts_cost_what_is_hit(numbers: Any, rng: np.random.Generator) -> Non
     args = mixture(numbers, 8, 2, 64, 32, 64, rng)
     tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
     whole = tensors["gate_up"].nbytes + tensors["down"].nbytes
-    one = experts_add.cost(Workload.decode(1, 10), **tensors)
-    many = experts_add.cost(Workload.prefill(64), **tensors)
+    one = experts_add.cost(Workload.decode(1, 10), experts_add.args(**tensors))
+    many = experts_add.cost(Workload.prefill(64), experts_add.args(**tensors))
     assert whole / 4 < one.bytes < whole / 3.5  # two of eight
     assert many.bytes > whole
     assert many.flops == 64 * one.flops
-    shared = experts_add.cost(Workload.decode(1, 10), **tensors, all_experts=32)  # a rank of four
+    shared = experts_add.cost(
+        Workload.decode(1, 10), experts_add.args(**tensors, all_experts=32)
+    )  # a rank of four
     assert shared.flops == one.flops / 4
     assert whole / 17 < shared.bytes < whole / 14
 

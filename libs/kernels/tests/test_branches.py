@@ -1,6 +1,7 @@
 """Branches of a call: what they are in a captured graph, against a model of stream capture and on a GPU; elsewhere
 nothing but their order."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -178,15 +179,20 @@ def test_a_real_graph_has_two_branches_and_does_what_the_calls_do(gpu, normal):
     token_ids.copy_from(ids)
 
     def step(out, source):
-        return embed.launches(target, out=out, token_ids=token_ids, table=source)
+        return embed.launches(target, embed.args(out=out, token_ids=token_ids, table=source))
 
-    def launches(target):
+    def launches(target, _):
         yield from step(middle, table)
         yield from beside(step(left, middle), step(right, middle))
         yield from step(end, right)
 
     op = Op(
-        "two_branches", lambda: None, reference=lambda: None, launches=launches, cost=lambda w: Cost(0, 0)
+        "two_branches",
+        dataclasses.make_dataclass("NoArgs", []),
+        check=lambda _: None,
+        reference=lambda _: None,
+        launches=launches,
+        cost=lambda w, _: Cost(0, 0),
     )
     plan, pack = NullPack(target), LaunchPack(target, cuda, None, None)
     op(plan)

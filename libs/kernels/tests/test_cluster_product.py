@@ -165,7 +165,7 @@ def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tok
         args = {"out": normal(tokens, n // 2 if kind == "gate_up_silu" else n), "x": normal(tokens, k)}
         args |= {"norm_weight": gain, "weight": weight, "eps": 1e-6}
     args |= more
-    assert isinstance(op.plan(target, copied(args)[1])[-1].spec, CudaSpec)
+    assert isinstance(op.plan(target, op.args(**copied(args)[1]))[-1].spec, CudaSpec)
     found = [run_on_gpu(op, args, target, driver, stream)[written] for _ in range(2)]
     np.testing.assert_array_equal(found[0], found[1])
     some = np.unique(np.r_[0, tokens - 1, rng.integers(0, tokens, 6)])

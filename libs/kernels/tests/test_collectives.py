@@ -269,4 +269,4 @@ def test_contracts(arena):
         (all_reduce, x, 0, "0 ranks"),
     ):
         with pytest.raises(ContractError, match=why):
-            op.contract(out=out, x=x, ranks=ranks)
+            op.check(op.args(out=out, x=x, ranks=ranks))

@@ -127,11 +127,10 @@ def test_heads_without_norms(run_both, step):
 
 def test_half_the_bytes_are_read(step):
     args = step([1, 1], [1000, 30], dim=128)
-    fp8 = norm_rope_attend.cost(Workload.decode(2, 1000), **as_tensors(args))
+    fp8 = norm_rope_attend.cost(Workload.decode(2, 1000), norm_rope_attend.args(**as_tensors(args)))
     kv = np.zeros(args["kv"].shape, bfloat16)
-    bf16 = norm_rope_attend.cost(
-        Workload.decode(2, 1000), **as_tensors({**args, "kv": kv, "kv_scales": None})
-    )
+    plain = as_tensors({**args, "kv": kv, "kv_scales": None})
+    bf16 = norm_rope_attend.cost(Workload.decode(2, 1000), norm_rope_attend.args(**plain))
     assert fp8.flops == bf16.flops
     assert fp8.bytes / bf16.bytes == pytest.approx(129 / 256, abs=0.01)
 
@@ -263,9 +262,9 @@ def test_other_launches_of_a_case_have_the_same_parameters() -> None:
     for case in (
         one for one in attend_module.cases(Memory(Device("null"))) if one.name.endswith("decode 1 x 1024")
     ):
-        (chosen,) = case.op.plan(target, case.args[0])
+        (chosen,) = case.op.plan(target, case.op.args(**case.args[0]))
         for _, commands in attend_module.variants(target, case):
-            (other,) = commands(case.args[0])
+            (other,) = commands(case.calls[0])
             assert other.spec.signature == chosen.spec.signature
 
 

@@ -60,7 +60,8 @@ def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tok
     target = Target(target.arch, target.num_sms, target.cublas, target.gpu, nvrtc=True)
     args = {"out": normal(tokens, width), "x": normal(tokens, hidden)}
     args["weight"] = normal(2 * width, hidden, scale=hidden**-0.5)
-    assert [type(command.spec) for command in gate_up_silu.plan(target, copied(args)[1])] == [CudaSpec]
+    commands = gate_up_silu.plan(target, gate_up_silu.args(**copied(args)[1]))
+    assert [type(command.spec) for command in commands] == [CudaSpec]
     found = [run_on_gpu(gate_up_silu, args, target, driver, stream)["out"] for _ in range(2)]
     np.testing.assert_array_equal(found[0], found[1])
     some = np.unique(np.r_[0, 63, 64, 127, 128, tokens - 1, rng.integers(0, tokens, 40)])

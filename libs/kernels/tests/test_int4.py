@@ -135,7 +135,7 @@ def test_kernels_for_every_size_are_planned() -> None:
 
 def test_costs_count_the_bytes_of_codes_and_words() -> None:
     args = {name: Tensor.from_numpy(array) for name, array in args_of(linear_add, 4, 256, 512, 128).items()}
-    cost = linear_add.cost(Workload(4, 4, 0, 0), **args)
+    cost = linear_add.cost(Workload(4, 4, 0, 0), linear_add.args(**args))
     assert cost.flops == 2 * 4 * 256 * 512
     assert cost.bytes == 256 * 512 // 2 + 4 * 256 * 4 + 4 * (512 + 2 * 256) * 2
 

@@ -171,7 +171,9 @@ def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tok
         out = normal(tokens, n // 2 if op is gate_up_silu else n)
         gain = (1 + normal(k, scale=0.1).astype(float32)).astype(bfloat16)
         written, args = "out", {"out": out, "x": normal(tokens, k), "norm_weight": gain, **args, "eps": 1e-6}
-    functions = [c.spec.function for c in op.plan(target, copied(args)[1]) if isinstance(c, Launch)]
+    functions = [
+        c.spec.function for c in op.plan(target, op.args(**copied(args)[1])) if isinstance(c, Launch)
+    ]
     assert ("int4_cluster" in functions) == (tokens <= 128 or n * k > 20 << 20)
     found = [run_on_gpu(op, args, target, driver, stream)[written] for _ in range(2)]
     np.testing.assert_array_equal(found[0], found[1])

@@ -49,7 +49,7 @@ OUTPUTS = {"x": 0, "next_ids": 0, "positions": 0, "token_slots": 0}
 
 
 def run(op, args):
-    CpuPack().run(op, {name: Tensor.from_numpy(array) for name, array in args.items()})
+    op(CpuPack(), **{name: Tensor.from_numpy(array) for name, array in args.items()})
 
 
 @pytest.mark.parametrize("width", [48, 1040])

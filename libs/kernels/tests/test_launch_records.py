@@ -156,7 +156,7 @@ def digests():
                 op, args = call(tokens)
                 pack = NullPack(target)
                 try:
-                    pack.run(op, args)
+                    op(pack, **args)
                     records = [record(command) for command in pack.calls[0].commands]
                 except ContractError:
                     records = ["refused"]

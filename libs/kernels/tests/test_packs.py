@@ -1,5 +1,8 @@
 """The packs: what each does with the same call."""
 
+from dataclasses import dataclass, make_dataclass
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 
@@ -160,13 +163,75 @@ def test_a_group_of_arguments_is_not_one_that_is_missing(arena):
 
 
 def test_a_mistake_inside_a_contract_is_no_contract_error():
-    def contract(*, out: Tensor) -> None:
-        """An op."""
-        len(out.no_such_thing)
+    def check(a):
+        len(a.out.no_such_thing)
 
-    op = Op("odd", contract, reference=print, launches=lambda *a, **k: [], cost=lambda *a, **k: Cost(0, 0))
+    op = Op(
+        "odd",
+        make_dataclass("Args", ["out"]),
+        check=check,
+        reference=print,
+        launches=lambda *_: [],
+        cost=lambda *_: Cost(0, 0),
+    )
     with pytest.raises(AttributeError, match="no_such_thing"):
         op(CpuPack(), out=Tensor.from_numpy(np.zeros(1, np.float32)))
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nested:
+    """out = the sum of all tensors."""
+
+    out: Any
+    pair: Pair
+    layers: Any
+    of: Any = None
+    scale: float = 1.0
+
+
+def test_tensors_inside_values_are_arrays_to_a_reference():
+    def reference(a):
+        assert (type(a.pair), type(a.layers), a.scale) == (Pair, tuple, 2.0)
+        assert a.of["weight"].out is None
+        a.out[:] = a.pair.first + a.pair.second + sum(a.layers) + a.of["weight"].pair.first
+
+    op = Op(
+        "sum",
+        Nested,
+        check=lambda a: None,
+        reference=reference,
+        launches=lambda *_: [],
+        cost=lambda *_: Cost(0, 0),
+    )
+    out, *rest = (Tensor.from_numpy(np.full(2, n, np.float32)) for n in range(6))
+    inner = Nested(out=None, pair=Pair(rest[4], None), layers=())
+    op(CpuPack(), out=out, pair=Pair(*rest[:2]), layers=tuple(rest[2:4]), of={"weight": inner}, scale=2.0)
+    assert out.numpy().tolist() == [15.0, 15.0]
+    pack = NullPack(PLAIN)
+    op(pack, out=rest[0], pair=Pair(*rest[:2]), layers=[np.zeros(2)])
+    assert pack.calls[0].tokens == 2
+    with pytest.raises(
+        ContractError, match=r"sum takes out, pair, layers, of\?, scale\? by keyword, given out$"
+    ):
+        op(pack, out=out)
+
+
+def test_an_array_inside_a_value_is_named():
+    op = Op(
+        "nested",
+        Nested,
+        check=lambda a: a.pair.second.is_contiguous,
+        reference=print,
+        launches=lambda *_: [],
+        cost=lambda *_: Cost(0, 0),
+    )
+    with pytest.raises(ContractError, match=r"nested: pair\.second must be a Tensor"):
+        op(CpuPack(), out=None, pair=Pair(None, np.zeros(2)), layers=())
 
 
 def test_a_float32_model_runs_on_the_cpu(rng):

@@ -1,6 +1,7 @@
 """A prediction is the sum of what its calls cost, for every workload."""
 
 import dataclasses
+import types
 
 import pytest
 
@@ -117,7 +118,12 @@ BENDS = {
 @pytest.mark.parametrize("sizes", [(0, 0), (500, 500), (9000, 9000), (10**6, 10**7)])
 def test_a_cost_that_is_no_line_is_asked_every_time(name, sizes):
     op = Op(
-        name, lambda: None, reference=lambda: None, launches=lambda target: (), cost=lambda w: BENDS[name](w)
+        name,
+        dataclasses.make_dataclass("NoArgs", []),
+        check=lambda _: None,
+        reference=lambda _: None,
+        launches=lambda target, _: (),
+        cost=lambda workload, _: BENDS[name](workload),
     )
     pack = NullPack(H200)
     op(pack)
@@ -167,5 +173,5 @@ def test_steps_have_predictions_where_the_speed_is_known(caplog):
 @pytest.mark.parametrize(("longest", "kind"), [(1, "attend, decode"), (4, "attend, decode"), (64, "attend")])
 def test_attention_of_rows_with_few_tokens_is_a_kind_of_its_own(longest, kind):
     (op,) = {call.op for call in calls(Arena(Device("null"), None), tokens=512) if call.op.name == "attend"}
-    assert Call(op, {"max_q_len": longest}, ()).kind == kind
-    assert Call(op, {}, ()).kind == "attend"
+    assert Call(op, types.SimpleNamespace(max_q_len=longest), ()).kind == kind
+    assert Call(op, types.SimpleNamespace(), ()).kind == "attend"

@@ -1,5 +1,7 @@
 """Calls that came before: their commands serve calls at other addresses, and only those that they fit."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -97,15 +99,16 @@ def test_an_int_is_not_a_float_that_is_equal():
 def test_a_view_inside_an_argument_is_found_again():
     arena = Arena(NULL, None)
 
-    def launches(target, *, x):
-        yield launch("m", "f", (1,), {"head": x, "tail": x[2:]}, {})
+    def launches(target, a):
+        yield launch("m", "f", (1,), {"head": a.x, "tail": a.x[2:]}, {})
 
     op = Op(
         "op",
-        lambda *, x: None,
-        reference=lambda *, x: None,
+        dataclasses.make_dataclass("Args", ["x"]),
+        check=lambda _: None,
+        reference=lambda _: None,
         launches=launches,
-        cost=lambda w, *, x: Cost(0, 0),
+        cost=lambda w, _: Cost(0, 0),
     )
     p = pack()
     tensors = [arena.alloc((4, 8), float32) for _ in range(2)]
@@ -115,16 +118,38 @@ def test_a_view_inside_an_argument_is_found_again():
         assert [int.from_bytes(value, "little") for value in parameters[:2]] == [x.ptr, x.ptr + 64]
 
 
+def test_a_tensor_inside_a_value_is_found_again_and_is_part_of_what_a_call_is():
+    arena = Arena(NULL, None)
+    outer = dataclasses.make_dataclass("Outer", ["x", "layers"])
+
+    def launches(target, a):
+        yield launch("m", "f", (1,), {"second": a.layers[1]["w"]}, {})
+
+    op = Op(
+        "op", outer, check=lambda _: None, reference=print, launches=launches, cost=lambda w, _: Cost(0, 0)
+    )
+    p, x = pack(), arena.alloc((4,), float32)
+    calls = [[{"w": arena.alloc((4, 8), float32)} for _ in range(2)] for _ in range(2)]
+    for layers in calls:
+        op(p, x=x, layers=layers)
+    found = [int.from_bytes(parameters[0], "little") for _, _, parameters in p.driver.records]
+    assert found == [layers[1]["w"].ptr for layers in calls]
+    keys = {recall.call_key(op, op.args(x=x, layers=layers)) for layers in calls}
+    assert len(keys) == 1
+    assert recall.call_key(op, op.args(x=x, layers=calls[0][:1] * 2)) not in keys
+    assert recall.call_key(op, op.args(x=x, layers=calls[0][:1])) not in keys
+
+
 def test_a_tensor_that_no_argument_or_more_than_one_holds_is_planned_anew():
     arena = Arena(NULL, None)
     own, x = arena.alloc((8,), float32), arena.alloc((8,), float32)
     at = launch("m", "f", (1,), {"x": x[4:]}, {})
-    assert recall.sources([at], {"x": x}) == {id(at.args[0]): ("x", 16)}
+    assert recall.sources([at], {"x": x}) == {id(at.args[0]): (0, 16)}
     assert recall.sources([at], {"own": own}) is None
     assert recall.sources([at], {"x": x, "y": x[2:]}) is None  # which of the two moves with it?
     assert recall.sources([at], {"x": x, "y": x}) is not None  # the same memory in every such call
     inner = x[2:]
     passed_on = launch("m", "f", (1,), {"x": inner, "y": x}, {})
-    assert recall.sources([passed_on], {"x": x, "y": inner}) == {id(inner): ("y", 0), id(x): ("x", 0)}
+    assert recall.sources([passed_on], {"x": x, "y": inner}) == {id(inner): (1, 0), id(x): (0, 0)}
     empty = Tensor(x.ptr, (0,), np.dtype("float32"), NULL)
     assert recall.sources([at], {"x": empty}) is None

@@ -302,7 +302,7 @@ def on_null(args):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_of_codes_is_one_ring_that_normalises_and_quantises(kind, normal):
     for op, _, args in layer_of_codes(kind, normal):
-        (command,) = op.plan(RINGS, on_null(args))
+        (command,) = op.plan(RINGS, op.args(**on_null(args)))
         constants = dict(command.spec.constants)
         assert (command.spec.function, command.early) == ("gemv_ring_groups", True)
         assert constants["NORM"] == ("norm_weight" in args)
@@ -314,7 +314,7 @@ def test_a_token_of_codes_is_one_ring_that_normalises_and_quantises(kind, normal
 def test_other_targets_have_no_ring_of_codes(change, normal):
     target = dataclasses.replace(RINGS, **change)
     for op, _, args in layer_of_codes("block", normal, 256, 256, 256, 256):
-        assert all("ring" not in str(c.spec) for c in op.plan(target, on_null(args)))
+        assert all("ring" not in str(c.spec) for c in op.plan(target, op.args(**on_null(args))))
 
 
 def test_codes_that_no_ring_takes_are_multiplied_as_before(normal):
@@ -325,7 +325,9 @@ def test_codes_that_no_ring_takes_are_multiplied_as_before(normal):
     wide |= coded_args("block", normal(256, 384).astype(float32))
     wide |= {"weight": np.zeros((256, 320), float8_e4m3fn)}
     for other in (plain, two, wide):
-        assert all("ring" not in str(c.spec) for c in norm_linear.plan(RINGS, on_null(other)))
+        assert all(
+            "ring" not in str(c.spec) for c in norm_linear.plan(RINGS, norm_linear.args(**on_null(other)))
+        )
 
 
 @pytest.mark.parametrize("kind", ["block", "token", "int4"])
@@ -371,7 +373,7 @@ def test_rings_of_codes_agree_with_the_reference_and_repeat_their_bits(kind, hid
         pytest.skip("rings are for sm_90")
     target = Target(target.arch, target.num_sms, gpu=target.gpu, nvrtc=True)
     for op, written, args in layer_of_codes(kind, normal, hidden):
-        assert [c.spec.function for c in op.plan(target, copied(args)[1])] == ["gemv_ring_groups"]
+        assert [c.spec.function for c in op.plan(target, op.args(**copied(args)[1]))] == ["gemv_ring_groups"]
         found = [run_on_gpu(op, args, target, driver, stream)[written] for _ in range(2)]
         np.testing.assert_array_equal(found[0], found[1])
         want = run_reference(op, args)[written].astype(float32)
@@ -397,7 +399,7 @@ def test_rings_agree_with_the_reference_and_repeat_their_bits(gpu, normal, gain_
         (linear_add, "x", {"x": x, "h": normal(tokens, inter), "weight": normal(hidden, inter, scale=0.02)}),
     ]  # fmt: skip
     for op, written, args in cases:
-        assert [type(command.spec) for command in op.plan(target, copied(args)[1])] == [CudaSpec]
+        assert [type(command.spec) for command in op.plan(target, op.args(**copied(args)[1]))] == [CudaSpec]
         found = [run_on_gpu(op, args, target, driver, stream)[written] for _ in range(2)]
         np.testing.assert_array_equal(found[0], found[1])
         want = run_reference(op, args)[written].astype(float32)

@@ -7,8 +7,8 @@ with a standard deviation of 0.1.
 """
 
 import argparse
+import dataclasses
 import functools
-import inspect
 import itertools
 import json
 import pathlib
@@ -19,7 +19,6 @@ from openinfer.kernels import CudaDriver, LaunchPack, NullPack, Store, Target
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import advance, sample, top_logprobs
 from openinfer.sampler.gpu.ops.adjustments import adjustment_fields, adjustment_values
-from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, SAMPLE_FIELDS
 from openinfer.tensor import Device, Event, Stream, Tensor, check, driver
 
 LOGITS = {"normal": (2.5, 0), "peaks": (2.5, 40), "flat": (0.1, 0)}
@@ -106,10 +105,8 @@ def arguments(logits, device, settings):
 
 def commands(target, op, tensors):
     """The plan of one call of the op."""
-    names = [name for name in inspect.signature(op.contract).parameters if name != "state"]
-    names += {"sample": SAMPLE_FIELDS, "advance": ADVANCE_FIELDS}.get(op.name, ())
     plan = NullPack(target)
-    plan.run(op, {name: tensors[name] for name in names})
+    op(plan, **{field.name: tensors[field.name] for field in dataclasses.fields(op.type)})
     return plan
 
 

@@ -23,7 +23,7 @@ from openinfer.kernels import (
     Store,
     Target,
 )
-from openinfer.sampler.gpu import Adjustment
+from openinfer.sampler.gpu import Adjustment, sample
 from openinfer.sampler.gpu.ops.adjustments import adjust_row, adjustment_fields, adjustment_values
 from openinfer.sampler.noise import gumbel, hash_u32
 from openinfer.sampler.reference import choose, without
@@ -45,17 +45,17 @@ def _copies(args: Mapping[str, Array | int]) -> tuple[Arrays, dict[str, Tensor |
 
 def _run_cpu(op: Op[Any], **args: Array | int) -> Arrays:
     got, tensors = _copies(args)
-    CpuPack().run(op, tensors)
+    op(CpuPack(), **tensors)
     return got
 
 
 def _run_interpreter(op: Op[Any], **args: Array | int) -> Arrays:
     got, tensors = _copies(args)
     plan = NullPack(SMALL_GPU)
-    plan.run(op, tensors)
+    op(plan, **tensors)
     size = plan.workspace_bytes(zeroed=False)
     scratch = np.full(size + 256, 0xFF, np.uint8)  # NaN, and ids out of range
-    LaunchPack(SMALL_GPU, InterpDriver(), Tensor.from_numpy(scratch), None).run(op, tensors)
+    op(LaunchPack(SMALL_GPU, InterpDriver(), Tensor.from_numpy(scratch), None), **tensors)
     assert (scratch[size:] == 0xFF).all(), f"{op.name} wrote past its scratch"
     return got
 
@@ -95,10 +95,10 @@ def run_gpu(gpu: tuple[Target, CudaDriver, Device, Stream]) -> RunOp:
         for name, array in args.items():
             tensors[name].copy_from(array)
         plan = NullPack(target)
-        plan.run(op, tensors)
+        op(plan, **tensors)
         scratch = Tensor.empty((plan.workspace_bytes(zeroed=False) + 256,), np.dtype(np.uint8), device)
         scratch.copy_from(np.full(scratch.shape, 0xFF, np.uint8))
-        LaunchPack(target, driver, scratch, None).run(op, tensors)
+        op(LaunchPack(target, driver, scratch, None), **tensors)
         stream.synchronize()
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
@@ -172,10 +172,9 @@ def _reference_tokens(args: Arrays, scale: float) -> tuple[Array, Array]:
     stop_ids = args["stop_ids"][slot]
     early = (position < args["min_lens"][slot])[:, None] & (stop_ids < logits.shape[1])
     allowed = without(logits, np.where(early, stop_ids, -1))
+    state = sample.args(**{name: array.copy() for name, array in args.items()})  # counts are cleared in it
     for r in np.flatnonzero((args["adjusts"][slot] != 0) & (args["alive"][slot] != 0)):
-        names = [field.name for field in adjustment_fields(logits.shape[1])[1:]]
-        state = {name: args[name][slot[r]].copy() for name in names}
-        adjust_row(allowed[r], Adjustment(int(args["adjusts"][slot[r]])), position[r], **state)
+        adjust_row(allowed[r], Adjustment(int(args["adjusts"][slot[r]])), position[r], state, slot[r])
     top_p = args["top_ps"][slot]
     top_p = np.where(top_p < 1, top_p * np.float32(scale), top_p)
     tokens, unsound = choose(

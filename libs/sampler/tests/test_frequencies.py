@@ -144,13 +144,13 @@ def test_frequencies_of_a_large_vocabulary_on_the_device(gpu, step, setting, sca
     for name, array in args.items():
         tensors[name].copy_from(array)
     plan = NullPack(target)
-    plan.run(sample, tensors)
+    sample(plan, **tensors)
     scratch = Tensor.empty((plan.workspace_bytes(zeroed=False),), np.dtype(np.uint8), device)
     pack = LaunchPack(target, driver, scratch, None)
     counts = np.zeros(vocabulary, int)
     for _ in range(100_000 // rows + 1):
         tensors["seeds"].copy_from(rng.integers(-(2**31), 2**31, args["seeds"].shape).astype(np.int32))
-        pack.run(sample, tensors)
+        sample(pack, **tensors)
         stream.synchronize()
         counts += np.bincount(tensors["tokens"].numpy(), minlength=vocabulary)
     exact = distribution(row, **setting)

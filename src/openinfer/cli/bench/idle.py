@@ -77,7 +77,7 @@ def recipes_that_can() -> dict[str, Recipe[Any]]:
 class _Pack:
     """Runs no op."""
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         pass
 
 

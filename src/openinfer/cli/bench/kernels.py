@@ -104,7 +104,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 def entry(case: OpCase, found: Measurement, limits: Machine) -> dict[str, Any]:
     """The JSON entry of a measurement. Without a time `us` is None and `problem` says why."""
-    cost = case.op.cost(case.workload, **case.args[0])
+    cost = case.op.cost(case.workload, case.calls[0])
     floor_us, us = limits.floor_us(cost), found.seconds * 1e6
     known = not math.isnan(us)
     return {

@@ -152,7 +152,7 @@ def _entry(
     name: str, calls: list[OpCall], workload: Workload, times: list[float], limits: Machine
 ) -> dict[str, Any]:
     op, args = calls[0]
-    cost, us = op.cost(workload, **args), percentile(times, 50) * 1e6
+    cost, us = op.cost(workload, args), percentile(times, 50) * 1e6
     floor_us = limits.floor_us(cost)
     return {
         "key": name,

@@ -152,7 +152,7 @@ def exchanges(steps: Steps, target: Target) -> Counter[str]:
 
 
 def _name(call: OpCall) -> str:
-    weight = call.args.get("weight")
+    weight = getattr(call.args, "weight", None)
     return call.op.name + (f" {weight.shape[0]}x{columns_of(weight)}" if weight is not None else "")
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from openinfer.frontend.errors import FlagError
 from openinfer.kernels import GPUS, H200, Cost, Op, Workload
+from openinfer.kernels.authoring import leaves
 from openinfer.tensor import Tensor, uint8
 
 BATCH = ("slots", "q_starts")
@@ -35,7 +36,7 @@ class OpCall(NamedTuple):
     """An op with its arguments."""
 
     op: Op[Any]
-    args: Mapping[str, Any]
+    args: Any
 
 
 @dataclass(slots=True)
@@ -44,33 +45,33 @@ class Recorder:
 
     calls: list[OpCall] = dataclasses.field(default_factory=list)
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        self.calls.append(OpCall(op, dict(args)))
+    def run(self, op: Op[Any], args: Any) -> None:
+        self.calls.append(OpCall(op, args))
 
 
-def key(op: Op[Any], args: Mapping[str, Any], workload: Workload) -> str:
+def key(op: Op[Any], args: Any, workload: Workload) -> str:
     """A text of all that the time of a call depends on.
 
     It has the op and the shapes of its output and of its weight. Where they matter it has the rows, the tokens in the
     cache and the pairs of query and key."""
-    name, first = next((n, a) for n, a in args.items() if isinstance(a, Tensor))
+    name, first = next(leaves(args, Tensor))
     parts = [f"{op.name} {name}{_shape(first)}"]
-    if "weight" in args:
-        kind = (
-            "" if args.get("scales") is None else " in int4" if args["weight"].dtype == uint8 else " in fp8"
-        )
-        parts.append(f"weight{_shape(args['weight'])}" + kind)
-    if args.get("kv_scales") is not None:
+    weight = getattr(args, "weight", None)
+    if weight is not None:
+        coded = getattr(args, "scales", None) is not None
+        parts.append(f"weight{_shape(weight)}" + (" in int4" if weight.dtype == uint8 else " in fp8") * coded)
+    if getattr(args, "kv_scales", None) is not None:
         parts.append("cache in fp8")
-    if args.get("window"):
-        parts.append(f"window {args['window']}")
-    if any(n in args for n in BATCH):
-        rows = next(args[n].shape[0] - (n == "q_starts") for n in BATCH if n in args)
+    if getattr(args, "window", 0):
+        parts.append(f"window {args.window}")
+    batch = [getattr(args, n).shape[0] - (n == "q_starts") for n in BATCH if hasattr(args, n)]
+    if batch:
+        rows = batch[0]
         parts.append(f"{rows} rows")
-        if args.get("max_q_len", 1) > 1 and rows == first.shape[0]:  # else more tokens than rows say so
+        if getattr(args, "max_q_len", 1) > 1 and rows == first.shape[0]:  # else more tokens than rows say so
             parts.append("prompts")
     longer = dataclasses.replace(workload, kv_tokens=workload.kv_tokens + 1, qk_pairs=workload.qk_pairs + 1)
-    if op.cost(longer, **args) != op.cost(workload, **args):
+    if op.cost(longer, args) != op.cost(workload, args):
         parts.append(f"{workload.kv_tokens} cached, {workload.qk_pairs} pairs")
     return ", ".join(parts)
 

@@ -5,13 +5,14 @@ This needs no checkout and no torch: cases come from the modules of ops, the ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from openinfer.cli.bench.kernels import cases
 from openinfer.kernels import NullPack, Op
+from openinfer.kernels.authoring import leaves, mapped
 from openinfer.kernels.errors import KernelsError
 from openinfer.kernels.measure.tuner import DeviceMeter
 from openinfer.kernels.op.cases import Memory, OpCase
@@ -19,7 +20,7 @@ from openinfer.kernels.testing import error, run_reference
 from openinfer.tensor import Device, Tensor
 
 Array = np.ndarray[Any, Any]
-Run = Callable[[Op[Any], Mapping[str, Any]], None]
+Run = Callable[[Op[Any], Any], None]
 
 TOLERANCE = 1e-2
 """Relative Frobenius error of floats: a few last bits of bf16."""
@@ -43,10 +44,10 @@ def check_all(meter: DeviceMeter) -> Iterator[Agreement]:
     """An Agreement for each case that the host can compute in about a second. All kernels are compiled first."""
     plan = NullPack(meter.target)
     for case in _small(Memory(Device("null"), poisoned=True)):
-        plan.run(case.op, case.args[0])
+        case.op(plan, **case.args[0])
     meter.store.prepare(plan.specs())
 
-    def run(op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(op: Op[Any], args: Any) -> None:
         meter.pack.submit(op.name, list(op.plan(meter.target, args)))
         meter.stream.synchronize()
 
@@ -56,7 +57,7 @@ def check_all(meter: DeviceMeter) -> Iterator[Agreement]:
 
 def _small(memory: Memory) -> Iterator[OpCase]:
     for _, case in cases(memory, []):
-        cost = case.op.cost(case.workload, **case.args[0])
+        cost = case.op.cost(case.workload, case.calls[0])
         if cost.flops <= MOST_FLOPS and cost.bytes <= MOST_BYTES:
             yield case
 
@@ -65,15 +66,16 @@ def check(case: OpCase, run: Run) -> Agreement:
     """Run a case by `run` and by its reference on copies. Of each tensor that the reference changed, the elements that
     either of the two wrote are compared."""
     args = case.args[0]
-    before = {name: _array(value) for name, value in args.items() if isinstance(value, Tensor)}
-    want = run_reference(case.op, {**args, **before})
+    tensors = dict(leaves(args, Tensor))
+    before = {name: _array(tensor) for name, tensor in tensors.items()}
+    want = run_reference(case.op, mapped(args, Tensor, _array))
     try:
-        run(case.op, args)
+        run(case.op, case.op.args(**args))
     except KernelsError as failure:
         return Agreement(case.op.name, case.name, "", float("inf"), str(failure))
     found = []
     for name, array in want.items():
-        got, old = _array(args[name]), before[name]
+        got, old = _array(tensors[name]), before[name]
         written = _bits(array) != _bits(old)
         if written.any():
             written |= _bits(got) != _bits(old)

@@ -1,7 +1,9 @@
 """Everything that writing an op or a model needs, from one place. The names are frozen: a change of them is a new
 major version.
 
-An `Op` is a contract, a numpy reference, launches and a cost, and runs on a `Pack`. By part:
+An `Op` is its arguments, a contract, a numpy reference, launches and a cost, and runs on a `Pack`. By part:
+
+ - arguments: `T`, which their tensors are, and `tensors`, for a launch; for a pack of your own `leaves`, `mapped`
 
  - contract: `expect`, `expect_columns`, `expect_weight`, `expect_packed`, `require`, `FLOATS`, `ContractError`; of the
    rows of a step and their positions `expect_rows`, `expect_max_q_len`, `expect_cos_sin`
@@ -11,7 +13,7 @@ An `Op` is a contract, a numpy reference, launches and a cost, and runs on a `Pa
    `aligned`, `power_of_two`, `Target`; tiles that fit: `shared_bytes`, `CONSUMER_SHARED_BYTES`, `depth`
  - parts of ops here that another op may launch: products (`matmul`, `takes_codes`, `expect_bf16`, `expect_q8`),
    attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`, `require_attention`,
-   `expect_cache`, `cached_bytes`, `write_launch`, `WRITING`, `ATTENDING`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
+   `expect_cache`, `cached_bytes`, `write_launch`, `QkvAttentionArgs`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
  - sums of several ranks: `Communicator`, `sum_over` (references), `way_of`, `NCCL`, `sum_of_ranks`, `pushed_rows`
  - cost: `Cost`, `Workload`; calls that it is measured by: `OpCase`, `Memory`, `CaseRows`, `Commands`
 
@@ -99,17 +101,16 @@ from openinfer.kernels.op.launch import (
     launch,
     power_of_two,
 )
-from openinfer.kernels.op.op import Cost, Op, Pack, Workload
+from openinfer.kernels.op.op import Cost, Op, Pack, T, Workload, leaves, mapped, tensors
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.ops.attend import require_attention
-from openinfer.kernels.ops.norm_rope_attend import ATTENDING, WRITING
+from openinfer.kernels.ops.norm_rope_attend import QkvAttentionArgs
 from openinfer.kernels.ops.qk_norm_rope_write import write_launch
 from openinfer.kernels.ranks.communicator import Communicator, sum_over
 from openinfer.kernels.ranks.exchange import pushed_rows, sum_of_ranks, way_of
 
 __all__ = [
-    "ATTENDING",
     "CONSUMER_SHARED_BYTES",
     "FLOATS",
     "FP4_BLOCK",
@@ -122,7 +123,6 @@ __all__ = [
     "NEW_PAIRS",
     "PUBLISHED_SCALES",
     "SCALE_BLOCK",
-    "WRITING",
     "Adapter",
     "AdapterSizes",
     "Adapters",
@@ -151,7 +151,9 @@ __all__ = [
     "Pack",
     "Packing",
     "Projection",
+    "QkvAttentionArgs",
     "Scratch",
+    "T",
     "Target",
     "TensorMap",
     "WeightPart",
@@ -179,6 +181,8 @@ __all__ = [
     "hadamard",
     "halves",
     "launch",
+    "leaves",
+    "mapped",
     "matmul",
     "matmul_nt",
     "module_packing",
@@ -199,6 +203,7 @@ __all__ = [
     "sum_of_ranks",
     "sum_over",
     "takes_codes",
+    "tensors",
     "unpack_fp4",
     "way_of",
     "without_zero_points",

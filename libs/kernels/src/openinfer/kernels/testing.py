@@ -10,6 +10,7 @@ The interpreter needs `TRITON_INTERPRET=1` in the environment before anything im
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import mmap
 import os
@@ -24,7 +25,7 @@ import numpy as np
 from openinfer.kernels.attention.kv_cache import KvLayout
 from openinfer.kernels.errors import ContractError, RankLost
 from openinfer.kernels.op.launch import Peers
-from openinfer.kernels.op.op import Op, Workload
+from openinfer.kernels.op.op import Op, Workload, leaves, mapped
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.cpu import CpuPack
 from openinfer.kernels.packs.cuda import LaunchPack
@@ -132,14 +133,14 @@ def paged_places(
 def workspace(op: Op[Any], args: Mapping[str, Any], target: Target) -> tuple[int, int]:
     """Bytes of ordinary and of zeroed scratch that a call needs."""
     plan = NullPack(target)
-    plan.run(op, args)
+    op(plan, **args)
     return plan.workspace_bytes(zeroed=False), plan.workspace_bytes(zeroed=True)
 
 
 def run_reference(op: Op[Any], args: Mapping[str, Any]) -> Arrays:
     """The arrays of a call after its reference has run. `args` has numpy arrays for tensors; they are not changed."""
     arrays, tensors = copied(args)
-    CpuPack().run(op, tensors)
+    op(CpuPack(), **tensors)
     return arrays
 
 
@@ -149,7 +150,7 @@ def run_interpreted(op: Op[Any], args: Mapping[str, Any], target: Target = INTER
     plain, zeroed = workspace(op, tensors, target)
     scratch, zeros = np.full(plain + _MARGIN, 0xFF, np.uint8), np.zeros(zeroed + _MARGIN, np.uint8)
     pack = LaunchPack(target, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
-    pack.run(op, tensors)
+    op(pack, **tensors)
     _check_scratch(op, scratch[plain:], zeros)
     return arrays
 
@@ -158,21 +159,30 @@ def run_on_gpu(
     op: Op[Any], args: Mapping[str, Any], target: Target, driver: CudaDriver, stream: Stream
 ) -> Arrays:
     """Like run_reference, by the op's kernels on the GPU of `stream`, compiled first if `driver.store` lacks them."""
-    arrays, _ = copied(args)
-    sent = {name: _upload(array, stream) for name, array in arrays.items()}
-    tensors = {name: sent[name][1] if name in sent else value for name, value in args.items()}
+    sent: list[tuple[Tensor, Array]] = []
+
+    def upload(array: Array) -> Tensor:
+        flat, tensor = _upload(array, stream)
+        sent.append((flat, array))
+        return tensor
+
+    tensors = mapped(args, np.ndarray, upload)
     plan = NullPack(target)
-    plan.run(op, tensors)
+    op(plan, **tensors)
     driver.store.prepare(plan.specs())
     plain, zeroed = (plan.workspace_bytes(zeroed=z) for z in (False, True))
     scratch, zeros = (Tensor.empty((n + _MARGIN,), uint8, stream.device) for n in (plain, zeroed))
     scratch.copy_from(np.full(plain + _MARGIN, 0xFF, np.uint8), stream)
     zeros.zero_(stream)
-    LaunchPack(target, driver, scratch, zeros).run(op, tensors)
+    op(LaunchPack(target, driver, scratch, zeros), **tensors)
     stream.synchronize()
     _check_scratch(op, scratch.numpy()[plain:], zeros.numpy())
     strided = np.lib.stride_tricks.as_strided
-    return {n: strided(flat.numpy(), args[n].shape, args[n].strides) for n, (flat, _) in sent.items()}
+    names = [name for name, _ in leaves(args, np.ndarray)]
+    return {
+        name: strided(flat.numpy(), array.shape, array.strides)
+        for name, (flat, array) in zip(names, sent, strict=True)
+    }
 
 
 def compare(op: Op[Any], got: Arrays, want: Arrays, outputs: Mapping[str, float]) -> None:
@@ -198,10 +208,8 @@ def _like(array: Array) -> Array:
 
 def copied(args: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
     """Copies of a call's arrays with their strides, and the call's arguments with tensors over the copies."""
-    arrays = {name: _like(value) for name, value in args.items() if isinstance(value, np.ndarray)}
-    return arrays, {
-        name: Tensor.from_numpy(arrays[name]) if name in arrays else v for name, v in args.items()
-    }
+    made = mapped(args, np.ndarray, _like)
+    return dict(leaves(made, np.ndarray)), mapped(made, np.ndarray, Tensor.from_numpy)
 
 
 def _upload(array: Array, stream: Stream) -> tuple[Tensor, Tensor]:
@@ -218,6 +226,10 @@ def _upload(array: Array, stream: Stream) -> tuple[Tensor, Tensor]:
 def _check_scratch(op: Op[Any], margin: Array, zeros: Array) -> None:
     assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
     assert (margin == 0xFF).all(), f"{op.name} wrote past its scratch"
+
+
+def _replaced(old: Array, new: Array, array: Array) -> Array:
+    return new if array is old else array
 
 
 @dataclass(frozen=True)
@@ -239,13 +251,13 @@ class OpConformance:
     def test_the_contract_refuses_other_dtypes_and_shapes(self) -> None:
         """Each array of a call in turn, as int16 and with one more axis."""
         for case in self.cases:
-            for name, array in case.args.items():
-                if not isinstance(array, np.ndarray):
-                    continue
+            for name, array in leaves(case.args, np.ndarray):
                 for wrong in (np.zeros(array.shape, np.int16), np.zeros((*array.shape, 1), array.dtype)):
-                    _, tensors = copied({**case.args, name: wrong})
+                    _, tensors = copied(
+                        mapped(case.args, np.ndarray, functools.partial(_replaced, array, wrong))
+                    )
                     try:
-                        self.op.contract(**tensors)
+                        self.op.check(self.op.args(**tensors))
                     except ContractError:
                         continue
                     raise AssertionError(f"{self.op.name} takes {name} as {wrong.dtype} {wrong.shape}")
@@ -253,10 +265,11 @@ class OpConformance:
     def test_the_reference_writes_its_outputs_alone_and_the_same_bits_each_time(self) -> None:
         for case in self.cases:
             first, second = run_reference(self.op, case.args), run_reference(self.op, case.args)
+            before = dict(leaves(case.args, np.ndarray))
             for name, array in first.items():
                 np.testing.assert_array_equal(array, second[name], err_msg=f"{self.op.name}: {name}")
                 if name not in case.outputs:
-                    np.testing.assert_array_equal(array, case.args[name], err_msg=f"{self.op.name}: {name}")
+                    np.testing.assert_array_equal(array, before[name], err_msg=f"{self.op.name}: {name}")
 
     def test_kernels_in_the_interpreter_agree_with_the_reference(self) -> None:
         for case in self.cases:
@@ -267,14 +280,14 @@ class OpConformance:
         """For sm_90 by default; needs no GPU."""
         plan = NullPack(Target(self.arch, 132))
         for case in self.cases:
-            plan.run(self.op, copied(case.args)[1])
+            self.op(plan, **copied(case.args)[1])
         store = Store(self.arch, tmp_path, folders=[])
         assert store.prepare(plan.specs()).compiled == len(plan.specs())
 
     def test_costs_are_numbers_of_bytes_and_operations(self) -> None:
         for case in self.cases:
             _, tensors = copied(case.args)
-            little, much = (self.op.cost(Workload(n, 1, n, n), **tensors) for n in (1, 64))
+            little, much = (self.op.cost(Workload(n, 1, n, n), self.op.args(**tensors)) for n in (1, 64))
             for cost in (little, much):
                 assert isinstance(cost.bytes, int)
                 assert isinstance(cost.flops, int)

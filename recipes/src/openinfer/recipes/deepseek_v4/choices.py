@@ -7,7 +7,7 @@ need no reference: the inputs of the op give the scores, and the scores tell whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -93,19 +93,19 @@ class Witness:
         self.entries = Choices("choices of the indexer", NEAR_ROUNDED if quantized else NEAR)
         self.experts = Choices("choices of the router", NEAR)
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         routed = chosen(self._inner, self._stream, op, args) if op.name == "route" else None
         self._inner.run(op, args)
         if op.name not in ("index_topk", "route"):
             return
         self._stream.synchronize()
-        live = np.flatnonzero(args["token_slots"].numpy())[-self._tokens :]
+        live = np.flatnonzero(args.token_slots.numpy())[-self._tokens :]
         if op.name == "index_topk":
             for scores, got in _of_indexer(args, live):
-                self.entries.take(scores, got, min(len(scores), args["selected"].shape[1]))
-        elif args["bias"] is not None and routed is not None:
+                self.entries.take(scores, got, min(len(scores), args.selected.shape[1]))
+        elif args.bias is not None and routed is not None:
             for scores, got in _of_router(args, live, routed):
-                self.experts.take(scores, got, args["expert_ids"].shape[1])
+                self.experts.take(scores, got, args.expert_ids.shape[1])
 
 
 def _rows(tensor: Tensor, rows: Sequence[int] | Array) -> Array:
@@ -113,29 +113,29 @@ def _rows(tensor: Tensor, rows: Sequence[int] | Array) -> Array:
     return np.stack([tensor[int(row)].numpy() for row in rows])
 
 
-def _of_indexer(args: Mapping[str, Any], tokens: Array) -> Iterator[tuple[Array, Array]]:
+def _of_indexer(args: Any, tokens: Array) -> Iterator[tuple[Array, Array]]:
     """For each token: the scores of the entries that it sees, and the entries that it got."""
-    keys, positions = args["keys"], args["positions"].numpy()
+    keys, positions = args.keys, args.positions.numpy()
     per_page = keys.shape[1]
     for token in tokens:
         sees = int(positions[token] + 1) // (PAGE // per_page)
         if not sees:
             continue
-        table = args["block_tables"][int(args["token_slots"].numpy()[token])].numpy()
+        table = args.block_tables[int(args.token_slots.numpy()[token])].numpy()
         held = f32(_rows(keys, table[: -(-sees // per_page)])).reshape(-1, keys.shape[2])[:sees]
-        q = f32(_rows(args["q"], [token]))
-        turn = args["cos_sin"][int(positions[token])].numpy()[None]
-        query = rounded(rope(q, turn, np.zeros(1, np.int32)), args["q"].dtype)[0]
-        if args["quantized"]:
-            query = q4(rounded(hadamard(query), args["q"].dtype))
-        weights = _rows(args["weights"], [token])[0].astype(np.float64)
+        q = f32(_rows(args.q, [token]))
+        turn = args.cos_sin[int(positions[token])].numpy()[None]
+        query = rounded(rope(q, turn, np.zeros(1, np.int32)), args.q.dtype)[0]
+        if args.quantized:
+            query = q4(rounded(hadamard(query), args.q.dtype))
+        weights = _rows(args.weights, [token])[0].astype(np.float64)
         scores = weights @ np.maximum(query.astype(np.float64) @ held.T.astype(np.float64), 0)
-        got = args["selected"][int(token)].numpy()
+        got = args.selected[int(token)].numpy()
         yield scores, got[got >= 0]
 
 
-def _of_router(args: Mapping[str, Any], tokens: Array, routed: Array) -> Iterator[tuple[Array, Array]]:
+def _of_router(args: Any, tokens: Array, routed: Array) -> Iterator[tuple[Array, Array]]:
     """Scores of all experts, and those that each token got."""
-    logits = _rows(args["logits"], tokens).astype(np.float64)
-    scores = np.sqrt(np.logaddexp(0, logits)) + args["bias"].numpy()
+    logits = _rows(args.logits, tokens).astype(np.float64)
+    scores = np.sqrt(np.logaddexp(0, logits)) + args.bias.numpy()
     yield from zip(scores, routed[tokens], strict=True)

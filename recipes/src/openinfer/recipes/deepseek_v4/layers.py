@@ -7,7 +7,7 @@ error of earlier layers. So its output is compared with the reference's, relativ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -72,13 +72,13 @@ class Injected:
         """The next step has these tokens."""
         self._span, self._reads, self._writes = slice(start, start + count), 0, 0
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         if op.name == "hc_pre":
             layer, second = divmod(self._reads, 2)
             self._reads += 1
             if not second:
                 given = self._inputs[layer, self._span]
-                streams: Tensor = args["streams"]
+                streams: Tensor = args.streams
                 streams[: len(given)].copy_from(
                     np.ascontiguousarray(given.astype(streams.dtype)), self._stream
                 )
@@ -89,7 +89,7 @@ class Injected:
             if second:
                 self._stream.synchronize()
                 count = self._span.stop - self._span.start
-                self.outputs[layer].append(args["streams"][:count].numpy().astype(np.float32))
+                self.outputs[layer].append(args.streams[:count].numpy().astype(np.float32))
 
 
 def layers_alone(

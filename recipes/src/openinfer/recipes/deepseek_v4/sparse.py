@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic
 
 from openinfer.kernels.authoring import (
     CONSUMER_SHARED_BYTES,
@@ -13,6 +14,7 @@ from openinfer.kernels.authoring import (
     Command,
     Launch,
     Scratch,
+    T,
     Target,
     aligned,
     launch,
@@ -94,27 +96,46 @@ def attend_tuning(target: Target, tokens: int, heads: int, vectors: int, *, sele
     return AttendTuning(block, 4 if selected else 3, splits, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """The arguments of one call of sparse_attend."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseAttendArgs(Generic[T]):
+    """out[t] = softmax(scale * q'[t] . X, sink) X over the vectors X that token t may see, rotated back.
 
-    out: Tensor
-    q: Tensor
-    kv: Tensor
-    entries: Tensor | None
-    selected: Tensor | None
-    sinks: Tensor
-    cos_sin: Tensor
-    positions: Tensor
-    token_slots: Tensor
-    kv_tables: Tensor
-    entry_tables: Tensor
+    Token t is at position p = positions[t] of slot s = token_slots[t] (int32 [T], as expand_rows writes them). It sees
+    the raw vectors of positions p - window < j <= p (its own is there already): kv [pages, 128, d], position j at
+    kv_tables[s, j // 128], place j mod 128; and entries: none if `entries` is None, all w < (p + 1) // m if `selected`
+    is None, or those that selected int32 [T, K] names: the first min(K, (p + 1) // m) of selected[t], in any order,
+    each once. entries [pages, E, d] cover m = 128 / E tokens each, entry w at entry_tables[s, w // E], place w mod E.
+    kv and entries are one layer, dense within a page, pages at any stride. Every vector is key and value at once, for
+    all heads.
+
+        q' = q / rms(q) of each head (with eps), rounded, its last r channels rotated in pairs (2i, 2i + 1) at
+             positions[t], rounded
+        p_i = exp(scale * q' . x_i - top);  o = sum of p_i x_i / (sum of p_i + exp(sinks[head] - top))    float32
+        out = o rounded, its last r channels rotated at minus positions[t], rounded
+
+    top: the largest of the logits and the sink. Probabilities are rounded to q's dtype before they meet the values; an
+    implementation may leave out the roundings of q / rms(q) and of o before the rotations. q [T, A, d] and out [T, A d]
+    of the dtype of kv; sinks float32 [A]; cos_sin float32 [P, 2, r / 2]; both tables int32 [S, B]. window is in
+    [1, 128]. The output for tokens of slot 0, the padding slot, is finite and otherwise unspecified.
+    """
+
+    out: T
+    q: T
+    kv: T
+    entries: T | None
+    selected: T | None
+    sinks: T
+    cos_sin: T
+    positions: T
+    token_slots: T
+    kv_tables: T
+    entry_tables: T
     scale: float
     eps: float
     window: int
 
     @property
-    def most(self) -> int:
+    def most(self: SparseAttendArgs[Tensor]) -> int:
         """Entries that a token sees, at most."""
         if self.entries is None:
             return 0
@@ -125,21 +146,21 @@ class Attention:
         )
 
     @property
-    def for_hopper(self) -> bool:
+    def for_hopper(self: SparseAttendArgs[Tensor]) -> bool:
         """Whether the kernel for Hopper takes the call: heads of 512 by the 64, pages that are rows of a matrix."""
         _, heads, dim = self.q.shape
         layers = (self.kv, *(() if self.entries is None else (self.entries,)))
         rows = all(layer.strides[0] % dim == 0 for layer in layers)
         return heads % 64 == 0 and dim == 512 and self.cos_sin.shape[2] == 32 and rows
 
-    def tuning(self, target: Target) -> AttendTuning | HopperTuning:
+    def tuning(self: SparseAttendArgs[Tensor], target: Target) -> AttendTuning | HopperTuning:
         tokens, heads, _ = self.q.shape
         vectors = self.window + self.most
         if target.arch == 90 and not target.interpreted and self.for_hopper:
             return hopper_tuning(target, tokens, heads, vectors)
         return attend_tuning(target, tokens, heads, vectors, selected=self.selected is not None)
 
-    def check(self) -> None:
+    def require_kernel(self: SparseAttendArgs[Tensor]) -> None:
         """Raise ContractError for sizes that the kernel does not take."""
         require(
             self.q.dtype == bfloat16,
@@ -151,7 +172,7 @@ class Attention:
             f"heads of {dim}, of which {rotary} channels rotate; on a GPU a power of two from 64, and a quarter",
         )
 
-    def launches(self, tuning: AttendTuning | HopperTuning) -> Iterator[Launch]:
+    def launches(self: SparseAttendArgs[Tensor], tuning: AttendTuning | HopperTuning) -> Iterator[Launch]:
         tokens, heads, dim = self.q.shape
         splits = tuning.splits
         # A part is a mean of vectors that were normed: float16 holds it to 11 bits where bfloat16 has 8.
@@ -208,7 +229,7 @@ class Attention:
             yield self._merge(partial, weight, sees, constants | rotary)
 
     def _merge(
-        self,
+        self: SparseAttendArgs[Tensor],
         partial: Tensor | Scratch,
         weight: Tensor | Scratch,
         sees: dict[str, Arg],
@@ -261,37 +282,51 @@ def index_tuning(target: Target, tokens: int, width: int) -> IndexTuning:
     return IndexTuning(parts, at_once, segment, min(1024, segment // 2))
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
-    """The arguments of one call of index_topk."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexTopkArgs(Generic[T]):
+    """selected[t] = the K entries with the largest scores among those that token t sees, in any order; where it sees
+    fewer, all of them first and then -1.
 
-    selected: Tensor
-    q: Tensor
-    weights: Tensor
-    keys: Tensor
-    cos_sin: Tensor
-    positions: Tensor
-    token_slots: Tensor
-    block_tables: Tensor
+    Token t is at position p = positions[t] of slot s = token_slots[t] (int32 [T], as expand_rows writes them). keys
+    [pages, E, d]: one layer of the entry pages, dense within a page, pages at any stride; entry w is at
+    block_tables[s, w // E], place w mod E (int32 [S, B]), and covers m = 128 / E tokens; the token sees the entries
+    w < (p + 1) // m. They are there already.
+
+        q' = q with the last r channels of each head rotated at positions[t] (pairs 2i, 2i + 1), rounded
+        quantized: q' = q4(hadamard(q') rounded), over d                                    (formats; keys are so too)
+        score[w] = sum over heads h of weights[t, h] * scale * relu(q'[h] . key_w)          float32
+
+    q [T, H, d] and keys of one float dtype; weights float32 [T, H], rows at any stride; cos_sin float32 [P, 2, r / 2];
+    selected int32 [T, K]. Of equal scores the lower entry comes first. Tokens of slot 0, the padding slot, get -1.
+    """
+
+    selected: T
+    q: T
+    weights: T
+    keys: T
+    cos_sin: T
+    positions: T
+    token_slots: T
+    block_tables: T
     scale: float
     quantized: bool
 
     @property
-    def width(self) -> int:
+    def width(self: IndexTopkArgs[Tensor]) -> int:
         """Entries that a token sees, at most."""
         return self.block_tables.shape[1] * self.keys.shape[1]
 
-    def tuning(self, target: Target) -> IndexTuning:
+    def tuning(self: IndexTopkArgs[Tensor], target: Target) -> IndexTuning:
         return index_tuning(target, self.q.shape[0], self.width)
 
-    def check(self) -> None:
+    def require_kernel(self: IndexTopkArgs[Tensor]) -> None:
         """Raise ContractError for sizes that the kernels do not take."""
         require(
             self.q.dtype == bfloat16,
             f"q is {self.q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)",
         )
 
-    def launches(self, tuning: IndexTuning) -> Iterator[Command]:
+    def launches(self: IndexTopkArgs[Tensor], tuning: IndexTuning) -> Iterator[Command]:
         tokens, topk = self.selected.shape
         size = min(tuning.tokens, tokens)
         segments = -(-self.width // tuning.segment)
@@ -304,7 +339,7 @@ class Index:
                 yield self._scores(tuning, scores, part)
             yield from self._select(tuning, scores, found, order, part)
 
-    def _scores(self, tuning: IndexTuning, scores: Scratch, part: slice) -> Launch:
+    def _scores(self: IndexTopkArgs[Tensor], tuning: IndexTuning, scores: Scratch, part: slice) -> Launch:
         _, heads, dim = self.q.shape
         return launch(
             _INDEX,
@@ -341,7 +376,12 @@ class Index:
         )
 
     def _select(
-        self, tuning: IndexTuning, scores: Scratch, found: Scratch, order: Scratch, part: slice
+        self: IndexTopkArgs[Tensor],
+        tuning: IndexTuning,
+        scores: Scratch,
+        found: Scratch,
+        order: Scratch,
+        part: slice,
     ) -> Iterator[Launch]:
         tokens, topk = part.stop - part.start, self.selected.shape[1]
         segments = -(-self.width // tuning.segment)

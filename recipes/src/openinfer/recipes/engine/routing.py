@@ -7,7 +7,7 @@ like positions of a dense model. Their limits come from the positions where the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +23,11 @@ ROUTERS = ("route", "route_topk")
 """Ops that choose experts; both write `expert_ids`."""
 
 
-def chosen(pack: Pack, stream: Stream, op: Op[Any], args: Mapping[str, Any]) -> Array:
+def chosen(pack: Pack, stream: Stream, op: Op[Any], args: Any) -> Array:
     """The experts of a router's call, those of other ranks too. The caller runs the call itself afterwards."""
-    pack.run(op, {**args, "first_expert": 0, "num_experts": args["logits"].shape[1]})
+    op(pack, **{**args, "first_expert": 0, "num_experts": args.logits.shape[1]})
     stream.synchronize()
-    return np.array(args["expert_ids"].numpy())
+    return np.array(args.expert_ids.numpy())
 
 
 class Recorder:
@@ -37,7 +37,7 @@ class Recorder:
         self._inner, self._stream = inner, stream
         self.calls: list[Array] = []
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         if op.name in ROUTERS:
             self.calls.append(chosen(self._inner, self._stream, op, args))
         self._inner.run(op, args)

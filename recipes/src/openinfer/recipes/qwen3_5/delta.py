@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple
 
 from openinfer.kernels.authoring import (
     Arg,
     Command,
     Launch,
     Scratch,
+    T,
     Target,
     aligned,
     beside,
     launch,
     power_of_two,
+    tensors,
 )
 from openinfer.tensor import Tensor, float32, int32
 
@@ -63,69 +66,138 @@ def choose(target: Target, heads: int, rows: int) -> Tuning:
     return Tuning(beside=heads * rows > 32 * target.num_sms)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The tensors of one call by the names that gated_delta_net gives them, and its sizes."""
+class Sizes(NamedTuple):
+    """Sizes that follow from the shapes of a call."""
 
-    t: Mapping[str, Tensor]
     key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaArgs(Generic[T]):
+    """out[t] = gated norm of the delta rule's output for token t, whose state is carried from token to token of a row.
+
+    Rows, slots, q_starts, seq_lens and alive as in expand_rows. With m = qkv[t] of a row's tokens in order:
+
+        c = silu(sum over j of conv_weight[:, j] * m at position p - (K - 1) + j)    rounded; zeros before position 0
+        q, k, v = c split into Hk heads of dk, Hk heads of dk and Hv heads of dv; all below in float32:
+        q = q / sqrt(sum(q^2) + 1e-6) / sqrt(dk);  k = k / sqrt(sum(k^2) + 1e-6)
+        each value head h has q and k of key head h // (Hv / Hk), and S [dk, dv] of its own:
+        beta = sigmoid(b), rounded;  g = decay * softplus(a + dt_bias)
+        S = exp(g) * S;  u = beta * (v - S^T k);  S = S + k u^T;  o = S^T q, rounded
+        out = norm_weight * (o / rms(o)) rounded, * silu(z), rounded                 rms over dv, with eps
+
+    qkv [T, 2 Hk dk + Hv dv], z [T, Hv dv], ba [T, 2 Hv] (b of all heads, then a): one float dtype, rows at any stride.
+    out [T, Hv dv] and conv_weight [2 Hk dk + Hv dv, K] of that dtype. decay, dt_bias float32 [Hv], norm_weight float32
+    [dv].
+
+    State of a sequence is kept in blocks: state float32 [B, Hv, dk, dv] is S; conv_state [B, K, 2 Hk dk + Hv dv] is a
+    ring, m of position p at p % K, that holds the last K positions. Blocks may be at any stride, and further apart than
+    2^31 elements. A row reads the block state_from[slot], unless seq_lens[slot] == 0: then both states are zeros,
+    whatever memory holds. The row's new states go to the block state_to[slot]. state_from and state_to are int32 [S]
+    and may name the same block.
+
+    snapshot_ends, snapshot_blocks int32 [R, M]: when row r has seen snapshot_ends[r, i] tokens in all, its two states
+    also go to the block snapshot_blocks[r, i]. An end is 0 (none) or a multiple of STATE_CHUNK that the row reaches in
+    this step. With max_q_len == 1 both are ignored.
+
+    With recent, accepted and num_drafts, the last num_drafts[r] (int32 [R]) tokens of a row are drafts, which may be
+    wrong. The states that the row leaves are those before its drafts. The inputs of the drafts, qkv and ba side by
+    side, go to recent [S, L, 2 Hk dk + Hv dv + 2 Hv]: those of position p to recent[slot, p % L]. The row's next step
+    knows how many of them were accepted: accepted[slot] (int32 [S]). It takes these from `recent` before its own
+    tokens, so seq_lens[slot] counts them, and the states are those of position seq_lens[slot] - accepted[slot]. L is a
+    power of two, at least 2 D + 2 where rows have up to D drafts.
+
+    Dead rows and tokens past q_starts[R] change no state but that of block 0, which no row reads. Their elements of
+    `out` are finite and otherwise unspecified. max_q_len: no row has more tokens than this (1 in a decode step).
+    """
+
+    out: T
+    qkv: T
+    z: T
+    ba: T
+    conv_weight: T
+    decay: T
+    dt_bias: T
+    norm_weight: T
+    conv_state: T
+    state: T
+    slots: T
+    q_starts: T
+    seq_lens: T
+    alive: T
+    state_from: T
+    state_to: T
+    snapshot_ends: T
+    snapshot_blocks: T
     eps: float
+    max_q_len: int
+    recent: T | None = None
+    accepted: T | None = None
+    num_drafts: T | None = None
 
     @property
-    def sizes(self) -> dict[str, int]:
-        _, heads, dk, dv = self.t["state"].shape
-        return {"KEYS": self.key_heads, "DK": dk, "DV": dv, "GROUP": heads // self.key_heads}
-
-    @property
-    def taps(self) -> dict[str, int]:
-        return {"TAPS": self.t["conv_weight"].shape[1]}
-
-    def tensors(self, *names: str) -> dict[str, Arg]:
-        return {name: self.t[name] for name in names}
-
-    def strides(self, *names: str) -> dict[str, Arg]:
-        """Elements from one token or block of a tensor to the next, as `<name>_stride`."""
-        return {f"{name}_stride".replace("_state_", "_"): aligned(self.t[name].strides[0]) for name in names}
+    def sizes(self: DeltaArgs[Any]) -> Sizes:
+        value_heads, key_dim, value_dim = self.state.shape[1:]
+        key_heads = (self.qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+        return Sizes(key_heads, value_heads, key_dim, value_dim)
 
 
-def launches(call: Call, max_q_len: int, tuning: Tuning) -> Iterator[Command]:
+def _sizes(a: DeltaArgs[Tensor]) -> dict[str, int]:
+    key_heads, heads, dk, dv = a.sizes
+    return {"KEYS": key_heads, "DK": dk, "DV": dv, "GROUP": heads // key_heads}
+
+
+def _taps(a: DeltaArgs[Tensor]) -> dict[str, int]:
+    return {"TAPS": a.conv_weight.shape[1]}
+
+
+def _strides(a: DeltaArgs[Tensor], *names: str) -> dict[str, Arg]:
+    """Elements from one token or block of a tensor to the next, as `<name>_stride`."""
+    given = tensors(a, *names).items()
+    return {f"{name}_stride".replace("_state_", "_"): aligned(tensor.strides[0]) for name, tensor in given}
+
+
+def launches(a: DeltaArgs[Tensor], tuning: Tuning) -> Iterator[Command]:
     """The launches of a call. Rows of one token go to one kernel. Other rows go in chunks through four kernels. A step
     may have both; many rows of one token are then a branch beside the four kernels.
 
     Where rows have drafts, rows of a few tokens go to kernels of their own, rows without drafts too: such a row may
     have accepted some in the step before."""
-    tokens, rows = call.t["out"].shape[0], call.t["slots"].shape[0]
-    if "recent" in call.t:
-        short = call.t["recent"].shape[1] // 2
-        if max_q_len > short:
-            yield from _chunks(call, tuning, short)
-        yield from _verify(call, tokens if max_q_len <= short else 0, short)
-    elif max_q_len == 1:
-        yield _step(call, tuning, tokens)
+    tokens, rows = a.out.shape[0], a.slots.shape[0]
+    if a.recent is not None:
+        short = a.recent.shape[1] // 2
+        if a.max_q_len > short:
+            yield from _chunks(a, tuning, short)
+        yield from _verify(a, a.recent, tokens if a.max_q_len <= short else 0, short)
+    elif a.max_q_len == 1:
+        yield _step(a, tuning, tokens)
     elif rows == 1:  # a prompt: that it may have one token left is not worth a launch in every step
-        yield from _chunks(call, tuning, 0)
+        yield from _chunks(a, tuning, 0)
     elif tuning.beside:
-        yield from beside(_chunks(call, tuning, 1), [_step(call, tuning, 0)])
+        yield from beside(_chunks(a, tuning, 1), [_step(a, tuning, 0)])
     else:
-        yield from (*_chunks(call, tuning, 1), _step(call, tuning, 0))
+        yield from (*_chunks(a, tuning, 1), _step(a, tuning, 0))
 
 
-def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
+def _step(a: DeltaArgs[Tensor], tuning: Tuning, tokens: int) -> Launch:
     """Rows of one token, and zeros for the tokens from the last row's end to `tokens`."""
-    (_, heads, _, dv), rows = call.t["state"].shape, call.t["slots"].shape[0]
+    (_, heads, _, dv), rows = a.state.shape, a.slots.shape[0]
     columns = min(tuning.step_columns, dv)
     args = (
-        call.tensors("out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state")
-        | call.tensors("state", *_OF_ROWS, "state_from", "state_to")
+        tensors(a, "out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state")
+        | tensors(a, "state", *_OF_ROWS, "state_from", "state_to")
         | {
             "partial": Scratch((rows, heads, dv), float32),
             "arrived": Scratch((rows, heads), int32, zeroed=True),
         }
-        | call.strides("qkv", "z", "ba", "conv_state", "state")
-        | {"eps": call.eps, "tokens": tokens}
+        | _strides(a, "qkv", "z", "ba", "conv_state", "state")
+        | {"eps": a.eps, "tokens": tokens}
     )
     grid = (heads * (dv // columns), rows)
-    constants = call.sizes | call.taps | {"BV": columns}
+    constants = _sizes(a) | _taps(a) | {"BV": columns}
     return launch(
         _DEVICE + "delta_step",
         "delta_step",
@@ -137,41 +209,41 @@ def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
     )
 
 
-def _verify(call: Call, tokens: int, short: int) -> Iterator[Launch]:
+def _verify(a: DeltaArgs[Tensor], recent: Tensor, tokens: int, short: int) -> Iterator[Launch]:
     """Rows of at most `short` tokens, and zeros for the tokens from the last row's end to `tokens`."""
-    (_, heads, dk, dv), rows = call.t["state"].shape, call.t["slots"].shape[0]
-    ring, snapshots = call.t["recent"].shape[1], call.t["snapshot_ends"].shape[1]
-    width, columns = call.t["qkv"].shape[1], min(VERIFIED_COLUMNS, dv)
-    of_step = call.tensors(*_OF_ROWS, "state_from", "state_to", "snapshot_ends", "snapshot_blocks")
-    of_step |= call.tensors("recent", "accepted", "num_drafts")
+    (_, heads, dk, dv), rows = a.state.shape, a.slots.shape[0]
+    ring, snapshots = recent.shape[1], a.snapshot_ends.shape[1]
+    width, columns = a.qkv.shape[1], min(VERIFIED_COLUMNS, dv)
+    of_step = tensors(a, *_OF_ROWS, "state_from", "state_to", "snapshot_ends", "snapshot_blocks")
+    of_step |= tensors(a, "recent", "accepted", "num_drafts")
     shared: dict[str, Arg] = {
         "made": Scratch((rows, ring, width), float32),
         "snapshots": snapshots,
         "short": short,
     }
-    constants = call.sizes | {"RING": ring, "SNAPSHOTS": power_of_two(snapshots)}
+    constants = _sizes(a) | {"RING": ring, "SNAPSHOTS": power_of_two(snapshots)}
     yield launch(
         _DEVICE + "delta_verify",
         "delta_inputs_short",
-        (2 * call.key_heads + heads + 1, rows),
-        call.tensors("qkv", "ba", "conv_weight", "conv_state")
+        (2 * a.sizes.key_heads + heads + 1, rows),
+        tensors(a, "qkv", "ba", "conv_weight", "conv_state")
         | of_step
-        | call.strides("qkv", "ba", "conv_state", "recent")
+        | _strides(a, "qkv", "ba", "conv_state", "recent")
         | shared,
-        constants | call.taps | {"WIDE": max(dk, dv), "GATES": power_of_two(2 * heads)},
+        constants | _taps(a) | {"WIDE": max(dk, dv), "GATES": power_of_two(2 * heads)},
     )
     yield launch(
         _DEVICE + "delta_verify",
         "delta_verify",
         (heads * (dv // columns), rows),
-        call.tensors("out", "z", "ba", "decay", "dt_bias", "norm_weight", "state")
+        tensors(a, "out", "z", "ba", "decay", "dt_bias", "norm_weight", "state")
         | of_step
-        | call.strides("z", "ba", "state", "recent")
+        | _strides(a, "z", "ba", "state", "recent")
         | shared
         | {
             "partial": Scratch((rows, heads, short, dv), float32),
             "arrived": Scratch((rows, heads), int32, zeroed=True),
-            "eps": call.eps,
+            "eps": a.eps,
             "tokens": tokens,
         },
         constants | {"BV": columns},
@@ -182,30 +254,30 @@ def _verify(call: Call, tokens: int, short: int) -> Iterator[Launch]:
 _CHUNKS = _DEVICE + "delta_chunks"
 
 
-def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
+def _chunks(a: DeltaArgs[Tensor], tuning: Tuning, short: int) -> Iterator[Launch]:
     """Rows of more than `short` tokens, and zeros for the tokens after the last row."""
     (_, heads, dk, dv), (tokens, _), rows = (
-        call.t["state"].shape,
-        call.t["out"].shape,
-        call.t["slots"].shape[0],
+        a.state.shape,
+        a.out.shape,
+        a.slots.shape[0],
     )
-    dtype = call.t["out"].dtype
-    q, k = (Scratch((tokens, call.key_heads, dk), dtype) for _ in range(2))
+    dtype = a.out.dtype
+    q, k = (Scratch((tokens, a.sizes.key_heads, dk), dtype) for _ in range(2))
     v, o = (Scratch((tokens, heads, dv), dtype) for _ in range(2))
     solved, scores = (Scratch((tokens, heads, CHUNK), dtype) for _ in range(2))
     made: dict[str, Arg] = {"solved": solved, "scores": scores, "decays": Scratch((heads, tokens), float32)}
     common: dict[str, Arg] = {"rows": rows, "short": short}
     tiles, loop = tokens // CHUNK + 2 * min(rows, TILED_ROWS), rows > TILED_ROWS
-    sizes = call.sizes | {"C": CHUNK}
+    sizes = _sizes(a) | {"C": CHUNK}
     yield launch(
         _CHUNKS,
         "delta_inputs",
-        (2 * call.key_heads + heads, tiles),
+        (2 * a.sizes.key_heads + heads, tiles),
         {"q": q, "k": k, "v": v}
-        | call.tensors("qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
-        | call.strides("qkv", "conv_state")
+        | tensors(a, "qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
+        | _strides(a, "qkv", "conv_state")
         | common,
-        sizes | call.taps | {"LOOP": loop},
+        sizes | _taps(a) | {"LOOP": loop},
         num_warps=tuning.inputs_warps,
         max_registers=128 if loop else tuning.inputs_registers,
     )
@@ -215,41 +287,41 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
         (heads, tiles, 2),
         made
         | {"q": q, "k": k}
-        | call.tensors("ba", "decay", "dt_bias", *_OF_ROWS)
-        | call.strides("ba")
+        | tensors(a, "ba", "decay", "dt_bias", *_OF_ROWS)
+        | _strides(a, "ba")
         | {"tokens": tokens, **common},
         {name: sizes[name] for name in ("KEYS", "DK", "GROUP", "C")}
         | {"LEVELS": CHUNK.bit_length() - 1, "LOOP": loop},
         num_warps=tuning.prepare_warps,
         max_registers=0 if loop else tuning.prepare_registers,
     )
-    yield _scan(call, tuning, {"out": o, "q": q, "k": k, "v": v, **made}, short)
+    yield _scan(a, tuning, {"out": o, "q": q, "k": k, "v": v, **made}, short)
     yield launch(
         _CHUNKS,
         "delta_norm",
         (heads, tiles),
-        call.tensors("out")
+        tensors(a, "out")
         | {"o": o}
-        | call.tensors("z", "norm_weight", "slots", "q_starts", "alive")
-        | call.strides("z")
-        | {"rows": rows, "tokens": tokens, "eps": call.eps, "short": short},
+        | tensors(a, "z", "norm_weight", "slots", "q_starts", "alive")
+        | _strides(a, "z")
+        | {"rows": rows, "tokens": tokens, "eps": a.eps, "short": short},
         {"HEADS": heads, "DV": dv, "C": CHUNK},
         num_warps=tuning.norm_warps,
     )
 
 
-def _scan(call: Call, tuning: Tuning, made: dict[str, Arg], short: int) -> Launch:
+def _scan(a: DeltaArgs[Tensor], tuning: Tuning, made: dict[str, Arg], short: int) -> Launch:
     """The scan: the chunks of each row in order. `made`: the outputs of the launches before."""
-    _, heads, _, dv = call.t["state"].shape
-    rows, snapshots = call.t["snapshot_ends"].shape
-    tokens = call.t["out"].shape[0]
+    _, heads, _, dv = a.state.shape
+    rows, snapshots = a.snapshot_ends.shape
+    tokens = a.out.shape[0]
     loop = rows > TILED_ROWS
     columns = min(2 * tuning.columns if loop else tuning.columns, dv)
     args = (
         made
-        | call.tensors("qkv", "conv_state", "state", *_OF_ROWS, "state_from", "state_to")
-        | call.tensors("snapshot_ends", "snapshot_blocks")
-        | call.strides("qkv", "conv_state", "state")
+        | tensors(a, "qkv", "conv_state", "state", *_OF_ROWS, "state_from", "state_to")
+        | tensors(a, "snapshot_ends", "snapshot_blocks")
+        | _strides(a, "qkv", "conv_state", "state")
         | {"snapshots": snapshots, "tokens": tokens, "rows": rows, "short": short}
     )
     constants = {
@@ -261,6 +333,6 @@ def _scan(call: Call, tuning: Tuning, made: dict[str, Arg], short: int) -> Launc
     }
     grid, constants = (
         (dv // columns, heads, SCANNED_ROWS if loop else rows),
-        call.sizes | call.taps | constants,
+        _sizes(a) | _taps(a) | constants,
     )
     return launch(_CHUNKS, "delta_scan", grid, args, constants, num_warps=tuning.scan_warps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from openinfer.kernels import Op, Pack
 class Binding(Protocol):
     """A pack on the host, such as kernels.CpuPack."""
 
-    def bind(self, op: Op[Any], args: Mapping[str, Any]) -> Callable[[], None]:
+    def bind(self, op: Op[Any], args: Any) -> Callable[[], None]:
         """Check a call; the call itself, which may be made any number of times."""
 
 
@@ -28,7 +28,7 @@ class HostPack:
     repeats: bool = True
     _noted: list[tuple[str, Callable[[], None]]] | None = field(default=None, init=False)
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         call = self.pack.bind(op, args)
         if self._noted is not None:
             self._noted.append((op.name, call))

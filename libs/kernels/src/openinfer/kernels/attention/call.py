@@ -5,14 +5,41 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 from openinfer.kernels.attention.tiles import HopperTile, Tile
 from openinfer.kernels.op.launch import Aligned, Arg, Launch
+from openinfer.kernels.op.op import T, tensors
 from openinfer.tensor import Tensor
 
 NO_WINDOW = 2**31 - 1
 """A window that reaches back to the first token from every position."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttendArgs(Generic[T]):
+    """out[t] = softmax(scale * q[t] . K) V over the cached tokens that token t may see.
+
+    Rows, slots, q_starts, seq_lens and alive as in expand_rows. Token i of row r is at position p = seq_lens[slot] + i.
+    It sees the positions j <= p, and with window > 0 only those with p - j < window. Its own key and value are in the
+    cache already. q [T, A, d] and out [T, A * d] of one float dtype; kv [pages, 2, G, page_size, d] and kv_scales as in
+    kv_cache.expect_cache; query head a uses key head a // (A / G). block_tables int32 [S, B]. max_q_len: no row has
+    more tokens than this (1 in a decode step). scale > 0. Softmax in float32. The values written for tokens of dead
+    rows and for tokens past q_starts[R] are finite and otherwise unspecified. On a GPU d is a power of two.
+    """
+
+    out: T
+    q: T
+    kv: T
+    kv_scales: T | None = None
+    slots: T
+    q_starts: T
+    seq_lens: T
+    alive: T
+    block_tables: T
+    scale: float
+    window: int
+    max_q_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +58,21 @@ class AttentionCall:
     table_tokens: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Any], scale: float, window: int) -> AttentionCall:
-        """`tensors`: what the kernels are given, by name; all are Tensor, but q may be Scratch and kv_scales None."""
-        kv, table_width = tensors["kv"], tensors["block_tables"].shape[1]
-        tokens, heads, dim = tensors["q"].shape
-        _, _, kv_heads, page_size, _ = kv.shape
+    def of(cls, a: AttendArgs[Any]) -> AttentionCall:
+        """All tensors are Tensor, but q may be Scratch."""
+        table_width, (tokens, heads, dim) = a.block_tables.shape[1], a.q.shape
+        _, _, kv_heads, page_size, _ = a.kv.shape
         args: dict[str, Arg] = {
-            **{name: value for name, value in tensors.items() if value is not None},
+            "out": a.out,
+            "q": a.q,
+            **tensors(a, "kv", "kv_scales", "slots", "q_starts", "seq_lens", "alive", "block_tables"),
             "table_width": table_width,
-            "page_stride": Aligned(kv.strides[0]),
-            "window": window or NO_WINDOW,
-            "scale": scale * math.log2(math.e),
+            "page_stride": Aligned(a.kv.strides[0]),
+            "window": a.window or NO_WINDOW,
+            "scale": a.scale * math.log2(math.e),
         }
-        rows, group = tensors["slots"].shape[0], heads // kv_heads
-        return cls(args, kv, tokens, rows, kv_heads, group, dim, page_size, table_width * page_size)
+        rows, group = a.slots.shape[0], heads // kv_heads
+        return cls(args, a.kv, tokens, rows, kv_heads, group, dim, page_size, table_width * page_size)
 
     def constants(self, tile: Tile | HopperTile) -> dict[str, int]:
         return {"GROUP": self.group, "D": self.dim, "PAGE": self.page_size, "BM": tile.bm, "BN": tile.bn}

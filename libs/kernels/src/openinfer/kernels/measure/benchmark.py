@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from openinfer.kernels.errors import KernelsError
 from openinfer.kernels.measure.tuner import DeviceMeter
 from openinfer.kernels.op.cases import Array, Commands, OpCase
 from openinfer.kernels.op.launch import Command, Launch
+from openinfer.kernels.op.op import leaves
 from openinfer.tensor import Tensor
 
 TOLERANCE = 1e-2
@@ -32,16 +33,16 @@ def measure(
 ) -> Iterator[Measurement]:
     """Time the launches that the op chooses, then those of each variant with the same output."""
     target, pack = meter.target, meter.pack
-    name, output = next((n, a) for n, a in case.args[0].items() if isinstance(a, Tensor))
+    name, output = next(leaves(case.args[0], Tensor))
     before = output.numpy().copy()
 
-    def chosen(args: Mapping[str, Any]) -> Iterable[Command]:
+    def chosen(args: Any) -> Iterable[Command]:
         return case.op.plan(target, args)
 
     want: Array | None = None
     for variant, commands in (("chosen", chosen), *variants):
         try:
-            made = [list(commands(args)) for args in case.args]
+            made = [list(commands(args)) for args in case.calls]
             meter.store.prepare([c.spec for c in made[0] if isinstance(c, Launch)])
             output.copy_from(before, meter.stream)
             pack.submit(case.op.name, made[0])

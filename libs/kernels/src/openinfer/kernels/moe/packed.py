@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from openinfer.kernels.linear.choices import depth, shared_bytes
 from openinfer.kernels.linear.packed_products import takes_codes
 from openinfer.kernels.moe.mixture import SORT_BLOCK, Pairs
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, launch, power_of_two
+from openinfer.kernels.op.op import T
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
@@ -85,44 +86,61 @@ def tile(target: Target, pairs: int, experts: int, kind: int, quantized: bool) -
     return Tile(128, 128, 4, 3)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsArgs(Generic[T]):
+    """out[t] = shared[t] + sum over j of MLP_e(x[t]), with e = expert_ids[t, j] and w = expert_weights[t, j].
+
+        MLP_e(x) = (silu(min(g, limit)) * clamp(u, -limit, limit) * w) Wd_e^T, [g, u] = x Wgu_e^T
+
+    x, shared, out [T, D] of one float dtype. expert_ids int32 [T, K], each in [-1, E), no expert twice in a row but
+    -1, which is no expert and adds nothing; expert_weights float32 [T, K]. gate_up is [E, 2 I, D]: the gate's rows,
+    then the up projection's. down is [E, D, I]. Both are of x's dtype, or both packed FP4 or float8
+    (contract.expect_packed; gate_up with parts=2). D and I are multiples of 128.
+
+    g and u are rounded as outputs of a linear layer. The product, with w in it, is in float32 and rounded. With
+    `quantized` it then goes through q8 in blocks of 128 (formats.q8); the caller must have done the same to x. Each
+    expert's output is rounded. Their sum and shared are added in float32 and rounded once.
+
+    The number of tokens of an expert is data: an implementation sorts them on the device. `all_experts`: how many all
+    ranks have, where these are one rank's; the cost takes an even part of the choices to be for these.
+    """
+
+    out: T
+    x: T
+    shared: T
+    expert_ids: T
+    expert_weights: T
+    gate_up: T
+    gate_up_scales: T | None
+    down: T
+    down_scales: T | None
+    limit: float
+    quantized: bool
+    all_experts: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """The arguments of one `experts`, and the tile of its products."""
+    """A call of `experts`, and the tile of its products."""
 
     tile: Tile
     target: Target
-    out: Tensor
-    x: Tensor
-    shared: Tensor
-    expert_ids: Tensor
-    expert_weights: Tensor
-    gate_up: Tensor
-    gate_up_scales: Tensor | None
-    down: Tensor
-    down_scales: Tensor | None
-    limit: float
-    quantized: bool
+    a: ExpertsArgs[Tensor]
     arranged: Scratch | Tensor  # x as the first product reads it
     x_scales: Scratch
     results: Scratch  # [pairs, D]
 
     @classmethod
-    def of(
-        cls, target: Target, tile: Tile, *, x: Tensor, expert_ids: Tensor, down: Tensor, **rest: Any
-    ) -> PackedExperts:
-        """The kernels for a call's arguments, with scratch for the values that they pass to each other."""
-        tokens, width = x.shape
-        packed = kind_of(down) != BF16
-        return cls(
-            tile, target, x=x, expert_ids=expert_ids, down=down, **rest,
-            arranged=Scratch((tokens, width), tile.dtype) if packed else x,
-            x_scales=Scratch((width // 128, tokens) if tile.coded else (1,), float32),
-            results=Scratch((tokens * expert_ids.shape[1], width), bfloat16),
-        )  # fmt: skip
+    def of(cls, target: Target, tile: Tile, a: ExpertsArgs[Tensor]) -> PackedExperts:
+        """The kernels for a call, with scratch for the values that they pass to each other."""
+        tokens, width = a.x.shape
+        arranged = Scratch((tokens, width), tile.dtype) if kind_of(a.down) != BF16 else a.x
+        x_scales = Scratch((width // 128, tokens) if tile.coded else (1,), float32)
+        return cls(tile, target, a, arranged, x_scales, Scratch((a.expert_ids.numel, width), bfloat16))
 
     def sort(self, pairs: Pairs) -> Launch:
         """Fill `order` and `starts`, and write x as the first product reads it."""
-        (tokens, width), kind = self.x.shape, kind_of(self.down)
+        (tokens, width), kind = self.a.x.shape, kind_of(self.a.down)
         block = min(SORT_BLOCK, power_of_two(pairs.count))
         copies = -(-tokens * width // COPY_BLOCK) if kind != BF16 else 0
         return launch(
@@ -134,8 +152,8 @@ class PackedExperts:
                 "starts": pairs.starts,
                 "arranged": self.arranged,
                 "scales": self.x_scales,
-                "expert_ids": self.expert_ids,
-                "x": self.x,
+                "expert_ids": self.a.expert_ids,
+                "x": self.a.x,
                 "pairs": pairs.count,
                 "numbers": Aligned(tokens * width),
                 "K_BLOCKS": width // 128,
@@ -153,10 +171,10 @@ class PackedExperts:
 
     def multiply(self, pairs: Pairs) -> Iterator[Launch]:
         """From tokens to the results of pairs, with the clamped gate between the products."""
-        inter, tile = self.gate_up.shape[1] // 2, self.tile
+        inter, tile = self.a.gate_up.shape[1] // 2, self.tile
         both, hidden = Scratch((pairs.count, 2 * inter), bfloat16), Scratch((pairs.count, inter), tile.dtype)
         scales = Scratch((inter // 128, pairs.count + tile.bm) if tile.coded else (1,), float32)
-        yield self._product(pairs, both, self.arranged, self.x_scales, self.gate_up, self.gate_up_scales)
+        yield self._product(pairs, both, self.arranged, self.x_scales, self.a.gate_up, self.a.gate_up_scales)
         blocks = min(8, power_of_two(inter // 128))
         yield launch(
             _DEVICE,
@@ -168,34 +186,34 @@ class PackedExperts:
                 "both": both,
                 "order": pairs.order,
                 "starts": pairs.starts,
-                "expert_weights": self.expert_weights,
-                "limit": self.limit,
+                "expert_weights": self.a.expert_weights,
+                "limit": self.a.limit,
                 "width": Aligned(inter),
                 "STRIDE": pairs.count + tile.bm,
             },
             {
                 "EXPERTS": pairs.experts,
                 "BLOCKS": blocks,
-                "KIND": kind_of(self.down),
-                "QUANTIZED": self.quantized,
+                "KIND": kind_of(self.a.down),
+                "QUANTIZED": self.a.quantized,
                 "CODES": tile.coded,
             },
         )
-        yield self._product(pairs, self.results, hidden, scales, self.down, self.down_scales)
+        yield self._product(pairs, self.results, hidden, scales, self.a.down, self.a.down_scales)
 
     def add(self, pairs: Pairs) -> Launch:
         """The results of a token and `shared`, in `out`."""
-        width = self.x.shape[1]
+        width = self.a.x.shape[1]
         block = min(1024, power_of_two(width))
         return launch(
             _DEVICE,
             "add_chosen",
             (pairs.tokens, -(-width // block)),
             {
-                "out": self.out,
-                "shared": self.shared,
+                "out": self.a.out,
+                "shared": self.a.shared,
                 "results": self.results,
-                "expert_ids": self.expert_ids,
+                "expert_ids": self.a.expert_ids,
                 "width": Aligned(width),
             },
             {"CHOSEN": pairs.chosen, "BLOCK": block},

@@ -4,7 +4,7 @@ A module of ops may offer
 
  - `cases(memory)`: the Cases, with tensors from `memory`;
  - `variants(target, case)`: (name, commands) of other launches for a case, where `commands(args)` gives those of one
-   call.
+   call, from its arguments as `Op.args` makes them.
 
 `openinfer bench kernels` finds both. A case has copies of its weights or cache, so that the L2 cache does not serve
 them.
@@ -28,7 +28,7 @@ COLD_BYTES = 300 << 20
 """Bytes that the copies of a call's cold tensors have together, at least: several times an L2 cache."""
 MOST_COPIES = 40
 
-Commands = Callable[[Mapping[str, Any]], Iterable[Command]]
+Commands = Callable[[Any], Iterable[Command]]
 Array = np.ndarray[Any, Any]
 
 
@@ -40,6 +40,11 @@ class OpCase(NamedTuple):
     op: Op[Any]
     args: Sequence[Mapping[str, Any]]
     workload: Workload
+
+    @property
+    def calls(self) -> list[Any]:
+        """The arguments as `Op.args` makes them."""
+        return [self.op.args(**args) for args in self.args]
 
 
 @dataclass(slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
+from openinfer.kernels.attention.call import AttendArgs, AttentionCall, AttentionChoice
 from openinfer.kernels.attention.choose import choose, launches
 from openinfer.kernels.attention.kv_cache import KvLayout, cached_bytes, expect_cache
 from openinfer.kernels.attention.tiles import Tile
@@ -23,77 +23,40 @@ from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, int32, uint8
 
 
-def _contract(
-    *,
-    out: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    kv_scales: Tensor | None = None,
-    slots: Tensor,
-    q_starts: Tensor,
-    seq_lens: Tensor,
-    alive: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-    max_q_len: int,
-) -> None:
-    """out[t] = softmax(scale * q[t] . K) V over the cached tokens that token t may see.
-
-    Rows, slots, q_starts, seq_lens and alive as in expand_rows. Token i of row r is at position p = seq_lens[slot] + i.
-    It sees the positions j <= p, and with window > 0 only those with p - j < window. Its own key and value are in the
-    cache already. q [T, A, d] and out [T, A * d] of one float dtype; kv [pages, 2, G, page_size, d] and kv_scales as in
-    kv_cache.expect_cache; query head a uses key head a // (A / G). block_tables int32 [S, B]. max_q_len: no row has
-    more tokens than this (1 in a decode step). scale > 0. Softmax in float32. The values written for tokens of dead
-    rows and for tokens past q_starts[R] are finite and otherwise unspecified. On a GPU d is a power of two.
-    """
-    expect("q", q, (-1, -1, -1), *FLOATS)
-    tokens, heads, dim = q.shape
-    expect("out", out, (tokens, heads * dim), q.dtype)
-    expect_cache(kv, kv_scales, dim, q.dtype)
-    rows, size = expect_rows(slots, q_starts, seq_lens=seq_lens, alive=alive)
-    expect("block_tables", block_tables, (size, -1), int32)
-    require(heads % kv.shape[2] == 0, f"{heads} query heads cannot share {kv.shape[2]} key heads evenly")
-    require(scale > 0, f"scale is {scale}; it must be positive")
-    require(window >= 0, f"window is {window}; it must be 0 (none) or positive")
-    expect_max_q_len(max_q_len, tokens, rows)
+def _check(a: AttendArgs[Tensor]) -> None:
+    expect("q", a.q, (-1, -1, -1), *FLOATS)
+    tokens, heads, dim = a.q.shape
+    expect("out", a.out, (tokens, heads * dim), a.q.dtype)
+    expect_cache(a.kv, a.kv_scales, dim, a.q.dtype)
+    rows, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, alive=a.alive)
+    expect("block_tables", a.block_tables, (size, -1), int32)
+    require(heads % a.kv.shape[2] == 0, f"{heads} query heads cannot share {a.kv.shape[2]} key heads evenly")
+    require(a.scale > 0, f"scale is {a.scale}; it must be positive")
+    require(a.window >= 0, f"window is {a.window}; it must be 0 (none) or positive")
+    expect_max_q_len(a.max_q_len, tokens, rows)
 
 
-def _reference(
-    *,
-    out: Array,
-    q: Array,
-    kv: Array,
-    kv_scales: Array | None = None,
-    slots: Array,
-    q_starts: Array,
-    seq_lens: Array,
-    alive: Array,
-    block_tables: Array,
-    scale: float,
-    window: int,
-    max_q_len: int,
-) -> None:
-    _, heads, dim = q.shape
-    kv_heads, page_size = kv.shape[2:4]
-    out[:] = 0
-    for row, slot in enumerate(slots):
-        start, end = int(q_starts[row]), int(q_starts[row + 1])
-        if start == end or not alive[slot]:
+def _reference(a: AttendArgs[Array]) -> None:
+    _, heads, dim = a.q.shape
+    kv_heads, page_size = a.kv.shape[2:4]
+    a.out[:] = 0
+    for row, slot in enumerate(a.slots):
+        start, end = int(a.q_starts[row]), int(a.q_starts[row + 1])
+        if start == end or not a.alive[slot]:
             continue
-        first = int(seq_lens[slot])
+        first = int(a.seq_lens[slot])
         length = first + end - start
-        pages = block_tables[slot, : -(-length // page_size)]
-        keys, values = (_cached(kv, kv_scales, pages, part, length) for part in range(2))
+        pages = a.block_tables[slot, : -(-length // page_size)]
+        keys, values = (_cached(a.kv, a.kv_scales, pages, part, length) for part in range(2))
         for token in range(start, end):  # one query at a time: the result must not depend on the chunk
             position = first + token - start
-            low = max(0, position + 1 - window) if window else 0
-            query = f32(q[token]).reshape(kv_heads, heads // kv_heads, dim)
-            scores = np.matmul(query, keys[:, low : position + 1].transpose(0, 2, 1)) * np.float32(scale)
+            low = max(0, position + 1 - a.window) if a.window else 0
+            query = f32(a.q[token]).reshape(kv_heads, heads // kv_heads, dim)
+            scores = np.matmul(query, keys[:, low : position + 1].transpose(0, 2, 1)) * np.float32(a.scale)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             total = weights.sum(axis=-1, keepdims=True)
-            weights = weights if q.dtype == np.float32 else f32(weights.astype(q.dtype))
-            out[token] = (np.matmul(weights, values[:, low : position + 1]) / total).reshape(-1)
+            weights = weights if a.q.dtype == np.float32 else f32(weights.astype(a.q.dtype))
+            a.out[token] = (np.matmul(weights, values[:, low : position + 1]) / total).reshape(-1)
 
 
 def _cached(kv: Array, kv_scales: Array | None, pages: Array, part: int, length: int) -> Array:
@@ -120,41 +83,21 @@ def require_attention(dtype: np.dtype[Any], dim: int, page_size: int) -> None:
     )
 
 
-TENSORS = ("out", "q", "kv", "kv_scales", "slots", "q_starts", "seq_lens", "alive", "block_tables")
-"""The tensors of a call in the order of the kernels' parameters."""
+def _launches(target: Target, a: AttendArgs[Tensor]) -> Iterator[Command]:
+    require_attention(a.q.dtype, a.q.shape[2], a.kv.shape[3])
+    call = AttentionCall.of(a)
+    yield from launches(call, choose(target, call), a.max_q_len)
 
 
-def _launches(
-    target: Target,
-    *,
-    out: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    kv_scales: Tensor | None = None,
-    slots: Tensor,
-    q_starts: Tensor,
-    seq_lens: Tensor,
-    alive: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-    max_q_len: int,
-) -> Iterator[Command]:
-    require_attention(q.dtype, q.shape[2], kv.shape[3])
-    given = (out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables)
-    call = AttentionCall.of(dict(zip(TENSORS, given, strict=True)), scale, window)
-    yield from launches(call, choose(target, call), max_q_len)
+def _cost(workload: Workload, a: AttendArgs[Tensor]) -> Cost:
+    _, heads, dim = a.q.shape
+    cached = workload.kv_tokens * cached_bytes(a.kv, a.kv_scales)
+    return Cost(
+        cached + 2 * workload.tokens * heads * dim * a.q.itemsize, 4 * workload.qk_pairs * heads * dim
+    )
 
 
-def _cost(
-    workload: Workload, *, out: Tensor, q: Tensor, kv: Tensor, kv_scales: Tensor | None = None, **rest: object
-) -> Cost:
-    _, heads, dim = q.shape
-    cached = workload.kv_tokens * cached_bytes(kv, kv_scales)
-    return Cost(cached + 2 * workload.tokens * heads * dim * q.itemsize, 4 * workload.qk_pairs * heads * dim)
-
-
-attend = Op("attend", _contract, reference=_reference, launches=_launches, cost=_cost)
+attend = Op("attend", AttendArgs[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:
@@ -195,12 +138,7 @@ def _pages(memory: Memory, layout: KvLayout, count: int) -> Tensor:
 
 def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other tiles, and other numbers of parts of a row."""
-    args = case.args[0]
-
-    def call(args: Mapping[str, Any]) -> AttentionCall:
-        return AttentionCall.of({name: args.get(name) for name in TENSORS}, args["scale"], args["window"])
-
-    plain = choose(target, call(args))
+    plain = choose(target, AttentionCall.of(case.calls[0]))
     others: dict[str, AttentionChoice] = {}
     for tile in (Tile(16, 64, 4, 3), Tile(16, 64, 4, 5), Tile(16, 64, 4, 7), Tile(16, 128, 8, 5)):
         others[f"short {tile.bm} x {tile.bn}, {tile.warps} warps, {tile.stages} stages"] = replace(
@@ -212,7 +150,7 @@ def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
         )
     for name, choice in others.items():
 
-        def commands(args: Mapping[str, Any], choice: AttentionChoice = choice) -> list[Launch]:
-            return launches(call(args), choice, args["max_q_len"])
+        def commands(a: AttendArgs[Tensor], choice: AttentionChoice = choice) -> list[Launch]:
+            return launches(AttentionCall.of(a), choice, a.max_q_len)
 
         yield name, commands

@@ -6,14 +6,15 @@ of the ranks, and rounded once, so every rank has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import numpy as np
 
 from openinfer.kernels.op.contract import FLOATS, expect, expect_normed, require
 from openinfer.kernels.op.launch import Collective, CollectiveKind, Command
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.reference import normed as normed_of
 from openinfer.kernels.op.target import Target
@@ -33,69 +34,86 @@ def combine(kind: CollectiveKind, out: Array, x: Array, communicator: Communicat
     out[:] = total
 
 
-def _expect(name: str, out: Tensor, x: Tensor, ranks: int, rows: int) -> None:
-    require(ranks >= 1, f"{name} over {ranks} ranks; there must be one at least")
-    expect("x", x, x.shape, *FLOATS)
-    require(len(x.shape) >= 1, f"x of {name} has no axis; its first axis is cut up among ranks")
-    expect("out", out, (rows, *x.shape[1:]), x.dtype)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
+    out: T
+    x: T
+    ranks: int
 
 
-def _all_reduce(*, out: Tensor, x: Tensor, ranks: int) -> None:
+def _expect(name: str, a: _Args[Tensor], rows: int) -> None:
+    require(a.ranks >= 1, f"{name} over {a.ranks} ranks; there must be one at least")
+    expect("x", a.x, a.x.shape, *FLOATS)
+    require(len(a.x.shape) >= 1, f"x of {name} has no axis; its first axis is cut up among ranks")
+    expect("out", a.out, (rows, *a.x.shape[1:]), a.x.dtype)
+
+
+def _all_reduce(a: _Args[Tensor]) -> None:
     """out = the sum of the x of all ranks.
 
     x and out [...] of one float dtype, dense; they may be one tensor. `ranks`: of the communicator.
     """
-    _expect("all_reduce", out, x, ranks, x.shape[0])
+    _expect("all_reduce", a, a.x.shape[0])
 
 
-def _all_gather(*, out: Tensor, x: Tensor, ranks: int) -> None:
+def _all_gather(a: _Args[Tensor]) -> None:
     """out = the x of all ranks, one after the other along the first axis.
 
     x [N, ...] and out [ranks * N, ...] of one float dtype, dense, apart from each other.
     """
-    _expect("all_gather", out, x, ranks, ranks * x.shape[0])
+    _expect("all_gather", a, a.ranks * a.x.shape[0])
 
 
-def _reduce_scatter(*, out: Tensor, x: Tensor, ranks: int) -> None:
+def _reduce_scatter(a: _Args[Tensor]) -> None:
     """out = this rank's part of the sum of the x of all ranks, cut up along the first axis.
 
     x [ranks * N, ...] and out [N, ...] of one float dtype, dense, apart from each other.
     """
-    require(
-        ranks >= 1 and x.shape[0] % ranks == 0, f"x has {x.shape[0]} rows, which {ranks} ranks cannot share"
-    )
-    _expect("reduce_scatter", out, x, ranks, x.shape[0] // ranks)
+    rows = a.x.shape[0]
+    require(a.ranks >= 1 and rows % a.ranks == 0, f"x has {rows} rows, which {a.ranks} ranks cannot share")
+    _expect("reduce_scatter", a, rows // a.ranks)
 
 
-def _op(contract: Any, kind: CollectiveKind) -> Op[Any]:
-    def reference(*, out: Array, x: Array, ranks: int, communicator: Communicator | None = None) -> None:
+def _gather_columns(a: _Args[Tensor]) -> None:
+    """out = the x of all ranks, one beside the other: columns r * C to (r + 1) * C are rank r's.
+
+    x [N, C] and out [N, ranks * C] of one float dtype, dense, apart from each other. -0 may become +0.
+    """
+    require(a.ranks >= 1, f"gather_columns over {a.ranks} ranks; there must be one at least")
+    expect("x", a.x, (-1, -1), *FLOATS)
+    expect("out", a.out, (a.x.shape[0], a.ranks * a.x.shape[1]), a.x.dtype)
+
+
+def _op(name: str, check: Callable[[_Args[Tensor]], None], kind: CollectiveKind) -> Op[Any]:
+    columns = name == "gather_columns"
+
+    def reference(a: _Args[Array], communicator: Communicator | None) -> None:
         if communicator is None:
-            out[:] = x
+            a.out[:] = a.x
+        elif columns:
+            np.concatenate(communicator.exchange(a.x), axis=1, out=a.out)
         else:
-            combine(kind, out, x, communicator)
+            combine(kind, a.out, a.x, communicator)
 
-    def launches(target: Target, *, out: Tensor, x: Tensor, ranks: int) -> Iterator[Command]:
-        if kind == "all_reduce" and len(x.shape) == 2:
-            yield from sum_of_ranks(target, out, x, ranks, add=False)
+    def launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+        if columns:
+            yield from columns_of_ranks(target, a.out, a.x, a.ranks)
+        elif kind == "all_reduce" and len(a.x.shape) == 2:
+            yield from sum_of_ranks(target, a.out, a.x, a.ranks, add=False)
         else:
-            yield Collective(kind, out, x, ranks)
+            yield Collective(kind, a.out, a.x, a.ranks)
 
-    def cost(workload: Workload, *, out: Tensor, x: Tensor, ranks: int) -> Cost:
+    def cost(workload: Workload, a: _Args[Tensor]) -> Cost:
         """The whole tensors travel, of a padded step too. `link`: the least bytes that a rank must send."""
-        return Cost(x.nbytes + out.nbytes, 0, Collective(kind, out, x, ranks).link_bytes)
+        return Cost(a.x.nbytes + a.out.nbytes, 0, Collective(kind, a.out, a.x, a.ranks).link_bytes)
 
-    return Op(kind, contract, reference=reference, launches=launches, cost=cost, collective=True)
+    return Op(
+        name, _Args[Tensor], check=check, reference=reference, launches=launches, cost=cost, collective=True
+    )
 
 
-def _reduce_add(
-    *,
-    x: Tensor,
-    y: Tensor,
-    ranks: int,
-    normed: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _AddArgs(Generic[T]):
     """x += the sum of the y of all ranks, in place.
 
     x and y [T, H] of one float dtype, dense, apart from each other. The sum is float32, in the order of the ranks, and
@@ -104,88 +122,49 @@ def _reduce_add(
     normed [T, H] gets rms_norm(x; norm_weight, eps) of the new x, as norm_linear normalises. On GPUs that push the sum
     it is one kernel.
     """
-    expect("x", x, (-1, -1), *FLOATS)
-    expect("y", y, x.shape, x.dtype)
-    require(ranks >= 1, f"reduce_add over {ranks} ranks; there must be one at least")
-    expect_normed(normed, norm_weight, eps, x)
+
+    x: T
+    y: T
+    ranks: int
+    normed: T | None = None
+    norm_weight: T | None = None
+    eps: float | None = None
 
 
-def _reduce_add_reference(
-    *,
-    x: Array,
-    y: Array,
-    ranks: int,
-    normed: Array | None = None,
-    norm_weight: Array | None = None,
-    eps: float | None = None,
-    communicator: Communicator | None = None,
-) -> None:
-    x[:] = x.astype(np.float32) + sum_over(communicator, y)
-    if normed is not None:
-        normed[:] = normed_of(x, norm_weight, eps)
+def _check_add(a: _AddArgs[Tensor]) -> None:
+    expect("x", a.x, (-1, -1), *FLOATS)
+    expect("y", a.y, a.x.shape, a.x.dtype)
+    require(a.ranks >= 1, f"reduce_add over {a.ranks} ranks; there must be one at least")
+    expect_normed(a.normed, a.norm_weight, a.eps, a.x)
 
 
-def _reduce_add_launches(
-    target: Target,
-    *,
-    x: Tensor,
-    y: Tensor,
-    ranks: int,
-    normed: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Iterator[Command]:
-    yield from sum_of_ranks(target, x, y, ranks, normed=Normed.of(normed, norm_weight, eps))
+def _add_reference(a: _AddArgs[Array], communicator: Communicator | None) -> None:
+    a.x[:] = a.x.astype(np.float32) + sum_over(communicator, a.y)
+    if a.normed is not None:
+        a.normed[:] = normed_of(a.x, a.norm_weight, a.eps)
 
 
-def _reduce_add_cost(
-    workload: Workload, *, x: Tensor, y: Tensor, ranks: int, normed: Tensor | None = None, **_: object
-) -> Cost:
+def _add_launches(target: Target, a: _AddArgs[Tensor]) -> Iterator[Command]:
+    normed = Normed.of(a.normed, a.norm_weight, a.eps)
+    yield from sum_of_ranks(target, a.x, a.y, a.ranks, normed=normed)
+
+
+def _add_cost(workload: Workload, a: _AddArgs[Tensor]) -> Cost:
     """The whole tensors travel, of a padded step too."""
-    written = x.nbytes + (normed.nbytes if normed is not None else 0)
-    return Cost(written + x.nbytes + y.nbytes, 0, Collective("all_reduce", y, y, ranks).link_bytes)
+    moved = 2 * a.x.nbytes + a.y.nbytes + (a.normed.nbytes if a.normed is not None else 0)
+    return Cost(moved, 0, Collective("all_reduce", a.y, a.y, a.ranks).link_bytes)
 
 
-def _gather_columns(*, out: Tensor, x: Tensor, ranks: int) -> None:
-    """out = the x of all ranks, one beside the other: columns r * C to (r + 1) * C are rank r's.
-
-    x [N, C] and out [N, ranks * C] of one float dtype, dense, apart from each other. -0 may become +0.
-    """
-    require(ranks >= 1, f"gather_columns over {ranks} ranks; there must be one at least")
-    expect("x", x, (-1, -1), *FLOATS)
-    expect("out", out, (x.shape[0], ranks * x.shape[1]), x.dtype)
-
-
-def _gather_columns_reference(
-    *, out: Array, x: Array, ranks: int, communicator: Communicator | None = None
-) -> None:
-    np.concatenate([x] if communicator is None else communicator.exchange(x), axis=1, out=out)
-
-
-def _gather_columns_launches(target: Target, *, out: Tensor, x: Tensor, ranks: int) -> Iterator[Command]:
-    yield from columns_of_ranks(target, out, x, ranks)
-
-
-def _gather_columns_cost(workload: Workload, *, out: Tensor, x: Tensor, ranks: int) -> Cost:
-    return Cost(x.nbytes + out.nbytes, 0, Collective("all_gather", out, x, ranks).link_bytes)
-
-
-all_reduce = _op(_all_reduce, "all_reduce")
-all_gather = _op(_all_gather, "all_gather")
-reduce_scatter = _op(_reduce_scatter, "reduce_scatter")
+all_reduce = _op("all_reduce", _all_reduce, "all_reduce")
+all_gather = _op("all_gather", _all_gather, "all_gather")
+reduce_scatter = _op("reduce_scatter", _reduce_scatter, "reduce_scatter")
+gather_columns = _op("gather_columns", _gather_columns, "all_gather")
 reduce_add = Op(
     "reduce_add",
-    _reduce_add,
-    reference=_reduce_add_reference,
-    launches=_reduce_add_launches,
-    cost=_reduce_add_cost,
-    collective=True,
-)
-gather_columns = Op(
-    "gather_columns",
-    _gather_columns,
-    reference=_gather_columns_reference,
-    launches=_gather_columns_launches,
-    cost=_gather_columns_cost,
+    _AddArgs[Tensor],
+    check=_check_add,
+    reference=_add_reference,
+    launches=_add_launches,
+    cost=_add_cost,
     collective=True,
 )

@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
 
 from openinfer.kernels.op.contract import expect
 from openinfer.kernels.op.launch import Command, launch
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
 
 
-def _contract(*, out: Tensor, x: Tensor) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """out = x, int32 [N] both. `out` may be page-locked memory of the host, which the device writes to. A copy engine
     would make this copy after all others of its direction; a kernel waits for none of them."""
-    expect("x", x, (-1,), int32)
-    expect("out", out, x.shape, int32)
+
+    out: T
+    x: T
 
 
-def _reference(*, out: Array, x: Array) -> None:
-    out[:] = x
+def _check(a: _Args[Tensor]) -> None:
+    expect("x", a.x, (-1,), int32)
+    expect("out", a.out, a.x.shape, int32)
 
 
-def _launches(target: Target, *, out: Tensor, x: Tensor) -> Iterator[Command]:
+def _reference(a: _Args[Array]) -> None:
+    a.out[:] = a.x
+
+
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     block = 1024
     yield launch(
         "openinfer.kernels.device.rows",
         "copy_words",
-        (-(-x.shape[0] // block),),
-        {"out": out, "x": x, "count": x.shape[0]},
+        (-(-a.x.shape[0] // block),),
+        {"out": a.out, "x": a.x, "count": a.x.shape[0]},
         {"BLOCK": block},
     )
 
 
-def _cost(workload: Workload, *, out: Tensor, x: Tensor) -> Cost:
-    return Cost(2 * x.nbytes, 0)
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
+    return Cost(2 * a.x.nbytes, 0)
 
 
-copy_words = Op("copy_words", _contract, reference=_reference, launches=_launches, cost=_cost)
+copy_words = Op(
+    "copy_words", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
+)

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
 from openinfer.kernels.op.contract import expect, expect_rows, require
 from openinfer.kernels.op.launch import Command, launch
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
 
 
-def _contract(
-    *,
-    token_ids: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-    prompt: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    seq_lens: Tensor,
-    last_tokens: Tensor,
-    alive: Tensor,
-    drafts: Tensor | None = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """Write token_ids, positions and token_slots (int32 [T]) of a step's tokens.
 
     Row r of the step is the sequence in slot slots[r] and has the tokens q_starts[r] to q_starts[r+1] (int32 [R] and
@@ -36,87 +27,65 @@ def _contract(
     q_starts[R] get id 0, position 0 and slot 0, the padding slot. seq_lens, last_tokens and alive are int32 [S] by
     slot.
     """
-    tokens = token_ids.shape[0]
-    for name, tensor in (
-        ("token_ids", token_ids),
-        ("positions", positions),
-        ("token_slots", token_slots),
-        ("prompt", prompt),
-    ):
+
+    token_ids: T
+    positions: T
+    token_slots: T
+    prompt: T
+    slots: T
+    q_starts: T
+    seq_lens: T
+    last_tokens: T
+    alive: T
+    drafts: T | None = None
+
+
+def _check(a: _Args[Tensor]) -> None:
+    tokens = a.token_ids.shape[0]
+    for name, tensor in tensors(a, "token_ids", "positions", "token_slots", "prompt").items():
         expect(name, tensor, (tokens,), int32)
-    _, size = expect_rows(slots, q_starts, seq_lens=seq_lens, last_tokens=last_tokens, alive=alive)
-    if drafts is not None:
-        expect("drafts", drafts, (size, -1), int32)
-        width = drafts.shape[1]
+    _, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, last_tokens=a.last_tokens, alive=a.alive)
+    if a.drafts is not None:
+        expect("drafts", a.drafts, (size, -1), int32)
+        width = a.drafts.shape[1]
         require(width & (width - 1) == 0, f"drafts has {width} columns; it must have a power of two")
 
 
-def _reference(
-    *,
-    token_ids: Array,
-    positions: Array,
-    token_slots: Array,
-    prompt: Array,
-    slots: Array,
-    q_starts: Array,
-    seq_lens: Array,
-    last_tokens: Array,
-    alive: Array,
-    drafts: Array | None = None,
-) -> None:
-    token = np.arange(len(token_ids))
-    row = np.minimum(np.searchsorted(q_starts, token, side="right") - 1, len(slots) - 1)
-    slot = slots[row]
-    live = (token < q_starts[-1]) & (alive[slot] != 0)
-    token_slots[:] = np.where(live, slot, 0)
-    place = token - q_starts[row]
-    positions[:] = np.where(live, seq_lens[slot] + place, 0)
-    fed = last_tokens[slot]
-    if drafts is not None:
-        fed = np.where(place > 0, drafts[slot, (seq_lens[slot] + place) % drafts.shape[1]], fed)
-    token_ids[:] = np.where(live, np.where(prompt >= 0, prompt, fed), 0)
+def _reference(a: _Args[Array]) -> None:
+    token = np.arange(len(a.token_ids))
+    row = np.minimum(np.searchsorted(a.q_starts, token, side="right") - 1, len(a.slots) - 1)
+    slot = a.slots[row]
+    live = (token < a.q_starts[-1]) & (a.alive[slot] != 0)
+    a.token_slots[:] = np.where(live, slot, 0)
+    place = token - a.q_starts[row]
+    a.positions[:] = np.where(live, a.seq_lens[slot] + place, 0)
+    fed = a.last_tokens[slot]
+    if a.drafts is not None:
+        fed = np.where(place > 0, a.drafts[slot, (a.seq_lens[slot] + place) % a.drafts.shape[1]], fed)
+    a.token_ids[:] = np.where(live, np.where(a.prompt >= 0, a.prompt, fed), 0)
 
 
-def _launches(
-    target: Target,
-    *,
-    token_ids: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-    prompt: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    seq_lens: Tensor,
-    last_tokens: Tensor,
-    alive: Tensor,
-    drafts: Tensor | None = None,
-) -> Iterator[Command]:
-    tokens, rows, block = token_ids.shape[0], slots.shape[0], 128
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    tokens, rows, block = a.token_ids.shape[0], a.slots.shape[0], 128
     yield launch(
         "openinfer.kernels.device.rows",
         "expand_rows",
         (-(-tokens // block),),
         {
-            "token_ids": token_ids,
-            "positions": positions,
-            "token_slots": token_slots,
-            "prompt": prompt,
-            "slots": slots,
-            "q_starts": q_starts,
-            "seq_lens": seq_lens,
-            "last_tokens": last_tokens,
-            "alive": alive,
-            "drafts": last_tokens if drafts is None else drafts,
+            **tensors(a),
+            "drafts": a.last_tokens if a.drafts is None else a.drafts,
             "tokens": tokens,
             "rows": rows,
             "steps": (rows - 1).bit_length(),
         },
-        {"BLOCK": block, "DRAFTS": 0 if drafts is None else drafts.shape[1]},
+        {"BLOCK": block, "DRAFTS": 0 if a.drafts is None else a.drafts.shape[1]},
     )
 
 
-def _cost(workload: Workload, **args: Tensor | None) -> Cost:
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(16 * workload.tokens, 0)
 
 
-expand_rows = Op("expand_rows", _contract, reference=_reference, launches=_launches, cost=_cost)
+expand_rows = Op(
+    "expand_rows", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
+)

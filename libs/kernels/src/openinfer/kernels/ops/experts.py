@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from openinfer.kernels.formats.codes import SCALE_BLOCK, dequantized, halves, q8
 from openinfer.kernels.moe import mixture
 from openinfer.kernels.moe.mixture import Pairs
-from openinfer.kernels.moe.packed import PackedExperts, kind_of, tile
+from openinfer.kernels.moe.packed import ExpertsArgs, PackedExperts, kind_of, tile
 from openinfer.kernels.op.cases import Commands, Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_packed, require
 from openinfer.kernels.op.launch import Command
@@ -22,136 +21,72 @@ from openinfer.kernels.ops.project import clamped_product
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
-def _contract(
-    *,
-    out: Tensor,
-    x: Tensor,
-    shared: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor | None,
-    down: Tensor,
-    down_scales: Tensor | None,
-    limit: float,
-    quantized: bool,
-    all_experts: int | None = None,
-) -> None:
-    """out[t] = shared[t] + sum over j of MLP_e(x[t]), with e = expert_ids[t, j] and w = expert_weights[t, j].
-
-        MLP_e(x) = (silu(min(g, limit)) * clamp(u, -limit, limit) * w) Wd_e^T, [g, u] = x Wgu_e^T
-
-    x, shared, out [T, D] of one float dtype. expert_ids int32 [T, K], each in [-1, E), no expert twice in a row but
-    -1, which is no expert and adds nothing; expert_weights float32 [T, K]. gate_up is [E, 2 I, D]: the gate's rows,
-    then the up projection's. down is [E, D, I]. Both are of x's dtype, or both packed FP4 or float8
-    (contract.expect_packed; gate_up with parts=2). D and I are multiples of 128.
-
-    g and u are rounded as outputs of a linear layer. The product, with w in it, is in float32 and rounded. With
-    `quantized` it then goes through q8 in blocks of 128 (formats.q8); the caller must have done the same to x. Each
-    expert's output is rounded. Their sum and shared are added in float32 and rounded once.
-
-    The number of tokens of an expert is data: an implementation sorts them on the device. `all_experts`: how many all
-    ranks have, where these are one rank's; the cost takes an even part of the choices to be for these.
-    """
-    expect("x", x, (-1, -1), *FLOATS)
-    tokens, width = x.shape
-    expect("out", out, x.shape, x.dtype)
-    expect("shared", shared, x.shape, x.dtype)
-    expect("expert_ids", expert_ids, (tokens, -1), int32)
-    expect("expert_weights", expert_weights, expert_ids.shape, float32)
-    require(len(gate_up.shape) == 3, f"gate_up has shape {gate_up.shape}; it must be [experts, any, any]")
-    count, inter = gate_up.shape[0], gate_up.shape[1] // 2
-    expect_packed("gate_up", gate_up, gate_up_scales, (count, 2 * inter, width), x.dtype, parts=2)
-    expect_packed("down", down, down_scales, (count, width, inter), x.dtype)
+def _check(a: ExpertsArgs[Tensor]) -> None:
+    expect("x", a.x, (-1, -1), *FLOATS)
+    tokens, width = a.x.shape
+    expect("out", a.out, a.x.shape, a.x.dtype)
+    expect("shared", a.shared, a.x.shape, a.x.dtype)
+    expect("expert_ids", a.expert_ids, (tokens, -1), int32)
+    expect("expert_weights", a.expert_weights, a.expert_ids.shape, float32)
+    require(len(a.gate_up.shape) == 3, f"gate_up has shape {a.gate_up.shape}; it must be [experts, any, any]")
+    count, inter = a.gate_up.shape[0], a.gate_up.shape[1] // 2
+    expect_packed("gate_up", a.gate_up, a.gate_up_scales, (count, 2 * inter, width), a.x.dtype, parts=2)
+    expect_packed("down", a.down, a.down_scales, (count, width, inter), a.x.dtype)
     require(
-        gate_up.dtype == down.dtype,
-        f"gate_up is {gate_up.dtype.name} and down {down.dtype.name}; both must be one",
+        a.gate_up.dtype == a.down.dtype,
+        f"gate_up is {a.gate_up.dtype.name} and down {a.down.dtype.name}; both must be one",
     )
     require(
         width % SCALE_BLOCK == 0 and inter % SCALE_BLOCK == 0,
         f"experts are {width} to {inter}; both must be multiples of {SCALE_BLOCK}",
     )
-    require(limit > 0, f"limit is {limit}; it must be positive")
+    require(a.limit > 0, f"limit is {a.limit}; it must be positive")
 
 
-def _reference(
-    *,
-    out: Array,
-    x: Array,
-    shared: Array,
-    expert_ids: Array,
-    expert_weights: Array,
-    gate_up: Array,
-    gate_up_scales: Array | None,
-    down: Array,
-    down_scales: Array | None,
-    limit: float,
-    quantized: bool,
-    all_experts: int | None = None,
-) -> None:
+def _reference(a: ExpertsArgs[Array]) -> None:
     def mlp(expert: int, token: Array, choice: Array) -> Array:
-        scales = None if gate_up_scales is None else gate_up_scales[expert]
-        gate, up = (rounded(matmul_nt(x[token], half), x.dtype) for half in halves(gate_up[expert], scales))
-        hidden = clamped_product(gate, up, limit) * expert_weights[token, choice][:, None]
-        hidden = rounded(hidden, x.dtype)
-        if quantized:
+        scales = None if a.gate_up_scales is None else a.gate_up_scales[expert]
+        gate, up = (
+            rounded(matmul_nt(a.x[token], half), a.x.dtype) for half in halves(a.gate_up[expert], scales)
+        )
+        hidden = clamped_product(gate, up, a.limit) * a.expert_weights[token, choice][:, None]
+        hidden = rounded(hidden, a.x.dtype)
+        if a.quantized:
             hidden = q8(hidden, SCALE_BLOCK)
-        second = dequantized(down[expert], None if down_scales is None else down_scales[expert])
-        return rounded(matmul_nt(hidden, second), x.dtype)
+        second = dequantized(a.down[expert], None if a.down_scales is None else a.down_scales[expert])
+        return rounded(matmul_nt(hidden, second), a.x.dtype)
 
-    results = mixture.results(expert_ids, x.shape[1], mlp)
+    results = mixture.results(a.expert_ids, a.x.shape[1], mlp)
     # One choice after the other: the sum must not depend on what numpy does with the other tokens.
     total = results[:, 0].copy()
-    for j in range(1, expert_ids.shape[1]):
+    for j in range(1, a.expert_ids.shape[1]):
         total += results[:, j]
-    out[:] = total + f32(shared)
+    a.out[:] = total + f32(a.shared)
 
 
-def _launches(
-    target: Target,
-    *,
-    x: Tensor,
-    gate_up: Tensor,
-    expert_ids: Tensor,
-    quantized: bool,
-    all_experts: int | None = None,
-    **rest: Any,
-) -> Iterator[Command]:
-    require(x.dtype == bfloat16, f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    pairs = expert_ids.shape[0] * expert_ids.shape[1]
+def _launches(target: Target, a: ExpertsArgs[Tensor]) -> Iterator[Command]:
+    require(a.x.dtype == bfloat16, f"x is {a.x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
     require(
-        target.arch >= 89 or not quantized,
+        target.arch >= 89 or not a.quantized,
         f"q8 is asked for on sm_{target.arch}; float8 numbers are for sm_89 and up",
     )
-    count = gate_up.shape[0]
-    found = tile(target, pairs, count, kind_of(gate_up), quantized)
-    kernels = PackedExperts.of(
-        target, found, x=x, gate_up=gate_up, expert_ids=expert_ids, quantized=quantized, **rest
-    )
-    yield from mixture.launches(kernels, Pairs.of(expert_ids, count))
+    count = a.gate_up.shape[0]
+    found = tile(target, a.expert_ids.numel, count, kind_of(a.gate_up), a.quantized)
+    yield from mixture.launches(PackedExperts.of(target, found, a), Pairs.of(a.expert_ids, count))
 
 
-def _cost(
-    workload: Workload,
-    *,
-    x: Tensor,
-    expert_ids: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor | None,
-    down: Tensor,
-    down_scales: Tensor | None,
-    all_experts: int | None = None,
-    **_: object,
-) -> Cost:
-    count, width = gate_up.shape[0], x.shape[1]
-    inter, tokens, chosen = gate_up.shape[1] // 2, workload.tokens, expert_ids.shape[1]
-    every = all_experts or count
-    weights = mixture.weight_bytes(tokens, chosen, every, gate_up, gate_up_scales, down, down_scales)
-    activations = tokens * (3 * width * x.itemsize + chosen * 8)
+def _cost(workload: Workload, a: ExpertsArgs[Tensor]) -> Cost:
+    count, width = a.gate_up.shape[0], a.x.shape[1]
+    inter, tokens, chosen = a.gate_up.shape[1] // 2, workload.tokens, a.expert_ids.shape[1]
+    every = a.all_experts or count
+    weights = mixture.weight_bytes(tokens, chosen, every, a.gate_up, a.gate_up_scales, a.down, a.down_scales)
+    activations = tokens * (3 * width * a.x.itemsize + chosen * 8)
     return Cost(weights + activations, 6 * tokens * chosen * width * inter * count // every)
 
 
-experts = Op("experts", _contract, reference=_reference, launches=_launches, cost=_cost)
+experts = Op(
+    "experts", ExpertsArgs[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
+)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:
@@ -184,16 +119,15 @@ def cases(memory: Memory) -> Iterator[OpCase]:
 
 def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other tiles of the same products."""
-    first = case.args[0]
-    count, pairs = first["gate_up"].shape[0], first["expert_ids"].numel
-    kind = kind_of(first["gate_up"])
-    chosen = tile(target, pairs, count, kind, first["quantized"])
+    first = case.calls[0]
+    count = first.gate_up.shape[0]
+    chosen = tile(target, first.expert_ids.numel, count, kind_of(first.gate_up), first.quantized)
     for places in (16, 32, 64, 128):
         if places == chosen.bm:
             continue
 
-        def commands(args: Mapping[str, Any], places: int = places) -> Iterator[Command]:
-            kernels = PackedExperts.of(target, replace(chosen, bm=places), **args)
-            return mixture.launches(kernels, Pairs.of(args["expert_ids"], count))
+        def commands(a: ExpertsArgs[Tensor], places: int = places) -> Iterator[Command]:
+            kernels = PackedExperts.of(target, replace(chosen, bm=places), a)
+            return mixture.launches(kernels, Pairs.of(a.expert_ids, count))
 
         yield f"{places} places", commands

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
@@ -16,26 +18,14 @@ from openinfer.kernels.norms import norm
 from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_norm, expect_weight, require
 from openinfer.kernels.op.launch import Command, Scratch
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, normed, rounded, silu
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
-def _contract(
-    *,
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    out: Tensor | None = None,
-    all_experts: int | None = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """x[t] += sum over j of expert_weights[t, j] * MLP_e(rms_norm(x[t]; norm_weight, eps)), in place, where e is
     expert_ids[t, j] and MLP_e(h) = (silu(h Wg_e^T) * (h Wu_e^T)) Wd_e^T.
 
@@ -50,116 +40,97 @@ def _contract(
     several ranks. Without norm_weight and eps, x is normalised already, and there is an `out`. `all_experts`: how many
     all ranks have; the cost takes an even part of the choices to be for these.
     """
-    expect("x", x, (-1, -1), *FLOATS)
-    tokens, hidden = x.shape
-    expect_norm(norm_weight, eps, hidden, x.dtype)
-    require(norm_weight is not None or out is not None, "a normalised x cannot be added to; give an out")
-    expect("expert_ids", expert_ids, (tokens, -1), int32)
-    expect("expert_weights", expert_weights, expert_ids.shape, x.dtype)
+
+    x: T
+    expert_ids: T
+    expert_weights: T
+    gate_up: T
+    down: T
+    norm_weight: T | None = None
+    eps: float | None = None
+    gate_up_scales: T | None = None
+    down_scales: T | None = None
+    out: T | None = None
+    all_experts: int | None = None
+
+
+def _check(a: _Args[Tensor]) -> None:
+    expect("x", a.x, (-1, -1), *FLOATS)
+    tokens, hidden = a.x.shape
+    expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
+    require(a.norm_weight is not None or a.out is not None, "a normalised x cannot be added to; give an out")
+    expect("expert_ids", a.expert_ids, (tokens, -1), int32)
+    expect("expert_weights", a.expert_weights, a.expert_ids.shape, a.x.dtype)
     require(
-        len(gate_up.shape) == 3, f"gate_up has shape {gate_up.shape}; it must be [experts, any, {hidden}]"
+        len(a.gate_up.shape) == 3, f"gate_up has shape {a.gate_up.shape}; it must be [experts, any, {hidden}]"
     )
-    require(len(down.shape) == 3, f"down has shape {down.shape}; it must be [experts, {hidden}, any]")
-    experts, inter = down.shape[0], gate_up.shape[-2] // 2
-    expect_weight("gate_up", gate_up, gate_up_scales, (experts, 2 * inter, hidden), x.dtype, parts=2)
-    expect_weight("down", down, down_scales, (experts, hidden, inter), x.dtype)
-    require(hidden % 16 == 0 and inter % 16 == 0, f"down is {down.shape}; its sizes must be multiples of 16")
-    if out is not None:
-        expect("out", out, x.shape, x.dtype)
+    require(len(a.down.shape) == 3, f"down has shape {a.down.shape}; it must be [experts, {hidden}, any]")
+    experts, inter = a.down.shape[0], a.gate_up.shape[-2] // 2
+    expect_weight("gate_up", a.gate_up, a.gate_up_scales, (experts, 2 * inter, hidden), a.x.dtype, parts=2)
+    expect_weight("down", a.down, a.down_scales, (experts, hidden, inter), a.x.dtype)
+    require(
+        hidden % 16 == 0 and inter % 16 == 0, f"down is {a.down.shape}; its sizes must be multiples of 16"
+    )
+    if a.out is not None:
+        expect("out", a.out, a.x.shape, a.x.dtype)
 
 
-def _reference(
-    *,
-    x: Array,
-    expert_ids: Array,
-    expert_weights: Array,
-    gate_up: Array,
-    down: Array,
-    norm_weight: Array | None = None,
-    eps: float | None = None,
-    gate_up_scales: Array | None = None,
-    down_scales: Array | None = None,
-    out: Array | None = None,
-    all_experts: int | None = None,
-) -> None:
-    h = normed(x, norm_weight, eps)
+def _reference(a: _Args[Array]) -> None:
+    h = normed(a.x, a.norm_weight, a.eps)
 
     def mlp(expert: int, token: Array, _: Array) -> Array:
-        scales = None if gate_up_scales is None else gate_up_scales[expert]
-        gate, up = (rounded(matmul_nt(h[token], half), x.dtype) for half in halves(gate_up[expert], scales))
-        hidden = rounded(rounded(silu(gate), x.dtype) * up, x.dtype)
-        weight = dequantized(down[expert], None if down_scales is None else down_scales[expert])
-        return rounded(matmul_nt(hidden, weight), x.dtype)
+        scales = None if a.gate_up_scales is None else a.gate_up_scales[expert]
+        gate, up = (
+            rounded(matmul_nt(h[token], half), a.x.dtype) for half in halves(a.gate_up[expert], scales)
+        )
+        hidden = rounded(rounded(silu(gate), a.x.dtype) * up, a.x.dtype)
+        weight = dequantized(a.down[expert], None if a.down_scales is None else a.down_scales[expert])
+        return rounded(matmul_nt(hidden, weight), a.x.dtype)
 
-    results = mixture.results(expert_ids, x.shape[1], mlp)
+    results = mixture.results(a.expert_ids, a.x.shape[1], mlp)
     # One choice after the other: the sum must not depend on what numpy does with the other tokens.
-    total = np.zeros(x.shape, np.float32)
-    for j in range(expert_ids.shape[1]):
-        total += f32(expert_weights[:, j])[:, None] * results[:, j]
-    if out is None:
-        x[:] = f32(x) + rounded(total, x.dtype)
+    total = np.zeros(a.x.shape, np.float32)
+    for j in range(a.expert_ids.shape[1]):
+        total += f32(a.expert_weights[:, j])[:, None] * results[:, j]
+    if a.out is None:
+        a.x[:] = f32(a.x) + rounded(total, a.x.dtype)
     else:
-        out[:] = total
+        a.out[:] = total
 
 
-def _launches(
-    target: Target,
-    *,
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    out: Tensor | None = None,
-    all_experts: int | None = None,
-) -> Iterator[Command]:
-    require(x.dtype == bfloat16, f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    if not is_int4(gate_up_scales):
-        expect_float8(target, gate_up_scales or down_scales)
-    hidden: Tensor | Scratch = x
-    if norm_weight is not None and eps is not None:
-        hidden = Scratch(x.shape, x.dtype)
-        yield norm(hidden, x, norm_weight, eps)
-    experts, width, inter = *down.shape[:2], gate_up.shape[1] // 2
-    pairs = Pairs.of(expert_ids, experts)
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    require(a.x.dtype == bfloat16, f"x is {a.x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+    if not is_int4(a.gate_up_scales):
+        expect_float8(target, a.gate_up_scales or a.down_scales)
+    hidden: Tensor | Scratch = a.x
+    if a.norm_weight is not None and a.eps is not None:
+        hidden = Scratch(a.x.shape, a.x.dtype)
+        yield norm(hidden, a.x, a.norm_weight, a.eps)
+    experts, width, inter = *a.down.shape[:2], a.gate_up.shape[1] // 2
+    pairs = Pairs.of(a.expert_ids, experts)
     kernels = PlainExperts(
-        x if out is None else out, hidden, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales,
-        adds=out is None, first=tile(target, pairs.count, experts, inter, width, first=True),
+        a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, a.gate_up, a.down,
+        a.gate_up_scales, a.down_scales,
+        adds=a.out is None, first=tile(target, pairs.count, experts, inter, width, first=True),
         second=tile(target, pairs.count, experts, width, inter, first=False),
-        results=Scratch((pairs.count, width), x.dtype),
+        results=Scratch((pairs.count, width), a.x.dtype),
     )  # fmt: skip
     yield from mixture.launches(kernels, pairs)
 
 
-def _cost(
-    workload: Workload,
-    *,
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    out: Tensor | None = None,
-    all_experts: int | None = None,
-) -> Cost:
-    experts, hidden, inter = *down.shape[:2], gate_up.shape[1] // 2
-    tokens, chosen = workload.tokens, expert_ids.shape[1]
-    every = all_experts or experts
-    weights = mixture.weight_bytes(tokens, chosen, every, gate_up, down, gate_up_scales, down_scales)
-    activations = tokens * (2 * hidden * x.itemsize + chosen * (x.itemsize + 4))
-    norm_bytes = norm_weight.nbytes if norm_weight is not None else 0
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
+    experts, hidden, inter = *a.down.shape[:2], a.gate_up.shape[1] // 2
+    tokens, chosen = workload.tokens, a.expert_ids.shape[1]
+    every = a.all_experts or experts
+    weights = mixture.weight_bytes(tokens, chosen, every, a.gate_up, a.down, a.gate_up_scales, a.down_scales)
+    activations = tokens * (2 * hidden * a.x.itemsize + chosen * (a.x.itemsize + 4))
+    norm_bytes = a.norm_weight.nbytes if a.norm_weight is not None else 0
     return Cost(weights + norm_bytes + activations, 6 * tokens * chosen * hidden * inter * experts // every)
 
 
-experts_add = Op("experts_add", _contract, reference=_reference, launches=_launches, cost=_cost)
+experts_add = Op(
+    "experts_add", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
+)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

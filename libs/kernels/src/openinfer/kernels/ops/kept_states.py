@@ -2,89 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
 from openinfer.kernels.op.contract import FLOATS, expect, require
-from openinfer.kernels.op.launch import Aligned, Command, launch
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.launch import Aligned, Command, Launch, launch
+from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
 
-_MODULE, _BLOCK = "openinfer.kernels.device.rows", 1024
+_BLOCK = 1024
 
 
-def _expect(states: Tensor, ids: Tensor, places: Tensor, x: Tensor, by_token: dict[str, Tensor]) -> None:
-    expect("x", x, (-1, -1), *FLOATS)
-    expect("states", states, (-1, -1, x.shape[1]), x.dtype)
-    size, width = states.shape[:2]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StatesArgs(Generic[T]):
+    """Hidden states of tokens, and where they are kept."""
+
+    x: T
+    states: T
+    ids: T
+    places: T
+    positions: T
+    token_slots: T
+
+
+def _expect(a: _StatesArgs[Tensor], *by_token: str) -> None:
+    expect("x", a.x, (-1, -1), *FLOATS)
+    expect("states", a.states, (-1, -1, a.x.shape[1]), a.x.dtype)
+    size, width = a.states.shape[:2]
     require(width & (width - 1) == 0, f"states has {width} places; it must have a power of two")
-    for name, tensor in (("ids", ids), ("places", places)):
+    for name, tensor in tensors(a, "ids", "places").items():
         expect(name, tensor, (size, width), int32)
-    for name, tensor in by_token.items():
-        expect(name, tensor, (x.shape[0],), int32)
+    for name, tensor in tensors(a, "positions", "token_slots", *by_token).items():
+        expect(name, tensor, (a.x.shape[0],), int32)
 
 
-def _keep_contract(
-    *,
-    states: Tensor,
-    ids: Tensor,
-    places: Tensor,
-    x: Tensor,
-    token_ids: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-) -> None:
+def _launch(function: str, a: _StatesArgs[Tensor], given: Mapping[str, Tensor]) -> Launch:
+    tokens, width = a.x.shape
+    args = {**given, "width": Aligned(width) if width % 16 == 0 else width, "kept": a.states.shape[1]}
+    return launch(
+        "openinfer.kernels.device.rows", function, (tokens, -(-width // _BLOCK)), args, {"BLOCK": _BLOCK}
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KeepArgs(_StatesArgs[T], Generic[T]):
     """Keep the hidden state x[t] of each token of a step, its id and its position p at [token_slots[t], p % W].
 
     x [T, H] and states [S, W, H] of one float dtype, W a power of two; ids and places int32 [S, W]; token_ids,
     positions, token_slots int32 [T]. No two tokens have the same place, but for those of slot 0, padding.
     """
-    _expect(
-        states, ids, places, x, {"token_ids": token_ids, "positions": positions, "token_slots": token_slots}
-    )
+
+    token_ids: T
 
 
-def _keep_reference(
-    *,
-    states: Array,
-    ids: Array,
-    places: Array,
-    x: Array,
-    token_ids: Array,
-    positions: Array,
-    token_slots: Array,
-) -> None:
-    at = token_slots, positions % ids.shape[1]
-    states[at], ids[at], places[at] = x, token_ids, positions
+def _keep_check(a: _KeepArgs[Tensor]) -> None:
+    _expect(a, "token_ids")
 
 
-def _keep_launches(target: Target, *, x: Tensor, states: Tensor, **t: Tensor) -> Iterator[Command]:
-    tokens, width = x.shape
-    given = {name: t[name] for name in ("ids", "places", "token_ids", "positions", "token_slots")}
-    sizes = {"width": Aligned(width) if width % 16 == 0 else width, "kept": states.shape[1]}
-    args = {"states": states, "x": x, **given, **sizes}
-    yield launch(_MODULE, "keep_states", (tokens, -(-width // _BLOCK)), args, {"BLOCK": _BLOCK})
+def _keep_reference(a: _KeepArgs[Array]) -> None:
+    at = a.token_slots, a.positions % a.ids.shape[1]
+    a.states[at], a.ids[at], a.places[at] = a.x, a.token_ids, a.positions
 
 
-_TAKE = ("next_ids", "positions", "token_slots", "ids", "places", "slots", "seq_lens", "last_tokens")
+def _keep_launches(target: Target, a: _KeepArgs[Tensor]) -> Iterator[Command]:
+    given = tensors(a, "states", "x", "ids", "places", "token_ids", "positions", "token_slots")
+    yield _launch("keep_states", a, given)
 
 
-def _take_contract(
-    *,
-    x: Tensor,
-    next_ids: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-    states: Tensor,
-    ids: Tensor,
-    places: Tensor,
-    slots: Tensor,
-    seq_lens: Tensor,
-    last_tokens: Tensor,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TakeArgs(_StatesArgs[T], Generic[T]):
     """Bring back the last W tokens of R rows: token i of row r is that at position seq_lens[slots[r]] - W + i.
 
     It was kept if its place has its position, and if the token that follows was kept too, or is the one sampled last.
@@ -92,54 +83,62 @@ def _take_contract(
     position and its slot. A token that was not kept gets zeros, and so the padding slot. The kept: `keep_states`.
     slots int32 [R]; seq_lens, last_tokens int32 [S].
     """
-    by_token = {"next_ids": next_ids, "positions": positions, "token_slots": token_slots}
-    _expect(states, ids, places, x, by_token)
-    size, width = ids.shape
-    expect("slots", slots, (x.shape[0] // width,), int32)
-    require(x.shape[0] % width == 0, f"x has {x.shape[0]} tokens; it must have {width} a row")
-    for name, tensor in (("seq_lens", seq_lens), ("last_tokens", last_tokens)):
+
+    next_ids: T
+    slots: T
+    seq_lens: T
+    last_tokens: T
+
+
+def _take_check(a: _TakeArgs[Tensor]) -> None:
+    _expect(a, "next_ids")
+    size, width = a.ids.shape
+    expect("slots", a.slots, (a.x.shape[0] // width,), int32)
+    require(a.x.shape[0] % width == 0, f"x has {a.x.shape[0]} tokens; it must have {width} a row")
+    for name, tensor in tensors(a, "seq_lens", "last_tokens").items():
         expect(name, tensor, (size,), int32)
 
 
-def _take_reference(
-    *,
-    x: Array,
-    next_ids: Array,
-    positions: Array,
-    token_slots: Array,
-    states: Array,
-    ids: Array,
-    places: Array,
-    slots: Array,
-    seq_lens: Array,
-    last_tokens: Array,
-) -> None:
-    width = ids.shape[1]
-    slot = slots.repeat(width)
-    length = seq_lens[slot]
-    position = length - width + np.tile(np.arange(width, dtype=np.int32), len(slots))
+def _take_reference(a: _TakeArgs[Array]) -> None:
+    width = a.ids.shape[1]
+    slot = a.slots.repeat(width)
+    length = a.seq_lens[slot]
+    position = length - width + np.tile(np.arange(width, dtype=np.int32), len(a.slots))
     at, behind = (slot, position % width), (slot, (position + 1) % width)
     last = position + 1 == length
-    kept = (slot > 0) & (position >= 0) & (places[at] == position) & (last | (places[behind] == position + 1))
-    x[:] = np.where(kept[:, None], states[at], np.zeros((), x.dtype))
-    next_ids[:] = np.where(kept, np.where(last, last_tokens[slot], ids[behind]), 0)
-    positions[:], token_slots[:] = np.where(kept, position, 0), np.where(kept, slot, 0)
+    kept = (
+        (slot > 0)
+        & (position >= 0)
+        & (a.places[at] == position)
+        & (last | (a.places[behind] == position + 1))
+    )
+    a.x[:] = np.where(kept[:, None], a.states[at], np.zeros((), a.x.dtype))
+    a.next_ids[:] = np.where(kept, np.where(last, a.last_tokens[slot], a.ids[behind]), 0)
+    a.positions[:], a.token_slots[:] = np.where(kept, position, 0), np.where(kept, slot, 0)
 
 
-def _take_launches(target: Target, *, x: Tensor, states: Tensor, **t: Tensor) -> Iterator[Command]:
-    tokens, width = x.shape
-    sizes = {"width": Aligned(width) if width % 16 == 0 else width, "kept": states.shape[1]}
-    args = {"x": x, "states": states, **{name: t[name] for name in _TAKE}, **sizes}
-    yield launch(_MODULE, "take_states", (tokens, -(-width // _BLOCK)), args, {"BLOCK": _BLOCK})
+def _take_launches(target: Target, a: _TakeArgs[Tensor]) -> Iterator[Command]:
+    kept = "ids", "places", "slots", "seq_lens", "last_tokens"
+    yield _launch("take_states", a, tensors(a, "x", "states", "next_ids", "positions", "token_slots", *kept))
 
 
-def _cost(workload: Workload, *, x: Tensor, **_: Tensor) -> Cost:
-    return Cost(2 * workload.tokens * x.shape[1] * x.itemsize, 0)
+def _cost(workload: Workload, a: _StatesArgs[Tensor]) -> Cost:
+    return Cost(2 * workload.tokens * a.x.shape[1] * a.x.itemsize, 0)
 
 
 keep_states = Op(
-    "keep_states", _keep_contract, reference=_keep_reference, launches=_keep_launches, cost=_cost
+    "keep_states",
+    _KeepArgs[Tensor],
+    check=_keep_check,
+    reference=_keep_reference,
+    launches=_keep_launches,
+    cost=_cost,
 )
 take_states = Op(
-    "take_states", _take_contract, reference=_take_reference, launches=_take_launches, cost=_cost
+    "take_states",
+    _TakeArgs[Tensor],
+    check=_take_check,
+    reference=_take_reference,
+    launches=_take_launches,
+    cost=_cost,
 )

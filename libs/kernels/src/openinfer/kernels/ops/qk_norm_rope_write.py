@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import numpy as np
 
@@ -11,27 +12,15 @@ from openinfer.kernels.attention.kv_cache import cached_bytes, expect_cache
 from openinfer.kernels.formats.codes import q8_codes
 from openinfer.kernels.linear.choices import releases
 from openinfer.kernels.op.contract import FLOATS, expect, expect_cos_sin, require
-from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, launch, power_of_two
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.launch import Aligned, Command, Launch, launch, power_of_two
+from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array, f32, rms_norm
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
-def _contract(
-    *,
-    q: Tensor | None,
-    kv: Tensor,
-    kv_scales: Tensor | None = None,
-    qkv: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    cos_sin: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
-    eps: float,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteArgs(Generic[T]):
     """Split qkv into heads; normalise q and k per head (rms_norm with q_norm, k_norm); rotate both; write q, and k
     and v to the cache.
 
@@ -46,30 +35,46 @@ def _contract(
     padding page, which no row reads, so tokens of slot 0 may write there or not at all. d is a multiple of 16.
     Without q the step attends to nothing: A is 0, and qkv [T, 2 G d] has keys and values.
     """
-    tokens, heads, dim = _shape(q, kv, qkv)
-    if q is not None:
-        expect("q", q, (-1, -1, -1), *FLOATS)
-    expect_cache(kv, kv_scales, dim, qkv.dtype)
-    kv_heads, page_size = kv.shape[2:4]
-    gated = heads > 0 and qkv.shape[-1] == 2 * (heads + kv_heads) * dim
+
+    q: T | None
+    kv: T
+    kv_scales: T | None = None
+    qkv: T
+    q_norm: T | None = None
+    k_norm: T | None = None
+    cos_sin: T
+    positions: T
+    token_slots: T
+    block_tables: T
+    eps: float
+
+
+def _check(a: WriteArgs[Tensor]) -> None:
+    tokens, heads, dim = _shape(a)
+    if a.q is not None:
+        expect("q", a.q, (-1, -1, -1), *FLOATS)
+    expect_cache(a.kv, a.kv_scales, dim, a.qkv.dtype)
+    kv_heads, page_size = a.kv.shape[2:4]
+    gated = heads > 0 and a.qkv.shape[-1] == 2 * (heads + kv_heads) * dim
     expect(
-        "qkv", qkv, (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim), qkv.dtype if q is None else q.dtype
+        "qkv",
+        a.qkv,
+        (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim),
+        a.qkv.dtype if a.q is None else a.q.dtype,
     )
-    expect_norms(q_norm, k_norm, dim, qkv.dtype, float32)
-    expect_cos_sin(cos_sin, dim)
-    expect("positions", positions, (tokens,), int32)
-    expect("token_slots", token_slots, (tokens,), int32)
-    expect("block_tables", block_tables, (-1, -1), int32)
+    expect_norms(a.q_norm, a.k_norm, dim, a.qkv.dtype, float32)
+    expect_cos_sin(a.cos_sin, dim)
+    expect("positions", a.positions, (tokens,), int32)
+    expect("token_slots", a.token_slots, (tokens,), int32)
+    expect("block_tables", a.block_tables, (-1, -1), int32)
     require(heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} key heads evenly")
     require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
     require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
 
 
-def _shape(
-    q: Tensor | Scratch | Array | None, kv: Tensor | Array, qkv: Tensor | Array
-) -> tuple[int, int, int]:
+def _shape(a: WriteArgs[Any]) -> tuple[int, int, int]:
     """Tokens, query heads and the size of a head."""
-    tokens, heads, dim = (qkv.shape[0], 0, kv.shape[-1]) if q is None else q.shape
+    tokens, heads, dim = (a.qkv.shape[0], 0, a.kv.shape[-1]) if a.q is None else a.q.shape
     return tokens, heads, dim
 
 
@@ -88,79 +93,44 @@ def _rope(x: Array, cos: Array, sin: Array) -> Array:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def _reference(
-    *,
-    q: Array | None,
-    kv: Array,
-    kv_scales: Array | None = None,
-    qkv: Array,
-    q_norm: Array | None = None,
-    k_norm: Array | None = None,
-    cos_sin: Array,
-    positions: Array,
-    token_slots: Array,
-    block_tables: Array,
-    eps: float,
-) -> None:
-    tokens, heads, dim = _shape(q, kv, qkv)
-    kv_heads, page_size = kv.shape[2:4]
-    split = qkv.reshape(tokens, -1, dim)
+def _reference(a: WriteArgs[Array]) -> None:
+    tokens, heads, dim = _shape(a)
+    kv_heads, page_size = a.kv.shape[2:4]
+    split = a.qkv.reshape(tokens, -1, dim)
     step = 2 if split.shape[1] == 2 * (heads + kv_heads) else 1
     first = step * heads  # of the key heads
-    cos, sin = cos_sin[positions, 0][:, None], cos_sin[positions, 1][:, None]
+    cos, sin = a.cos_sin[a.positions, 0][:, None], a.cos_sin[a.positions, 1][:, None]
     queries, keys = split[:, :first:step], split[:, first : first + kv_heads]
-    if q_norm is not None and k_norm is not None:
-        queries, keys = rms_norm(queries, q_norm, eps), rms_norm(keys, k_norm, eps)
-    if q is not None:
-        q[:] = _rope(f32(queries), cos, sin)
-    live = np.flatnonzero(token_slots)
-    position = positions[live]
-    page = block_tables[token_slots[live], position // page_size]
-    key = _rope(f32(keys), cos, sin)[live].astype(qkv.dtype)
+    if a.q_norm is not None and a.k_norm is not None:
+        queries, keys = rms_norm(queries, a.q_norm, a.eps), rms_norm(keys, a.k_norm, a.eps)
+    if a.q is not None:
+        a.q[:] = _rope(f32(queries), cos, sin)
+    live = np.flatnonzero(a.token_slots)
+    position = a.positions[live]
+    page = a.block_tables[a.token_slots[live], position // page_size]
+    key = _rope(f32(keys), cos, sin)[live].astype(a.qkv.dtype)
     for part, vectors in enumerate((key, split[live, first + kv_heads :])):
-        if kv_scales is None:
-            kv[page, part, :, position % page_size] = vectors
+        if a.kv_scales is None:
+            a.kv[page, part, :, position % page_size] = vectors
         else:
             codes, scales = q8_codes(f32(vectors))
-            kv[page, part, :, position % page_size] = codes
-            kv_scales[page, part, :, position % page_size] = scales
+            a.kv[page, part, :, position % page_size] = codes
+            a.kv_scales[page, part, :, position % page_size] = scales
 
 
-def norm_args(q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[dict[str, Tensor], dict[str, None]]:
-    """The norms as arguments of a kernel, or as its constants where they are left out."""
-    if q_norm is None or k_norm is None:
-        return {}, {"q_norm": None, "k_norm": None}
-    return {"q_norm": q_norm, "k_norm": k_norm}, {}
+def left_out(a: Any, *names: str) -> dict[str, None]:
+    """The constants in place of the tensors of these names that a call does not have."""
+    return {name: None for name in names if getattr(a, name) is None}
 
 
-def write_launch(
-    target: Target,
-    *,
-    q: Tensor | Scratch | None,
-    kv: Tensor,
-    kv_scales: Tensor | None = None,
-    qkv: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    cos_sin: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
-    eps: float,
-    early_behind: bool = False,
-) -> Launch:
+def write_launch(target: Target, a: WriteArgs[Any], *, early_behind: bool = False) -> Launch:
     """The op's kernel; q may be scratch. early_behind: the kernel behind it starts early."""
-    tokens, heads, dim = _shape(q, kv, qkv)
-    kv_heads, page_size = kv.shape[2:4]
-    require(
-        qkv.dtype == bfloat16, f"qkv is {qkv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
-    )
+    (tokens, heads, dim), dtype = _shape(a), a.qkv.dtype
+    kv_heads, page_size = a.kv.shape[2:4]
+    require(dtype == bfloat16, f"qkv is {dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
     # Heads a program: many small programs hide latency, large ones cost less. Sums are ordered by it.
     block = 4 if tokens <= 128 and not target.batch_invariant else 16
-    rotary = 2 * cos_sin.shape[2]
-    given, left_out = norm_args(q_norm, k_norm)
-    scales: dict[str, Arg] = {} if kv_scales is None else {"kv_scales": kv_scales}
-    without = {"kv_scales": None} if kv_scales is None else {}
+    rotary = 2 * a.cos_sin.shape[2]
     release = early_behind or releases(target, tokens)
     parts = [power_of_two(rotary // 2), power_of_two(dim - rotary) if rotary < dim else 0]
     return launch(
@@ -168,20 +138,13 @@ def write_launch(
         "qk_norm_rope_write",
         (tokens, -(-(heads + 2 * kv_heads) // block)),
         {
-            "q": qkv if q is None else q,  # with no query heads nothing is written to it
-            "kv": kv,
-            **scales,
-            "qkv": qkv,
-            **given,
-            "cos_sin": cos_sin,
-            "positions": positions,
-            "token_slots": token_slots,
-            "block_tables": block_tables,
+            "q": a.qkv if a.q is None else a.q,  # with no query heads nothing is written to it
+            **tensors(a),
             "heads": heads,
             "kv_heads": kv_heads,
-            "table_width": block_tables.shape[1],
-            "page_stride": Aligned(kv.strides[0]),
-            "eps": eps,
+            "table_width": a.block_tables.shape[1],
+            "page_stride": Aligned(a.kv.strides[0]),
+            "eps": a.eps,
         },
         {
             "DIM": dim,
@@ -190,32 +153,30 @@ def write_launch(
             "REST_BLOCK": parts[1],
             "HEADS": block,
             "PAGE": page_size,
-            "GATED": qkv.shape[1] != (heads + 2 * kv_heads) * dim,
+            "GATED": a.qkv.shape[1] != (heads + 2 * kv_heads) * dim,
             "RELEASE": release,
-            **left_out,
-            **without,
+            **left_out(a, "q_norm", "k_norm", "kv_scales"),
         },
         num_warps=max(1, block * power_of_two(dim) // 512),
         early=release,
     )
 
 
-def _launches(target: Target, **args: Any) -> Iterator[Command]:
-    yield write_launch(target, **args)
+def _launches(target: Target, a: WriteArgs[Tensor]) -> Iterator[Command]:
+    yield write_launch(target, a)
 
 
-def _cost(
-    workload: Workload,
-    *,
-    q: Tensor | None,
-    kv: Tensor,
-    kv_scales: Tensor | None = None,
-    qkv: Tensor,
-    **_: object,
-) -> Cost:
-    queries = 0 if q is None else q.shape[1] * q.shape[2] * q.itemsize
-    moved = qkv.shape[1] * qkv.itemsize + queries + cached_bytes(kv, kv_scales)
-    return Cost(workload.tokens * moved, 8 * workload.tokens * qkv.shape[1])
+def _cost(workload: Workload, a: WriteArgs[Tensor]) -> Cost:
+    queries = 0 if a.q is None else a.q.shape[1] * a.q.shape[2] * a.q.itemsize
+    moved = a.qkv.shape[1] * a.qkv.itemsize + queries + cached_bytes(a.kv, a.kv_scales)
+    return Cost(workload.tokens * moved, 8 * workload.tokens * a.qkv.shape[1])
 
 
-qk_norm_rope_write = Op("qk_norm_rope_write", _contract, reference=_reference, launches=_launches, cost=_cost)
+qk_norm_rope_write = Op(
+    "qk_norm_rope_write",
+    WriteArgs[Tensor],
+    check=_check,
+    reference=_reference,
+    launches=_launches,
+    cost=_cost,
+)

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
 from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.op.contract import expect, expect_columns, require
 from openinfer.kernels.op.launch import Command, aligned, launch, power_of_two
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, float32, int32
 
 
-def _contract(
-    *,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    logits: Tensor,
-    bias: Tensor | None,
-    table: Tensor | None,
-    token_ids: Tensor,
-    token_slots: Tensor,
-    scaling: float,
-    first_expert: int,
-    num_experts: int,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """The K experts of each token, and s / (sum of their s) * scaling, with s = sqrt(softplus(logits[t])); float32.
 
     Chosen are the K largest of s + bias (float32 [E]; of equal ones the lower index comes first), or, where bias is
@@ -38,100 +29,91 @@ def _contract(
     ids are -1 and its weights 0. logits float32 [T, E], rows at any stride; token_ids, token_slots int32 [T];
     expert_ids int32 [T, K], expert_weights float32 [T, K]; K <= E.
     """
-    expect_columns("logits", logits, (-1, -1), float32)
-    tokens, experts = logits.shape
-    expect("expert_ids", expert_ids, (tokens, -1), int32)
-    chosen = expert_ids.shape[1]
-    expect("expert_weights", expert_weights, (tokens, chosen), float32)
-    require((bias is None) != (table is None), "experts are chosen by bias or by table: give one of them")
-    if bias is not None:
-        expect("bias", bias, (experts,), float32)
-    if table is not None:
-        expect("table", table, (-1, chosen), int32)
-    expect("token_ids", token_ids, (tokens,), int32)
-    expect("token_slots", token_slots, (tokens,), int32)
+
+    expert_ids: T
+    expert_weights: T
+    logits: T
+    bias: T | None
+    table: T | None
+    token_ids: T
+    token_slots: T
+    scaling: float
+    first_expert: int
+    num_experts: int
+
+
+def _check(a: _Args[Tensor]) -> None:
+    expect_columns("logits", a.logits, (-1, -1), float32)
+    tokens, experts = a.logits.shape
+    expect("expert_ids", a.expert_ids, (tokens, -1), int32)
+    chosen = a.expert_ids.shape[1]
+    expect("expert_weights", a.expert_weights, (tokens, chosen), float32)
+    require((a.bias is None) != (a.table is None), "experts are chosen by bias or by table: give one of them")
+    if a.bias is not None:
+        expect("bias", a.bias, (experts,), float32)
+    if a.table is not None:
+        expect("table", a.table, (-1, chosen), int32)
+    expect("token_ids", a.token_ids, (tokens,), int32)
+    expect("token_slots", a.token_slots, (tokens,), int32)
     require(1 <= chosen <= experts, f"{chosen} experts a token are asked for; there are {experts}")
-    require(scaling > 0, f"scaling is {scaling}; it must be positive")
+    require(a.scaling > 0, f"scaling is {a.scaling}; it must be positive")
     require(
-        first_expert >= 0 and 1 <= num_experts <= experts - first_expert,
-        f"this rank has {num_experts} experts from {first_expert} on; there are {experts}",
+        a.first_expert >= 0 and 1 <= a.num_experts <= experts - a.first_expert,
+        f"this rank has {a.num_experts} experts from {a.first_expert} on; there are {experts}",
     )
 
 
-def _reference(
-    *,
-    expert_ids: Array,
-    expert_weights: Array,
-    logits: Array,
-    bias: Array | None,
-    table: Array | None,
-    token_ids: Array,
-    token_slots: Array,
-    scaling: float,
-    first_expert: int,
-    num_experts: int,
-) -> None:
-    live, count = token_slots[:, None] != 0, expert_ids.shape[1]
-    s = np.sqrt(np.maximum(logits, 0) + np.log1p(np.exp(-np.abs(logits))))
-    chosen = np.argsort(-(s + bias), axis=1, kind="stable")[:, :count] if table is None else table[token_ids]
+def _reference(a: _Args[Array]) -> None:
+    live, count = a.token_slots[:, None] != 0, a.expert_ids.shape[1]
+    s = np.sqrt(np.maximum(a.logits, 0) + np.log1p(np.exp(-np.abs(a.logits))))
+    chosen = (
+        np.argsort(-(s + a.bias), axis=1, kind="stable")[:, :count]
+        if a.table is None
+        else a.table[a.token_ids]
+    )
     best = np.take_along_axis(s, chosen, 1)
     total = best[:, 0].copy()
     for j in range(1, count):  # one after the other: numpy's sums depend on what lies beside
         total += best[:, j]
-    mine = chosen - first_expert
-    expert_ids[:] = np.where(live & (mine >= 0) & (mine < num_experts), mine, -1)
-    expert_weights[:] = np.where(live, best / total[:, None] * np.float32(scaling), 0)
+    mine = chosen - a.first_expert
+    a.expert_ids[:] = np.where(live & (mine >= 0) & (mine < a.num_experts), mine, -1)
+    a.expert_weights[:] = np.where(live, best / total[:, None] * np.float32(a.scaling), 0)
 
 
-def _launches(
-    target: Target,
-    *,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    logits: Tensor,
-    bias: Tensor | None,
-    table: Tensor | None,
-    token_ids: Tensor,
-    token_slots: Tensor,
-    scaling: float,
-    first_expert: int,
-    num_experts: int,
-) -> Iterator[Command]:
-    (tokens, experts), chosen = logits.shape, expert_ids.shape[1]
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    (tokens, experts), chosen = a.logits.shape, a.expert_ids.shape[1]
     yield launch(
         "openinfer.kernels.device.route",
         "route",
         (tokens,),
         {
-            "expert_ids": expert_ids,
-            "expert_weights": expert_weights,
-            "logits": logits,
-            "bias": logits if bias is None else bias,
-            "table": expert_ids if table is None else table,
-            "token_ids": token_ids,
-            "token_slots": token_slots,
-            "logits_stride": aligned(logits.strides[0]),
+            **tensors(a, "expert_ids", "expert_weights", "logits"),
+            "bias": a.logits if a.bias is None else a.bias,
+            "table": a.expert_ids if a.table is None else a.table,
+            "token_ids": a.token_ids,
+            "token_slots": a.token_slots,
+            "logits_stride": aligned(a.logits.strides[0]),
             "experts": experts,
-            "scaling": scaling,
-            "first_expert": first_expert,
-            "num_experts": num_experts,
+            "scaling": a.scaling,
+            "first_expert": a.first_expert,
+            "num_experts": a.num_experts,
         },
         {
             "K": chosen,
             "K_BLOCK": power_of_two(chosen),
             "BLOCK": power_of_two(experts),
-            "LEARNED": bias is not None,
+            "LEARNED": a.bias is not None,
         },
         num_warps=1,
     )
 
 
-def _cost(workload: Workload, *, logits: Tensor, expert_ids: Tensor, **_: object) -> Cost:
-    experts, chosen = logits.shape[1], expert_ids.shape[1]
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
+    experts, chosen = a.logits.shape[1], a.expert_ids.shape[1]
     return Cost(workload.tokens * (4 * experts + 12 * chosen), workload.tokens * 8 * experts)
 
 
-route = Op("route", _contract, reference=_reference, launches=_launches, cost=_cost)
+route = Op("route", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

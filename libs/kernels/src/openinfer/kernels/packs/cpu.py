@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from openinfer.kernels.op.op import Op
+from openinfer.kernels.op.op import Op, mapped
 from openinfer.kernels.ranks.communicator import Communicator, member
 from openinfer.tensor import Tensor
 
@@ -21,13 +21,15 @@ class CpuPack:
     def __init__(self, communicator: Communicator | None = None) -> None:
         self._communicator = communicator
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         self.bind(op, args)()
 
-    def bind(self, op: Op[Any], args: Mapping[str, Any]) -> Callable[[], None]:
+    def bind(self, op: Op[Any], args: Any) -> Callable[[], None]:
         """Check the contract of a call; the call itself. It may be made again as long as the tensors have memory."""
         op.check(args)
-        arrays = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in args.items()}
-        if op.collective and args.get("ranks", 1) > 1:
-            arrays["communicator"] = member(self._communicator, op.name, args["ranks"])
-        return lambda: op.reference(**arrays)
+        arrays = mapped(args, Tensor, Tensor.numpy)
+        if not op.collective:
+            return lambda: op.reference(arrays)
+        ranks = getattr(args, "ranks", 1)
+        communicator = member(self._communicator, op.name, ranks) if ranks > 1 else None
+        return lambda: op.reference(arrays, communicator)

@@ -7,13 +7,13 @@ interpreter on the CPU, it is `interp`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
 from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.op.launch import Collective, Command, Matmul, Peers, Scratch, Spec, TensorMap
-from openinfer.kernels.op.op import Op
+from openinfer.kernels.op.op import Op, leaves
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.null import Placement, place
@@ -55,16 +55,16 @@ class LaunchPack:
         self._parameters: dict[Spec, Parameters] = {}
         self._recall = Recall(target)
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         prepared = self._recall.prepare(op, args)
         where = prepared.sources
+        given = [] if where is None else [tensor for _, tensor in leaves(args, Tensor)]
 
         def address(tensor: Tensor) -> int:
             if where is None:
                 return tensor.ptr
-            name, offset = where[id(tensor)]
-            start: int = args[name].ptr
-            return start + offset
+            number, offset = where[id(tensor)]
+            return given[number].ptr + offset
 
         self._launch(op.name, prepared.commands, prepared.placement, address)
 

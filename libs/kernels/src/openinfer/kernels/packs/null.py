@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +17,7 @@ from openinfer.kernels.op.launch import (
     Spec,
     TensorMap,
 )
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.op import Cost, Op, Workload, leaves
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
 
@@ -36,22 +36,22 @@ class Call:
     the traced step has calls like this one (see Repeated)."""
 
     op: Op[Any]
-    args: Mapping[str, Any]
+    args: Any
     commands: tuple[Command, ...]
     times: int = 1
 
     def cost(self, workload: Workload) -> Cost:
-        return self.op.cost(workload, **self.args)
+        return self.op.cost(workload, self.args)
 
     @property
     def tokens(self) -> int:
         """The tokens, or rows, that it was traced for: the first axis of its first tensor."""
-        return next((arg.shape[0] for arg in self.args.values() if isinstance(arg, Tensor)), 1)
+        return next((tensor.shape[0] for _, tensor in leaves(self.args, Tensor)), 1)
 
     @property
     def kind(self) -> str:
         """The name of its op, and DECODE where each row has few tokens: such calls have kernels of their own."""
-        few = 0 < self.args.get("max_q_len", 0) <= FEW_TOKENS
+        few = 0 < getattr(self.args, "max_q_len", 0) <= FEW_TOKENS
         return self.op.name + DECODE if few else self.op.name
 
 
@@ -73,8 +73,8 @@ class NullPack:
     calls: list[Call] = field(default_factory=list)
     times: int = 1
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        self.calls.append(Call(op, dict(args), tuple(op.plan(self.target, args)), self.times))
+    def run(self, op: Op[Any], args: Any) -> None:
+        self.calls.append(Call(op, args, tuple(op.plan(self.target, args)), self.times))
 
     def traced(self, work: Callable[[], None]) -> list[Call]:
         """Do the work; the calls that it made."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openinfer.kernels.op.launch import Collective, Command, Matmul, TensorMap
-from openinfer.kernels.op.op import Op
+from openinfer.kernels.op.op import Op, leaves, parts_of
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.null import Placement, place
 from openinfer.tensor import Tensor
@@ -17,8 +17,8 @@ ALIGNMENT = 256
 MOST = 16384
 """Calls remembered; an engine has a few thousand."""
 
-Source = tuple[str, int]
-"""An argument of an op, and bytes from its start."""
+Source = tuple[int, int]
+"""The number of a tensor among the arguments of an op, and bytes from its start."""
 
 
 class Prepared(NamedTuple):
@@ -37,7 +37,7 @@ class Recall:
         self._target = target
         self._known: dict[Any, Prepared] = {}
 
-    def prepare(self, op: Op[Any], args: Mapping[str, Any]) -> Prepared:
+    def prepare(self, op: Op[Any], args: Any) -> Prepared:
         """Like op.plan, but a call like an earlier one gets that one's commands. Raises the same errors as op.plan."""
         key = call_key(op, args)
         prepared = self._known.get(key)
@@ -49,35 +49,38 @@ class Recall:
         return prepared
 
 
-def call_key(op: Op[Any], args: Mapping[str, Any]) -> Any:
+def call_key(op: Op[Any], args: Any) -> Any:
     """Equal for calls whose commands differ in addresses only: everything but the addresses, their alignment, and which
     of them are the same."""
-    first: dict[int, int] = {}
-    parts: list[Any] = [op]
-    for name, value in args.items():
-        if isinstance(value, Tensor):
-            ptr = value.ptr
-            same = first.setdefault(ptr, len(first))
-            parts.append((name, value.shape, value.strides, value.dtype.num, ptr % ALIGNMENT, same))
-        else:
-            parts.append((name, value.__class__, value))
-    return tuple(parts)
+    return op, _key(args, {})
 
 
-def sources(commands: Sequence[Command], args: Mapping[str, Any]) -> dict[int, Source] | None:
+def _key(value: Any, first: dict[int, int]) -> Any:
+    """first: numbers of the addresses so far."""
+    if isinstance(value, Tensor):
+        same = first.setdefault(value.ptr, len(first))
+        return value.shape, value.strides, value.dtype.num, value.ptr % ALIGNMENT, same
+    parts = parts_of(value)
+    if not parts:
+        return value.__class__, value
+    return value.__class__, *[(name, _key(part, first)) for name, part in parts]
+
+
+def sources(commands: Sequence[Command], args: Any) -> dict[int, Source] | None:
     """Where the tensors of the commands are. None if one is no argument and lies in none, or in two apart."""
-    itself = {id(v): name for name, v in args.items() if isinstance(v, Tensor)}
-    spans = [(name, v.ptr, v.ptr + _extent(v)) for name, v in args.items() if isinstance(v, Tensor)]
+    given = [tensor for _, tensor in leaves(args, Tensor)]
+    itself = {id(tensor): number for number, tensor in enumerate(given)}
+    spans = [(number, t.ptr, t.ptr + _extent(t)) for number, t in enumerate(given)]
     found: dict[int, Source] = {}
     for tensor in _tensors(commands):
         if id(tensor) in itself:
             found[id(tensor)] = (itself[id(tensor)], 0)
             continue
-        holders = {start: name for name, start, end in spans if start <= tensor.ptr < end}
+        holders = {start: number for number, start, end in spans if start <= tensor.ptr < end}
         if len(holders) != 1:
             return None
-        ((start, name),) = holders.items()
-        found[id(tensor)] = (name, tensor.ptr - start)
+        ((start, number),) = holders.items()
+        found[id(tensor)] = (number, tensor.ptr - start)
     return found
 
 

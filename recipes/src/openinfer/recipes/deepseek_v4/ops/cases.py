@@ -150,15 +150,15 @@ def _write(batch: Batch) -> dict[str, Any]:
 def variants(target: Target, case: OpCase) -> Iterable[tuple[str, Commands]]:
     """Other tunings of sparse_attend and index_topk."""
     if case.op is sparse_attend:
-        yield from _attend_variants(target, case.args[0])
+        yield from _attend_variants(target, case.calls[0])
     if case.op is index_topk:
         for change in ({"select_warps": 4}, {"warps": 8}, {"block": 64}, {"stages": 2}):
             (name, value) = next(iter(change.items()))
             yield f"{name} {value}", functools.partial(_index_commands, target, change)
 
 
-def _attend_variants(target: Target, args: Mapping[str, Any]) -> Iterator[tuple[str, Commands]]:
-    one, tokens = sparse.Attention(**args), args["q"].shape[0]
+def _attend_variants(target: Target, one: sparse.SparseAttendArgs[Tensor]) -> Iterator[tuple[str, Commands]]:
+    tokens = one.q.shape[0]
     general = sparse.attend_tuning(
         target, tokens, HEADS, one.window + one.most, selected=one.selected is not None
     )
@@ -173,11 +173,12 @@ def _attend_variants(target: Target, args: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _attend_commands(
-    tuning: sparse.AttendTuning | sparse.HopperTuning, args: Mapping[str, Any]
+    tuning: sparse.AttendTuning | sparse.HopperTuning, one: sparse.SparseAttendArgs[Tensor]
 ) -> list[Command]:
-    return list(sparse.Attention(**args).launches(tuning))
+    return list(one.launches(tuning))
 
 
-def _index_commands(target: Target, change: Mapping[str, int], args: Mapping[str, Any]) -> list[Command]:
-    one = sparse.Index(**args)
+def _index_commands(
+    target: Target, change: Mapping[str, int], one: sparse.IndexTopkArgs[Tensor]
+) -> list[Command]:
     return list(one.launches(dataclasses.replace(one.tuning(target), **change)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from openinfer.kernels.authoring import (
     Command,
     Cost,
     Op,
+    T,
     Target,
     Workload,
     aligned,
@@ -30,6 +32,7 @@ from openinfer.kernels.authoring import (
     require,
     rms_norm,
     rounded,
+    tensors,
 )
 from openinfer.recipes.deepseek_v4.ops.common import PAGE, Row, live_rows, rope
 from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
@@ -50,25 +53,8 @@ A_PREVIOUS, A, B = 0, 1, 2
 """The accumulations of an overlapping compressor: the A half of the window before (complete), A and B of this one."""
 
 
-def _contract(
-    *,
-    entries: Tensor,
-    state: Tensor,
-    az: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    seq_lens: Tensor,
-    alive: Tensor,
-    state_tables: Tensor,
-    entry_tables: Tensor,
-    eps: float,
-    rounding: str,
-    max_q_len: int,
-    recent: Tensor | None = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """Take the step's tokens into the open windows of their rows; write the entries of the windows that end.
 
     Rows, slots, q_starts, seq_lens and alive as in expand_rows. Window w of a row is its tokens w m .. w m + m - 1,
@@ -105,39 +91,61 @@ def _contract(
     Dead rows and tokens past q_starts[R] change nothing but page 0 of entries and state, which no row reads.
     max_q_len: no row has more tokens than this (1 in a decode step).
     """
-    expect("state", state, (-1, -1, 3, -1), float32, dense=False)
-    expect("state[0]", state[0], state.shape[1:])
-    dim, kinds, window = state.shape[3], state.shape[1], ape.shape[0]
+
+    entries: T
+    state: T
+    az: T
+    ape: T
+    norm_weight: T
+    cos_sin: T
+    slots: T
+    q_starts: T
+    seq_lens: T
+    alive: T
+    state_tables: T
+    entry_tables: T
+    eps: float
+    rounding: str
+    max_q_len: int
+    recent: T | None = None
+
+
+def _check(a: _Args[Tensor]) -> None:
+    expect("state", a.state, (-1, -1, 3, -1), float32, dense=False)
+    expect("state[0]", a.state[0], a.state.shape[1:])
+    dim, kinds, window = a.state.shape[3], a.state.shape[1], a.ape.shape[0]
     require(kinds in (1, 3), f"state has {kinds} accumulations; it must be 1, or 3 where windows overlap")
     columns = dim * (2 if kinds == 3 else 1)
     require(
         window >= 1 and PAGE % window == 0, f"ape is of windows of {window} tokens; that must divide {PAGE}"
     )
-    expect("ape", ape, (window, columns), float32)
-    expect_columns("az", az, (-1, 2 * columns), float32)
-    expect("entries", entries, (-1, PAGE // window, dim), *FLOATS, dense=False)
-    expect("entries[0]", entries[0], entries.shape[1:])
-    expect("norm_weight", norm_weight, (dim,), float32)
-    expect_cos_sin(cos_sin, dim)
-    _, size = expect_rows(slots, q_starts, seq_lens=seq_lens, alive=alive)
-    expect("state_tables", state_tables, (size, -1), int32)
-    expect("entry_tables", entry_tables, (size, -1), int32)
-    require(eps > 0, f"eps is {eps}; it must be positive")
-    require(rounding in ROUNDINGS, f"rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
-    plain = dim - 2 * cos_sin.shape[2]
+    expect("ape", a.ape, (window, columns), float32)
+    expect_columns("az", a.az, (-1, 2 * columns), float32)
+    expect("entries", a.entries, (-1, PAGE // window, dim), *FLOATS, dense=False)
+    expect("entries[0]", a.entries[0], a.entries.shape[1:])
+    expect("norm_weight", a.norm_weight, (dim,), float32)
+    expect_cos_sin(a.cos_sin, dim)
+    _, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, alive=a.alive)
+    expect("state_tables", a.state_tables, (size, -1), int32)
+    expect("entry_tables", a.entry_tables, (size, -1), int32)
+    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
+    require(a.rounding in ROUNDINGS, f"rounding is {a.rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
+    plain = dim - 2 * a.cos_sin.shape[2]
     require(
-        rounding != "q8" or plain % KV_BLOCK == 0,
+        a.rounding != "q8" or plain % KV_BLOCK == 0,
         f"{plain} channels are not rotated; q8 takes multiples of {KV_BLOCK}",
     )
     require(
-        rounding != "hadamard_q4" or (dim & (dim - 1) == 0 and dim >= 32),
+        a.rounding != "hadamard_q4" or (dim & (dim - 1) == 0 and dim >= 32),
         f"entries of {dim}; a Hadamard transform takes powers of two from 32",
     )
-    if recent is not None:
-        expect("recent", recent, (size, -1, *state.shape[1:]), float32, dense=False)
-        ring = recent.shape[1]
+    if a.recent is not None:
+        expect("recent", a.recent, (size, -1, *a.state.shape[1:]), float32, dense=False)
+        ring = a.recent.shape[1]
         require(ring == power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two")
-    require(1 <= max_q_len <= az.shape[0], f"max_q_len is {max_q_len}; it must be in [1, {az.shape[0]}]")
+    require(
+        1 <= a.max_q_len <= a.az.shape[0], f"max_q_len is {a.max_q_len}; it must be in [1, {a.az.shape[0]}]"
+    )
 
 
 class _Sums(NamedTuple):
@@ -196,125 +204,77 @@ def _windows(row: Row, a: Array, z: Array, old: Array | None, window: int, kinds
     return np.stack([before, halves[0].values, halves[1].values], axis=1)
 
 
-def _reference(
-    *,
-    entries: Array,
-    state: Array,
-    az: Array,
-    ape: Array,
-    norm_weight: Array,
-    cos_sin: Array,
-    slots: Array,
-    q_starts: Array,
-    seq_lens: Array,
-    alive: Array,
-    state_tables: Array,
-    entry_tables: Array,
-    eps: float,
-    rounding: str,
-    max_q_len: int,
-    recent: Array | None = None,
-) -> None:
-    (_, kinds, _, dim), (window, columns) = state.shape, ape.shape
-    dtype, per_page = entries.dtype, entries.shape[1]
-    for row in live_rows(slots, q_starts, seq_lens, alive):
+def _reference(a: _Args[Array]) -> None:
+    (_, kinds, _, dim), (window, columns) = a.state.shape, a.ape.shape
+    dtype, per_page = a.entries.dtype, a.entries.shape[1]
+    for row in live_rows(a.slots, a.q_starts, a.seq_lens, a.alive):
         end = row.start + row.last - row.first
-        tokens = az[row.first : row.last]
-        z = tokens[:, columns:] + ape[np.arange(row.start, end) % window]
-        a = np.ascontiguousarray(tokens[:, :columns])
-        short = recent is not None and len(tokens) <= recent.shape[1] // 2
-        old = state[state_tables[row.slot, (row.start - 1) // PAGE]] if row.start else None
-        if recent is not None and short and row.start % PAGE:
-            old = recent[row.slot, (row.start - 1) % recent.shape[1]].copy()
-        sums = _windows(row, a, z, old, window, kinds, dim)
+        tokens = a.az[row.first : row.last]
+        z = tokens[:, columns:] + a.ape[np.arange(row.start, end) % window]
+        numbers = np.ascontiguousarray(tokens[:, :columns])
+        short = a.recent is not None and len(tokens) <= a.recent.shape[1] // 2
+        old = a.state[a.state_tables[row.slot, (row.start - 1) // PAGE]] if row.start else None
+        if a.recent is not None and short and row.start % PAGE:
+            old = a.recent[row.slot, (row.start - 1) % a.recent.shape[1]].copy()
+        sums = _windows(row, numbers, z, old, window, kinds, dim)
         low = row.start // window
-        if recent is not None:
+        if a.recent is not None:
             for count in range(1 if short else len(tokens), len(tokens) + 1):
-                part = _windows(row._replace(last=row.first + count), a, z, old, window, kinds, dim)
-                recent[row.slot, (row.start + count - 1) % recent.shape[1]] = part[-1]
+                part = _windows(row._replace(last=row.first + count), numbers, z, old, window, kinds, dim)
+                a.recent[row.slot, (row.start + count - 1) % a.recent.shape[1]] = part[-1]
         for page in range(row.start // PAGE, -(-end // PAGE)):
             last = min(end, (page + 1) * PAGE) - 1
-            state[state_tables[row.slot, page]] = sums[last // window - low]
+            a.state[a.state_tables[row.slot, page]] = sums[last // window - low]
         done = end // window - low
         if done:
             full = sums[:done]
             e = _merged(full[:, A_PREVIOUS], full[:, B]) if kinds == 3 else full[:, 0, 2] / full[:, 0, 1]
             w = low + np.arange(done)
-            y = f32(rms_norm(e.astype(dtype), norm_weight, eps))
-            y = rounded(rope(y, cos_sin, w * window), dtype)
-            if rounding == "q8":
-                y = rounded_key(y, 2 * cos_sin.shape[2])
-            elif rounding == "hadamard_q4":
+            y = f32(rms_norm(e.astype(dtype), a.norm_weight, a.eps))
+            y = rounded(rope(y, a.cos_sin, w * window), dtype)
+            if a.rounding == "q8":
+                y = rounded_key(y, 2 * a.cos_sin.shape[2])
+            elif a.rounding == "hadamard_q4":
                 y = q4(rounded(hadamard(y), dtype))
-            entries[entry_tables[row.slot, w // per_page], w % per_page] = y
+            a.entries[a.entry_tables[row.slot, w // per_page], w % per_page] = y
 
 
-def _launches(
-    target: Target,
-    *,
-    entries: Tensor,
-    state: Tensor,
-    az: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    seq_lens: Tensor,
-    alive: Tensor,
-    state_tables: Tensor,
-    entry_tables: Tensor,
-    eps: float,
-    rounding: str,
-    max_q_len: int,
-    recent: Tensor | None = None,
-) -> Iterator[Command]:
-    dim, rows, single = state.shape[3], slots.shape[0], max_q_len == 1
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    dim, rows, single = a.state.shape[3], a.slots.shape[0], a.max_q_len == 1
     require(
-        entries.dtype == bfloat16,
-        f"entries are {entries.dtype.name}; on a GPU bfloat16 (float32: the cpu pack)",
+        a.entries.dtype == bfloat16,
+        f"entries are {a.entries.dtype.name}; on a GPU bfloat16 (float32: the cpu pack)",
     )
     require(dim == power_of_two(dim), f"entries of {dim}; on a GPU a power of two")
     args: dict[str, Arg] = {
-        "entries": entries,
-        "state": state,
-        "az": az,
-        "ape": ape,
-        "norm_weight": norm_weight,
-        "cos_sin": cos_sin,
-        "slots": slots,
-        "q_starts": q_starts,
-        "seq_lens": seq_lens,
-        "alive": alive,
-        "state_tables": state_tables,
-        "entry_tables": entry_tables,
-        "recent": state if recent is None else recent,
-        "recent_stride": Aligned(0 if recent is None else recent.strides[0]),
-        "az_stride": aligned(az.strides[0]),
-        "state_stride": Aligned(state.strides[0]),
-        "entry_stride": Aligned(entries.strides[0]),
-        "state_width": state_tables.shape[1],
-        "entry_width": entry_tables.shape[1],
+        **tensors(a),
+        "recent": a.state if a.recent is None else a.recent,
+        "recent_stride": Aligned(0 if a.recent is None else a.recent.strides[0]),
+        "az_stride": aligned(a.az.strides[0]),
+        "state_stride": Aligned(a.state.strides[0]),
+        "entry_stride": Aligned(a.entries.strides[0]),
+        "state_width": a.state_tables.shape[1],
+        "entry_width": a.entry_tables.shape[1],
         "rows": rows,
-        "eps": eps,
+        "eps": a.eps,
     }
-    window, overlap = ape.shape[0], state.shape[1] == 3
+    window, overlap = a.ape.shape[0], a.state.shape[1] == 3
     constants = {
         "D": dim,
-        "ROTARY": 2 * cos_sin.shape[2],
+        "ROTARY": 2 * a.cos_sin.shape[2],
         "WINDOW": window,
         "PAGE": PAGE,
-        "ROUNDING": rounding,
-        "RING": 0 if recent is None else recent.shape[1],
+        "ROUNDING": a.rounding,
+        "RING": 0 if a.recent is None else a.recent.shape[1],
     }
     if overlap and not single:
-        windows = 16 if rounding == "hadamard_q4" else min(16, max(1, 2048 // dim))
-        grid = (az.shape[0] // (windows * window) + 2 * rows,)
+        windows = 16 if a.rounding == "hadamard_q4" else min(16, max(1, 2048 // dim))
+        grid = (a.az.shape[0] // (windows * window) + 2 * rows,)
         yield launch(_DEVICE, "compress_windows", grid, args, constants | {"WINDOWS": windows})
     yield launch(
         _DEVICE,
         "compress",
-        (rows if single else az.shape[0] // PAGE + 2 * rows,),
+        (rows if single else a.az.shape[0] // PAGE + 2 * rows,),
         args,
         constants
         | {
@@ -326,15 +286,13 @@ def _launches(
     )
 
 
-def _cost(
-    workload: Workload, *, state: Tensor, az: Tensor, ape: Tensor, entries: Tensor, **rest: object
-) -> Cost:
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     """Every row reads and writes its state; a token is read, and is 1 / m of an entry."""
-    _, kinds, _, dim = state.shape
-    window, columns = ape.shape
+    _, kinds, _, dim = a.state.shape
+    window, columns = a.ape.shape
     states = 2 * workload.rows * kinds * 3 * dim * 4
-    tokens = workload.tokens * (2 * columns * 4 + dim * entries.itemsize // window)
-    return Cost(states + tokens + ape.nbytes, 8 * workload.tokens * columns)
+    tokens = workload.tokens * (2 * columns * 4 + dim * a.entries.itemsize // window)
+    return Cost(states + tokens + a.ape.nbytes, 8 * workload.tokens * columns)
 
 
-compress = Op("compress", _contract, reference=_reference, launches=_launches, cost=_cost)
+compress = Op("compress", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from openinfer.kernels.authoring import (
     Op,
     OpCase,
     Scratch,
+    T,
     Target,
     Workload,
     depth,
@@ -33,6 +35,7 @@ from openinfer.kernels.authoring import (
     require,
     rms_norm,
     rounded,
+    tensors,
 )
 from openinfer.recipes.deepseek_v4.ops.streams import hc_post
 from openinfer.tensor import Tensor, float32, int32
@@ -40,15 +43,28 @@ from openinfer.tensor import Tensor, float32, int32
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _MixingArgs(Generic[T]):
+    """One vector of the streams, and the numbers that make it."""
+
+    out: T
+    streams: T
+    fn: T
+    base: T
+    scale: T
+    eps: float
+    hc_eps: float
+
+
 def _numbers(
-    target: Target, pre: Scratch, mix: Tensor | Scratch, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
-    eps: float, hc_eps: float, iters: int,
-) -> Launch:  # fmt: skip
+    target: Target, a: _MixingArgs[Tensor], pre: Scratch, mix: Tensor | Scratch, iters: int
+) -> Launch:
     """The kernel that makes pre [T, 4], and mix if fn has rows for it; few tokens: columns are spread over SMs."""
     require(
-        streams.shape[1] == 4, f"there are {streams.shape[1]} streams; kernels for hyper-connections take 4"
+        a.streams.shape[1] == 4,
+        f"there are {a.streams.shape[1]} streams; kernels for hyper-connections take 4",
     )
-    tokens, columns = streams.shape[0], fn.shape[1]
+    tokens, columns = a.streams.shape[0], a.fn.shape[1]
     bt = 16 if tokens <= 64 or target.batch_invariant else 64
     tiles, bk = -(-tokens // bt), depth(columns, 128)
     split, programs = 1, target.num_sms // 2 if bt == 16 else 3 * target.num_sms
@@ -63,39 +79,36 @@ def _numbers(
         {
             "pre": pre,
             "mix": mix,
-            "streams": streams,
-            "fn": fn,
-            "base": base,
-            "scale": scale,
+            **tensors(a, "streams", "fn", "base", "scale"),
             "partial": Scratch((split, tokens, 32), float32),
             "counter": Scratch((tiles,), int32, zeroed=True),
             "tokens": tokens,
             "K": Aligned(columns),
-            "eps": eps,
-            "hc_eps": hc_eps,
+            "eps": a.eps,
+            "hc_eps": a.hc_eps,
             "iters": iters,
         },
-        {"NUMBERS": fn.shape[0], "BT": bt, "BK": bk, "SPLIT": split},
+        {"NUMBERS": a.fn.shape[0], "BT": bt, "BK": bk, "SPLIT": split},
     )
 
 
 def _collapse(
-    out: Tensor, rounded_out: Tensor | None, streams: Tensor, pre: Scratch, norm_weight: Tensor | None, eps: float
-) -> Launch:  # fmt: skip
+    a: _MixingArgs[Tensor], pre: Scratch, rounded_out: Tensor | None = None, norm_weight: Tensor | None = None
+) -> Launch:
     """The kernel that makes one of the streams; and its norm, where it has a weight."""
-    tokens, width = out.shape
+    tokens, width = a.out.shape
     return launch(
         _DEVICE,
         "hc_collapse",
         (tokens,),
         {
-            "out": out,
-            "rounded_out": out if rounded_out is None else rounded_out,
-            "streams": streams,
+            "out": a.out,
+            "rounded_out": a.out if rounded_out is None else rounded_out,
+            "streams": a.streams,
             "pre": pre,
             "norm_weight": pre if norm_weight is None else norm_weight,
             "width": Aligned(width),
-            "eps": eps,
+            "eps": a.eps,
         },
         {
             "BLOCKS": power_of_two(-(-width // 128)),
@@ -106,29 +119,16 @@ def _collapse(
     )
 
 
-def _expect_mixing(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, numbers: int, scales: int
-) -> None:
-    _, n, width = streams.shape
-    expect("fn", fn, (numbers, n * width), float32)
-    expect("base", base, (numbers,), float32)
-    expect("scale", scale, (scales,), float32)
+def _expect_mixing(a: _MixingArgs[Tensor], numbers: int, scales: int) -> None:
+    _, n, width = a.streams.shape
+    expect("fn", a.fn, (numbers, n * width), float32)
+    expect("base", a.base, (numbers,), float32)
+    expect("scale", a.scale, (scales,), float32)
+    require(a.eps > 0 and a.hc_eps > 0, f"eps is {a.eps} and hc_eps {a.hc_eps}; both must be positive")
 
 
-def _pre_contract(
-    *,
-    out: Tensor,
-    rounded_out: Tensor | None,
-    mix: Tensor,
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    hc_eps: float,
-    iters: int,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PreArgs(_MixingArgs[T], Generic[T]):
     """Make a sublayer's input from the n streams, and the numbers that will mix its output into them.
 
     With f = streams[t] flattened, in float32:
@@ -147,17 +147,24 @@ def _pre_contract(
     [2n + n n], scale float32 [3], norm_weight float32 [D]; mix float32 [T, n + n n]. D is a multiple of 128. On a GPU
     n is 4.
     """
-    expect("streams", streams, (-1, -1, -1), *FLOATS)
-    tokens, n, width = streams.shape
-    expect("out", out, (tokens, width), streams.dtype)
-    if rounded_out is not None:
-        expect("rounded_out", rounded_out, (tokens, width), streams.dtype)
-    expect("mix", mix, (tokens, n + n * n), float32)
-    _expect_mixing(streams, fn, base, scale, 2 * n + n * n, 3)
-    expect("norm_weight", norm_weight, (width,), float32)
+
+    rounded_out: T | None
+    mix: T
+    norm_weight: T
+    iters: int
+
+
+def _pre_check(a: _PreArgs[Tensor]) -> None:
+    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
+    tokens, n, width = a.streams.shape
+    expect("out", a.out, (tokens, width), a.streams.dtype)
+    if a.rounded_out is not None:
+        expect("rounded_out", a.rounded_out, (tokens, width), a.streams.dtype)
+    expect("mix", a.mix, (tokens, n + n * n), float32)
+    _expect_mixing(a, 2 * n + n * n, 3)
+    expect("norm_weight", a.norm_weight, (width,), float32)
     require(width % SCALE_BLOCK == 0, f"streams are {width} wide; it must be a multiple of {SCALE_BLOCK}")
-    require(eps > 0 and hc_eps > 0, f"eps is {eps} and hc_eps {hc_eps}; both must be positive")
-    require(iters >= 1, f"iters is {iters}; it must be at least 1")
+    require(a.iters >= 1, f"iters is {a.iters}; it must be at least 1")
 
 
 def _sigmoid(x: Array) -> Array:
@@ -192,103 +199,90 @@ def sinkhorn(logits: Array, hc_eps: float, iters: int) -> Array:
     return np.asarray(c, np.float32)
 
 
-def _pre_reference(
-    *,
-    out: Array,
-    rounded_out: Array | None,
-    mix: Array,
-    streams: Array,
-    fn: Array,
-    base: Array,
-    scale: Array,
-    norm_weight: Array,
-    eps: float,
-    hc_eps: float,
-    iters: int,
-) -> None:
-    tokens, n, _ = streams.shape
-    m = _mixing(streams, fn, eps)
-    pre = _sigmoid(m[:, :n] * scale[0] + base[:n]) + np.float32(hc_eps)
-    mix[:, :n] = 2 * _sigmoid(m[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    logits = (m[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(tokens, n, n)
-    mix[:, n:] = sinkhorn(logits, hc_eps, iters).reshape(tokens, -1)
-    normed = rms_norm(_collapsed(streams, pre).astype(streams.dtype), norm_weight, eps)
-    out[:] = normed
-    if rounded_out is not None:
-        rounded_out[:] = q8(normed, SCALE_BLOCK)
+def _pre_reference(a: _PreArgs[Array]) -> None:
+    tokens, n, _ = a.streams.shape
+    m = _mixing(a.streams, a.fn, a.eps)
+    pre = _sigmoid(m[:, :n] * a.scale[0] + a.base[:n]) + np.float32(a.hc_eps)
+    a.mix[:, :n] = 2 * _sigmoid(m[:, n : 2 * n] * a.scale[1] + a.base[n : 2 * n])
+    logits = (m[:, 2 * n :] * a.scale[2] + a.base[2 * n :]).reshape(tokens, n, n)
+    a.mix[:, n:] = sinkhorn(logits, a.hc_eps, a.iters).reshape(tokens, -1)
+    normed = rms_norm(_collapsed(a.streams, pre).astype(a.streams.dtype), a.norm_weight, a.eps)
+    a.out[:] = normed
+    if a.rounded_out is not None:
+        a.rounded_out[:] = q8(normed, SCALE_BLOCK)
 
 
-def _pre_launches(
-    target: Target,
-    *,
-    out: Tensor,
-    rounded_out: Tensor | None,
-    mix: Tensor,
-    streams: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    **rest: Any,
-) -> Iterator[Command]:
-    expect_bf16(streams)
-    expect_q8(target, rounded_out is not None)
-    pre = Scratch((streams.shape[0], 4), float32)
-    yield _numbers(target, pre, mix, streams, eps=eps, **rest)
-    yield _collapse(out, rounded_out, streams, pre, norm_weight, eps)
+def _pre_launches(target: Target, a: _PreArgs[Tensor]) -> Iterator[Command]:
+    expect_bf16(a.streams)
+    expect_q8(target, a.rounded_out is not None)
+    pre = Scratch((a.streams.shape[0], 4), float32)
+    yield _numbers(target, a, pre, a.mix, a.iters)
+    yield _collapse(a, pre, a.rounded_out, a.norm_weight)
 
 
-def _pre_cost(
-    workload: Workload, *, streams: Tensor, mix: Tensor, fn: Tensor, rounded_out: object, **rest: object
-) -> Cost:
-    _, n, width = streams.shape
-    numbers = (n + 1 + (rounded_out is not None)) * width * streams.itemsize + mix.shape[1] * 4
+def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
+    _, n, width = a.streams.shape
+    numbers = (n + 1 + (a.rounded_out is not None)) * width * a.streams.itemsize + a.mix.shape[1] * 4
     return Cost(
-        fn.nbytes + 4 * width + workload.tokens * numbers, workload.tokens * 2 * (fn.shape[0] + 2) * n * width
+        a.fn.nbytes + 4 * width + workload.tokens * numbers,
+        workload.tokens * 2 * (a.fn.shape[0] + 2) * n * width,
     )
 
 
-hc_pre = Op("hc_pre", _pre_contract, reference=_pre_reference, launches=_pre_launches, cost=_pre_cost)
+hc_pre = Op(
+    "hc_pre",
+    _PreArgs[Tensor],
+    check=_pre_check,
+    reference=_pre_reference,
+    launches=_pre_launches,
+    cost=_pre_cost,
+)
 
 
-def _head_contract(
-    *, out: Tensor, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, hc_eps: float
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HeadArgs(_MixingArgs[T], Generic[T]):
     """The streams as one: out = sum_s pre_s * streams[t, s], rounded, with pre as in hc_pre of n numbers m.
 
     streams [R, n, D], out [R, D] of one float dtype; fn float32 [n, n D], base float32 [n], scale float32 [1]. On a GPU
     n is 4.
     """
-    expect("streams", streams, (-1, -1, -1), *FLOATS)
-    rows, n, width = streams.shape
-    expect("out", out, (rows, width), streams.dtype)
-    _expect_mixing(streams, fn, base, scale, n, 1)
-    require(eps > 0 and hc_eps > 0, f"eps is {eps} and hc_eps {hc_eps}; both must be positive")
 
 
-def _head_reference(
-    *, out: Array, streams: Array, fn: Array, base: Array, scale: Array, eps: float, hc_eps: float
-) -> None:
-    pre = _sigmoid(_mixing(streams, fn, eps) * scale[0] + base) + np.float32(hc_eps)
-    out[:] = _collapsed(streams, pre)
+def _head_check(a: _HeadArgs[Tensor]) -> None:
+    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
+    rows, n, width = a.streams.shape
+    expect("out", a.out, (rows, width), a.streams.dtype)
+    _expect_mixing(a, n, 1)
 
 
-def _head_launches(
-    target: Target, *, out: Tensor, streams: Tensor, eps: float, **rest: Any
-) -> Iterator[Command]:
-    expect_bf16(streams)
-    pre = Scratch((streams.shape[0], 4), float32)
-    yield _numbers(target, pre, pre, streams, eps=eps, iters=1, **rest)
-    yield _collapse(out, None, streams, pre, None, eps)
+def _head_reference(a: _HeadArgs[Array]) -> None:
+    pre = _sigmoid(_mixing(a.streams, a.fn, a.eps) * a.scale[0] + a.base) + np.float32(a.hc_eps)
+    a.out[:] = _collapsed(a.streams, pre)
 
 
-def _head_cost(workload: Workload, *, streams: Tensor, fn: Tensor, **rest: object) -> Cost:
-    _, n, width = streams.shape
+def _head_launches(target: Target, a: _HeadArgs[Tensor]) -> Iterator[Command]:
+    expect_bf16(a.streams)
+    pre = Scratch((a.streams.shape[0], 4), float32)
+    yield _numbers(target, a, pre, pre, iters=1)
+    yield _collapse(a, pre)
+
+
+def _head_cost(workload: Workload, a: _HeadArgs[Tensor]) -> Cost:
+    _, n, width = a.streams.shape
     return Cost(
-        fn.nbytes + workload.rows * (n + 1) * width * streams.itemsize,
+        a.fn.nbytes + workload.rows * (n + 1) * width * a.streams.itemsize,
         workload.rows * 2 * (n + 2) * n * width,
     )
 
 
-hc_head = Op("hc_head", _head_contract, reference=_head_reference, launches=_head_launches, cost=_head_cost)
+hc_head = Op(
+    "hc_head",
+    _HeadArgs[Tensor],
+    check=_head_check,
+    reference=_head_reference,
+    launches=_head_launches,
+    cost=_head_cost,
+)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

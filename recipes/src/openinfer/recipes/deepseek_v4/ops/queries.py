@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from openinfer.kernels.authoring import (
     Command,
     Cost,
     Op,
+    T,
     Target,
     Workload,
     aligned,
@@ -26,6 +29,7 @@ from openinfer.kernels.authoring import (
     require,
     rms_norm,
     rounded,
+    tensors,
 )
 from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope
 from openinfer.tensor import Tensor, bfloat16, float32, int32
@@ -39,20 +43,8 @@ def rounded_key(x: Array, rotary: int) -> Array:
     return np.concatenate([q8(x[..., :-rotary], KV_BLOCK), x[..., -rotary:]], axis=-1)
 
 
-def _contract(
-    *,
-    qr: Tensor,
-    kv: Tensor,
-    qkv: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
-    eps: float,
-    quantized: bool,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """Split qkv into the query's Q columns and the key-value vector's d; normalise both; rotate and write the latter.
 
     qkv [T, Q + d]. qr [T, Q] = q_norm * q / rms(q), rounded; with `quantized` through q8 in blocks of 128 (formats.q8).
@@ -63,98 +55,82 @@ def _contract(
     [S, B]: the page of position p of slot s is block_tables[s, p // 128]. Slot 0's table names page 0, which no row
     reads, so tokens of slot 0 may write there or not at all. Q is a multiple of 128, d - r of 64.
     """
-    expect("kv", kv, (-1, PAGE, -1), *FLOATS, dense=False)
-    expect("kv[0]", kv[0], kv.shape[1:])
-    dim, tokens = kv.shape[2], positions.shape[0]
-    expect("qr", qr, (tokens, -1), kv.dtype)
-    width = qr.shape[1]
-    expect("qkv", qkv, (tokens, width + dim), kv.dtype)
-    expect("q_norm", q_norm, (width,), float32)
-    expect("kv_norm", kv_norm, (dim,), float32)
-    expect_cos_sin(cos_sin, dim)
-    expect("positions", positions, (tokens,), int32)
-    expect("token_slots", token_slots, (tokens,), int32)
-    expect("block_tables", block_tables, (-1, -1), int32)
-    plain = dim - 2 * cos_sin.shape[2]
+
+    qr: T
+    kv: T
+    qkv: T
+    q_norm: T
+    kv_norm: T
+    cos_sin: T
+    positions: T
+    token_slots: T
+    block_tables: T
+    eps: float
+    quantized: bool
+
+
+def _check(a: _Args[Tensor]) -> None:
+    expect("kv", a.kv, (-1, PAGE, -1), *FLOATS, dense=False)
+    expect("kv[0]", a.kv[0], a.kv.shape[1:])
+    dim, tokens = a.kv.shape[2], a.positions.shape[0]
+    expect("qr", a.qr, (tokens, -1), a.kv.dtype)
+    width = a.qr.shape[1]
+    expect("qkv", a.qkv, (tokens, width + dim), a.kv.dtype)
+    expect("q_norm", a.q_norm, (width,), float32)
+    expect("kv_norm", a.kv_norm, (dim,), float32)
+    expect_cos_sin(a.cos_sin, dim)
+    expect("positions", a.positions, (tokens,), int32)
+    expect("token_slots", a.token_slots, (tokens,), int32)
+    expect("block_tables", a.block_tables, (-1, -1), int32)
+    plain = dim - 2 * a.cos_sin.shape[2]
     require(width % SCALE_BLOCK == 0, f"qr has {width} columns; it must be a multiple of {SCALE_BLOCK}")
     require(plain % KV_BLOCK == 0, f"{plain} channels are not rotated; it must be a multiple of {KV_BLOCK}")
-    require(eps > 0, f"eps is {eps}; it must be positive")
+    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
 
 
-def _reference(
-    *,
-    qr: Array,
-    kv: Array,
-    qkv: Array,
-    q_norm: Array,
-    kv_norm: Array,
-    cos_sin: Array,
-    positions: Array,
-    token_slots: Array,
-    block_tables: Array,
-    eps: float,
-    quantized: bool,
-) -> None:
-    width = qr.shape[1]
-    normed = f32(rms_norm(qkv[:, :width], q_norm, eps))
-    qr[:] = q8(normed, SCALE_BLOCK) if quantized else normed
-    live = np.flatnonzero(token_slots)
-    position = positions[live]
-    key = f32(rms_norm(qkv[live, width:], kv_norm, eps))
-    key = rounded(rope(key, cos_sin, position), kv.dtype)
-    page = block_tables[token_slots[live], position // PAGE]
-    kv[page, position % PAGE] = rounded_key(key, 2 * cos_sin.shape[2]) if quantized else key
+def _reference(a: _Args[Array]) -> None:
+    width = a.qr.shape[1]
+    normed = f32(rms_norm(a.qkv[:, :width], a.q_norm, a.eps))
+    a.qr[:] = q8(normed, SCALE_BLOCK) if a.quantized else normed
+    live = np.flatnonzero(a.token_slots)
+    position = a.positions[live]
+    key = f32(rms_norm(a.qkv[live, width:], a.kv_norm, a.eps))
+    key = rounded(rope(key, a.cos_sin, position), a.kv.dtype)
+    page = a.block_tables[a.token_slots[live], position // PAGE]
+    a.kv[page, position % PAGE] = rounded_key(key, 2 * a.cos_sin.shape[2]) if a.quantized else key
 
 
-def _launches(
-    target: Target,
-    *,
-    qr: Tensor,
-    kv: Tensor,
-    qkv: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
-    eps: float,
-    quantized: bool,
-) -> Iterator[Command]:
-    (tokens, width), dim = qr.shape, kv.shape[2]
-    require(kv.dtype == bfloat16, f"kv is {kv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    (tokens, width), dim = a.qr.shape, a.kv.shape[2]
+    require(
+        a.kv.dtype == bfloat16, f"kv is {a.kv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
+    )
     require(dim == power_of_two(dim), f"kv has vectors of {dim}; on a GPU a power of two")
     yield launch(
         "openinfer.recipes.deepseek_v4.device.queries",
         "q_kv_write",
         (tokens, 2),
         {
-            "qr": qr,
-            "kv": kv,
-            "qkv": qkv,
-            "q_norm": q_norm,
-            "kv_norm": kv_norm,
-            "cos_sin": cos_sin,
-            "positions": positions,
-            "token_slots": token_slots,
-            "block_tables": block_tables,
+            **tensors(a),
             "width": aligned(width),
-            "table_width": block_tables.shape[1],
-            "page_stride": Aligned(kv.strides[0]),
-            "eps": eps,
+            "table_width": a.block_tables.shape[1],
+            "page_stride": Aligned(a.kv.strides[0]),
+            "eps": a.eps,
         },
         {
             "BLOCK": power_of_two(width),
             "D": dim,
-            "ROTARY": 2 * cos_sin.shape[2],
+            "ROTARY": 2 * a.cos_sin.shape[2],
             "PAGE": PAGE,
-            "QUANTIZED": quantized,
+            "QUANTIZED": a.quantized,
         },
     )
 
 
-def _cost(workload: Workload, *, qkv: Tensor, **_: object) -> Cost:
-    return Cost(2 * workload.tokens * qkv.shape[1] * qkv.itemsize, 8 * workload.tokens * qkv.shape[1])
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
+    return Cost(2 * workload.tokens * a.qkv.shape[1] * a.qkv.itemsize, 8 * workload.tokens * a.qkv.shape[1])
 
 
-q_kv_write = Op("q_kv_write", _contract, reference=_reference, launches=_launches, cost=_cost)
+q_kv_write = Op(
+    "q_kv_write", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
+)

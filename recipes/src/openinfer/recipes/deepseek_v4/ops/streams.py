@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
 
 from openinfer.kernels.authoring import (
     FLOATS,
@@ -14,6 +16,7 @@ from openinfer.kernels.authoring import (
     Communicator,
     Cost,
     Op,
+    T,
     Target,
     Workload,
     aligned,
@@ -37,7 +40,8 @@ ONE_KERNEL = 1 << 20
 """Bytes that one kernel pushes. Where a rank comes late, several kernels take a millisecond each (docs/lessons)."""
 
 
-def _post_contract(*, streams: Tensor, y: Tensor, mix: Tensor, ranks: int = 1) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PostArgs(Generic[T]):
     """streams[t, k] = post_k * y[t] + sum over j of C[j, k] * streams[t, j], in place: float32, rounded once.
 
     streams [T, n, D], y [T, D] of one float dtype; mix float32 [T, n + n n] as hc_pre writes it: post, then C row by
@@ -46,64 +50,69 @@ def _post_contract(*, streams: Tensor, y: Tensor, mix: Tensor, ranks: int = 1) -
     With several ranks y is a rank's part, and the streams get the sum of all, rounded before it is mixed. y may be
     overwritten.
     """
-    expect("streams", streams, (-1, -1, -1), *FLOATS)
-    tokens, n, width = streams.shape
-    expect("y", y, (tokens, width), streams.dtype)
-    expect("mix", mix, (tokens, n + n * n), float32)
+
+    streams: T
+    y: T
+    mix: T
+    ranks: int = 1
 
 
-def _post_reference(
-    *, streams: Array, y: Array, mix: Array, ranks: int = 1, communicator: Communicator | None = None
-) -> None:
-    tokens, n, _ = streams.shape
-    post, comb = mix[:, :n], mix[:, n:].reshape(tokens, n, n)
-    old, added = f32(streams).copy(), rounded(sum_over(communicator, y), y.dtype)
+def _post_check(a: _PostArgs[Tensor]) -> None:
+    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
+    tokens, n, width = a.streams.shape
+    expect("y", a.y, (tokens, width), a.streams.dtype)
+    expect("mix", a.mix, (tokens, n + n * n), float32)
+
+
+def _post_reference(a: _PostArgs[Array], communicator: Communicator | None) -> None:
+    tokens, n, _ = a.streams.shape
+    post, comb = a.mix[:, :n], a.mix[:, n:].reshape(tokens, n, n)
+    old, added = f32(a.streams).copy(), rounded(sum_over(communicator, a.y), a.y.dtype)
     for k in range(n):
         total = post[:, k : k + 1] * added
         for j in range(n):
             total = total + comb[:, j, k : k + 1] * old[:, j]
-        streams[:, k] = total
+        a.streams[:, k] = total
 
 
-def _post_launches(
-    target: Target, *, streams: Tensor, y: Tensor, mix: Tensor, ranks: int = 1
-) -> Iterator[Command]:
-    expect_bf16(streams)
-    tokens, n, width = streams.shape
+def _post_launches(target: Target, a: _PostArgs[Tensor]) -> Iterator[Command]:
+    expect_bf16(a.streams)
+    tokens, n, width = a.streams.shape
     require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
-    if ranks > 1:
+    if a.ranks > 1:
         part = depth(width, 1024)  # the width of all rows that the model's kernels push
-        rows, way = y.reshape(-1, part), way_of(target, ranks, y, ONE_KERNEL)
+        rows, way = a.y.reshape(-1, part), way_of(target, a.ranks, a.y, ONE_KERNEL)
         if part < 64:
             way = NCCL
         if way.kind == "push":
             warps = max(1, part // 256)
-            for pushed in pushed_rows(target, ranks, rows.shape[0], part, warps):
-                args = {"streams": streams, "y": y, "mix": mix, **pushed.args}
+            for pushed in pushed_rows(target, a.ranks, rows.shape[0], part, warps):
+                args = {"streams": a.streams, "y": a.y, "mix": a.mix, **pushed.args}
                 constants = {**pushed.constants, "PARTS": width // part}
                 yield launch(_DEVICE, "hc_post_ranks", pushed.grid, args, constants, num_warps=warps)
             return
-        yield from sum_of_ranks(target, rows, rows, ranks, add=False, way=way)
+        yield from sum_of_ranks(target, rows, rows, a.ranks, add=False, way=way)
     block = min(1024, power_of_two(width))
     yield launch(
         _DEVICE,
         "hc_post",
         (tokens, -(-width // block)),
-        {"streams": streams, "y": y, "mix": mix, "width": Aligned(width)},
+        {"streams": a.streams, "y": a.y, "mix": a.mix, "width": Aligned(width)},
         {"BLOCK": block},
     )
 
 
-def _post_cost(workload: Workload, *, streams: Tensor, y: Tensor, mix: Tensor, ranks: int = 1) -> Cost:
-    _, n, width = streams.shape
-    numbers = (2 * n + 1) * width * streams.itemsize + mix.shape[1] * 4
-    link = Collective("all_reduce", y, y, ranks).link_bytes
+def _post_cost(workload: Workload, a: _PostArgs[Tensor]) -> Cost:
+    _, n, width = a.streams.shape
+    numbers = (2 * n + 1) * width * a.streams.itemsize + a.mix.shape[1] * 4
+    link = Collective("all_reduce", a.y, a.y, a.ranks).link_bytes
     return Cost(workload.tokens * numbers, workload.tokens * 2 * (n * n + n) * width, link)
 
 
 hc_post = Op(
     "hc_post",
-    _post_contract,
+    _PostArgs[Tensor],
+    check=_post_check,
     reference=_post_reference,
     launches=_post_launches,
     cost=_post_cost,
@@ -111,34 +120,49 @@ hc_post = Op(
 )
 
 
-def _spread_contract(*, streams: Tensor, x: Tensor, add: bool) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SpreadArgs(Generic[T]):
     """streams[t, s] = x[t] for every stream s, or += with `add` (rounded once). streams [T, n, D], x [T, D] of one
     float dtype."""
-    expect("streams", streams, (-1, -1, -1), *FLOATS)
-    expect("x", x, (streams.shape[0], streams.shape[2]), streams.dtype)
+
+    streams: T
+    x: T
+    add: bool
 
 
-def _spread_reference(*, streams: Array, x: Array, add: bool) -> None:
-    streams[:] = f32(streams) + f32(x)[:, None] if add else x[:, None]
+def _spread_check(a: _SpreadArgs[Tensor]) -> None:
+    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
+    expect("x", a.x, (a.streams.shape[0], a.streams.shape[2]), a.streams.dtype)
 
 
-def _spread_launches(target: Target, *, streams: Tensor, x: Tensor, add: bool) -> Iterator[Command]:
-    tokens, n, width = streams.shape
+def _spread_reference(a: _SpreadArgs[Array]) -> None:
+    a.streams[:] = f32(a.streams) + f32(a.x)[:, None] if a.add else a.x[:, None]
+
+
+def _spread_launches(target: Target, a: _SpreadArgs[Tensor]) -> Iterator[Command]:
+    tokens, n, width = a.streams.shape
     block = min(1024, power_of_two(width))
     yield launch(
         _DEVICE,
         "spread",
         (tokens, -(-width // block)),
-        {"streams": streams, "x": x, "width": aligned(width)},
-        {"STREAMS": n, "ADD": add, "BLOCK": block},
+        {"streams": a.streams, "x": a.x, "width": aligned(width)},
+        {"STREAMS": n, "ADD": a.add, "BLOCK": block},
     )
 
 
-def _spread_cost(workload: Workload, *, streams: Tensor, x: Tensor, add: bool) -> Cost:
-    _, n, width = streams.shape
-    return Cost(workload.tokens * ((1 + add) * n + 1) * width * x.itemsize, workload.tokens * add * n * width)
+def _spread_cost(workload: Workload, a: _SpreadArgs[Tensor]) -> Cost:
+    _, n, width = a.streams.shape
+    return Cost(
+        workload.tokens * ((1 + a.add) * n + 1) * width * a.x.itemsize, workload.tokens * a.add * n * width
+    )
 
 
 spread = Op(
-    "spread", _spread_contract, reference=_spread_reference, launches=_spread_launches, cost=_spread_cost
+    "spread",
+    _SpreadArgs[Tensor],
+    check=_spread_check,
+    reference=_spread_reference,
+    launches=_spread_launches,
+    cost=_spread_cost,
 )

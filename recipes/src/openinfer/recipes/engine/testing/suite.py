@@ -13,6 +13,7 @@ import numpy as np
 from openinfer.frontend.contract import Finished, Rejected, TokenTable
 from openinfer.graph.runner import Drafting
 from openinfer.kernels import Op
+from openinfer.kernels.authoring import mapped
 from openinfer.kvpool import Pool
 from openinfer.recipes.engine.engine import FEATURES, Engine
 from openinfer.recipes.engine.errors import SetupError
@@ -23,7 +24,7 @@ from openinfer.recipes.engine.testing.planted import Planted
 from openinfer.recipes.engine.testing.session import Golden, Outcome, Session, expect
 from openinfer.sampler import SamplingParams, sample
 from openinfer.sampler.grammar import Grammar
-from openinfer.tensor import Device
+from openinfer.tensor import Device, Tensor
 
 Options = Mapping[str, Any]
 ASKED: Mapping[str, Options] = {
@@ -351,13 +352,13 @@ class _Tap:
         self.inner = inner
         self.logits: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
 
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+    def run(self, op: Op[Any], args: Any) -> None:
         if op.name == "sample":
-            a = {name: tensor.numpy() for name, tensor in args.items()}
-            for r, slot in enumerate(a["slots"]):
-                if a["alive"][slot] and a["emits"][r]:
-                    length = int(a["seq_lens"][slot] + a["q_starts"][r + 1] - a["q_starts"][r])
-                    self.logits[length, int(a["seeds"][slot][0])] = a["logits"][r].copy()
+            a = mapped(args, Tensor, Tensor.numpy)
+            for r, slot in enumerate(a.slots):
+                if a.alive[slot] and a.emits[r]:
+                    length = int(a.seq_lens[slot] + a.q_starts[r + 1] - a.q_starts[r])
+                    self.logits[length, int(a.seeds[slot][0])] = a.logits[r].copy()
         self.inner.run(op, args)
 
 

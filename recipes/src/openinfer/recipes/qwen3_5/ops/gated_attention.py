@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
 from openinfer.kernels import attend, norm_rope_attend, qk_norm_rope_write
 from openinfer.kernels.authoring import (
-    ATTENDING,
     FLOATS,
     MERGED_AT_ONCE,
     NEW_PAIRS,
-    WRITING,
     Arg,
     Array,
     AttentionCall,
     AttentionChoice,
     Command,
     Op,
+    QkvAttentionArgs,
     Scratch,
+    T,
     Target,
     attention_launches,
     choose_attention,
@@ -33,69 +34,57 @@ from openinfer.kernels.authoring import (
     power_of_two,
     require,
     require_attention,
+    tensors,
     write_launch,
 )
-from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
+from openinfer.recipes.qwen3_5.ops.sigmoid_gate import GateArgs, sigmoid_gate
 from openinfer.tensor import Tensor, float32, int32
 
 
-def _contract(
-    *,
-    out: Tensor,
-    kv: Tensor,
-    kv_scales: Tensor | None = None,
-    qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    seq_lens: Tensor,
-    alive: Tensor,
-    block_tables: Tensor,
-    eps: float,
-    scale: float,
-    max_q_len: int,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(QkvAttentionArgs[T], Generic[T]):
     """Three ops in one: qk_norm_rope_write, attend and sigmoid_gate.
 
     qk_norm_rope_write takes qkv [T, (2 A + 2 G) d] and writes kv. attend takes its queries and writes out [T, A * d].
     sigmoid_gate multiplies out by the sigmoid of the gates in qkv. Arguments are those of the three ops; positions and
     token_slots are made by expand_rows from slots, q_starts, seq_lens and alive.
     """
-    expect("out", out, (-1, -1), *FLOATS)
-    expect_cache(kv, kv_scales, -1, out.dtype)
-    _, _, kv_heads, page_size, dim = kv.shape
-    tokens, heads = out.shape[0], out.shape[1] // dim
+
+    q_norm: T
+    k_norm: T
+
+
+def _check(a: _Args[Tensor]) -> None:
+    expect("out", a.out, (-1, -1), *FLOATS)
+    expect_cache(a.kv, a.kv_scales, -1, a.out.dtype)
+    _, _, kv_heads, page_size, dim = a.kv.shape
+    tokens, heads = a.out.shape[0], a.out.shape[1] // dim
     require(
-        heads * dim == out.shape[1] and heads % kv_heads == 0,
-        f"out is {out.shape}: not a multiple of {kv_heads} heads of {dim}",
+        heads * dim == a.out.shape[1] and heads % kv_heads == 0,
+        f"out is {a.out.shape}: not a multiple of {kv_heads} heads of {dim}",
     )
-    expect("qkv", qkv, (tokens, 2 * (heads + kv_heads) * dim), out.dtype)
-    expect("q_norm", q_norm, (dim,), out.dtype, float32)
-    expect("k_norm", k_norm, (dim,), q_norm.dtype)
-    expect_cos_sin(cos_sin, dim)
-    expect("positions", positions, (tokens,), int32)
-    expect("token_slots", token_slots, (tokens,), int32)
-    rows, size = expect_rows(slots, q_starts, seq_lens=seq_lens, alive=alive)
-    expect("block_tables", block_tables, (size, -1), int32)
+    expect("qkv", a.qkv, (tokens, 2 * (heads + kv_heads) * dim), a.out.dtype)
+    expect("q_norm", a.q_norm, (dim,), a.out.dtype, float32)
+    expect("k_norm", a.k_norm, (dim,), a.q_norm.dtype)
+    expect_cos_sin(a.cos_sin, dim)
+    expect("positions", a.positions, (tokens,), int32)
+    expect("token_slots", a.token_slots, (tokens,), int32)
+    rows, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, alive=a.alive)
+    expect("block_tables", a.block_tables, (size, -1), int32)
     require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
     require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
-    require(eps > 0 and scale > 0, f"eps is {eps} and scale {scale}; both must be positive")
-    expect_max_q_len(max_q_len, tokens, rows)
+    require(a.eps > 0 and a.scale > 0, f"eps is {a.eps} and scale {a.scale}; both must be positive")
+    expect_max_q_len(a.max_q_len, tokens, rows)
 
 
-def _reference(*, out: Array, qkv: Array, scale: float, max_q_len: int, **rest: Any) -> None:
-    dim = rest["kv"].shape[-1]
-    shape = (out.shape[0], out.shape[1] // dim, dim)
-    q = np.empty(shape, out.dtype)
-    qk_norm_rope_write.reference(q=q, qkv=qkv, **{name: rest.get(name) for name in WRITING if name != "qkv"})
-    given = {name: rest.get(name) for name in ATTENDING}
-    attend.reference(out=out, q=q, scale=scale, window=0, max_q_len=max_q_len, **given)
-    gates = qkv[:, : 2 * shape[1] * dim].reshape(*shape[:2], 2, dim)[:, :, 1]
-    sigmoid_gate.reference(out=out.reshape(shape), gate=gates)
+def _reference(a: _Args[Array]) -> None:
+    dim = a.kv.shape[-1]
+    shape = (a.out.shape[0], a.out.shape[1] // dim, dim)
+    q = np.empty(shape, a.out.dtype)
+    qk_norm_rope_write.reference(a.writing(q))
+    attend.reference(a.attending(q, 0))
+    gates = a.qkv[:, : 2 * shape[1] * dim].reshape(*shape[:2], 2, dim)[:, :, 1]
+    sigmoid_gate.reference(GateArgs(out=a.out.reshape(shape), gate=gates))
 
 
 def gates_of(qkv: Tensor, heads: int, dim: int) -> Tensor:
@@ -105,27 +94,22 @@ def gates_of(qkv: Tensor, heads: int, dim: int) -> Tensor:
     return Tensor(start.ptr, shape, qkv.dtype, qkv.device, (row, 2 * dim, 1), start.owner)
 
 
-def _launches(
-    target: Target, *, out: Tensor, qkv: Tensor, scale: float, max_q_len: int, **rest: Any
-) -> Iterator[Command]:
-    kv, eps = rest["kv"], rest["eps"]
-    page_size, dim = kv.shape[3:]
-    require_attention(out.dtype, dim, page_size)
-    shape = (out.shape[0], out.shape[1] // dim, dim)
-    q = Scratch(shape, out.dtype)
-    tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest.get(name) for name in ATTENDING}}
-    call = AttentionCall.of(tensors, scale, 0)
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    page_size, dim = a.kv.shape[3:]
+    require_attention(a.out.dtype, dim, page_size)
+    shape = (a.out.shape[0], a.out.shape[1] // dim, dim)
+    q = Scratch(shape, a.out.dtype)
+    call = AttentionCall.of(a.attending(q, 0))
     choice = choose_attention(target, call)
-    rotary = 2 * rest["cos_sin"].shape[2]
+    rotary = 2 * a.cos_sin.shape[2]
     one_kernel = call.group <= NEW_PAIRS and call.rows * call.kv_heads <= target.num_sms
-    if max_q_len == 1 and one_kernel and rotary >= 2 and not target.batch_invariant:
-        new = {"qkv": qkv, **{name: rest[name] for name in ("q_norm", "k_norm", "cos_sin")}}
-        yield _decode(call, choice, new, eps, rotary)
+    if a.max_q_len == 1 and one_kernel and rotary >= 2 and not target.batch_invariant:
+        yield _decode(call, choice, tensors(a, "qkv", "q_norm", "k_norm", "cos_sin"), a.eps, rotary)
         return
-    writing: Mapping[str, Any] = {name: rest.get(name) for name in WRITING if name != "qkv"}
-    yield write_launch(target, q=q, qkv=qkv, **writing)
-    yield from attention_launches(call, choice, max_q_len)
-    yield from sigmoid_gate.launches(target, out=out.reshape(*shape), gate=gates_of(qkv, shape[1], dim))
+    yield write_launch(target, a.writing(q))
+    yield from attention_launches(call, choice, a.max_q_len)
+    gates = GateArgs(out=a.out.reshape(*shape), gate=gates_of(a.qkv, shape[1], dim))
+    yield from sigmoid_gate.launches(target, gates)
 
 
 def _decode(
@@ -172,5 +156,10 @@ def _decode(
 
 
 gated_attention = Op(
-    "gated_attention", _contract, reference=_reference, launches=_launches, cost=norm_rope_attend.cost
+    "gated_attention",
+    _Args[Tensor],
+    check=_check,
+    reference=_reference,
+    launches=_launches,
+    cost=norm_rope_attend.cost,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
@@ -10,32 +12,21 @@ from openinfer.kernels.authoring import (
     Command,
     Cost,
     Op,
+    T,
     Target,
     Workload,
     expect,
     launch,
     power_of_two,
     require,
+    tensors,
 )
 from openinfer.sampler.gpu.ops.rows import Array, RowStatus
 from openinfer.tensor import Tensor, int32
 
 
-def _contract(
-    *,
-    follows: Tensor,
-    starts: Tensor,
-    result: Tensor,
-    accepted: Tensor,
-    slots: Tensor,
-    emits: Tensor,
-    num_drafts: Tensor,
-    drafts: Tensor,
-    seq_lens: Tensor,
-    last_tokens: Tensor,
-    alive: Tensor,
-    place: int,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """Find the rows that accept draft number `place` (1, 2, ...), after `advance` has added the token before it.
 
     Row r has num_drafts[r] drafts (int32 [R]) and is the sequence in slot slots[r]; emits int32 [R] says which rows
@@ -49,87 +40,53 @@ def _contract(
     `advance`'s: the status STOP of a row whose token is its draft becomes DRAFTED_STOP. Slots of live rows must be
     distinct; alive of the padding slot 0, which may repeat, must be 0.
     """
-    rows, size = slots.shape[0], seq_lens.shape[0]
-    for name, tensor in (
-        ("follows", follows),
-        ("slots", slots),
-        ("emits", emits),
-        ("num_drafts", num_drafts),
-    ):
+
+    follows: T
+    starts: T
+    result: T
+    accepted: T
+    slots: T
+    emits: T
+    num_drafts: T
+    drafts: T
+    seq_lens: T
+    last_tokens: T
+    alive: T
+    place: int
+
+
+def _check(a: _Args[Tensor]) -> None:
+    rows, size = a.slots.shape[0], a.seq_lens.shape[0]
+    for name, tensor in tensors(a, "follows", "slots", "emits", "num_drafts").items():
         expect(name, tensor, (rows,), int32)
-    expect("starts", starts, (rows + 1,), int32)
-    expect("result", result, (rows, 3), int32)
-    by_slot = {"seq_lens": seq_lens, "last_tokens": last_tokens, "alive": alive, "accepted": accepted}
-    for name, tensor in by_slot.items():
+    expect("starts", a.starts, (rows + 1,), int32)
+    expect("result", a.result, (rows, 3), int32)
+    for name, tensor in tensors(a, "seq_lens", "last_tokens", "alive", "accepted").items():
         expect(name, tensor, (size,), int32)
-    expect("drafts", drafts, (size, -1), int32)
-    width = drafts.shape[1]
+    expect("drafts", a.drafts, (size, -1), int32)
+    width = a.drafts.shape[1]
     require(width == power_of_two(width), f"drafts has {width} columns; it must have a power of two")
-    require(1 <= place < width, f"place is {place}; it must be in [1, {width})")
+    require(1 <= a.place < width, f"place is {a.place}; it must be in [1, {width})")
 
 
-def _reference(
-    *,
-    follows: Array,
-    starts: Array,
-    result: Array,
-    accepted: Array,
-    slots: Array,
-    emits: Array,
-    num_drafts: Array,
-    drafts: Array,
-    seq_lens: Array,
-    last_tokens: Array,
-    alive: Array,
-    place: int,
-) -> None:
-    right = drafts[slots, seq_lens[slots] % drafts.shape[1]] == last_tokens[slots]
-    right &= (emits != 0) & (num_drafts >= place)
-    follow = right & (alive[slots] != 0)
-    result[right & (result[:, 1] == RowStatus.STOP), 1] = RowStatus.DRAFTED_STOP
-    accepted[slots] = (accepted[slots] if place > 1 else 0) + follow
-    follows[:] = follow
-    starts[0] = 0
-    np.cumsum(follow, out=starts[1:])
+def _reference(a: _Args[Array]) -> None:
+    right = a.drafts[a.slots, a.seq_lens[a.slots] % a.drafts.shape[1]] == a.last_tokens[a.slots]
+    right &= (a.emits != 0) & (a.num_drafts >= a.place)
+    follow = right & (a.alive[a.slots] != 0)
+    a.result[right & (a.result[:, 1] == RowStatus.STOP), 1] = RowStatus.DRAFTED_STOP
+    a.accepted[a.slots] = (a.accepted[a.slots] if a.place > 1 else 0) + follow
+    a.follows[:] = follow
+    a.starts[0] = 0
+    np.cumsum(follow, out=a.starts[1:])
 
 
-def _launches(
-    target: Target,
-    *,
-    follows: Tensor,
-    starts: Tensor,
-    result: Tensor,
-    accepted: Tensor,
-    slots: Tensor,
-    emits: Tensor,
-    num_drafts: Tensor,
-    drafts: Tensor,
-    seq_lens: Tensor,
-    last_tokens: Tensor,
-    alive: Tensor,
-    place: int,
-) -> Iterator[Command]:
-    rows = slots.shape[0]
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    rows = a.slots.shape[0]
     yield launch(
         "openinfer.sampler.gpu.device.accept",
         "accept",
         (1,),
-        {
-            "follows": follows,
-            "starts": starts,
-            "result": result,
-            "accepted": accepted,
-            "slots": slots,
-            "emits": emits,
-            "num_drafts": num_drafts,
-            "drafts": drafts,
-            "seq_lens": seq_lens,
-            "last_tokens": last_tokens,
-            "alive": alive,
-            "rows": rows,
-            "width": drafts.shape[1],
-            "place": place,
-        },
+        {**tensors(a), "rows": rows, "width": a.drafts.shape[1], "place": a.place},
         {
             "BLOCK": power_of_two(rows),
             "STOP": int(RowStatus.STOP),
@@ -138,8 +95,8 @@ def _launches(
     )
 
 
-def _cost(workload: Workload, **_: object) -> Cost:
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(workload.rows * 4 * 10, 0)
 
 
-accept = Op("accept", _contract, reference=_reference, launches=_launches, cost=_cost)
+accept = Op("accept", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)

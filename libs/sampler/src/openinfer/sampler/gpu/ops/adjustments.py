@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
+from openinfer.kernels.authoring import T
 from openinfer.sampler.adjust import penalise
 from openinfer.sampler.gpu.ops.rows import Adjustment, Array
+from openinfer.sampler.gpu.ops.step import ChoiceArgs
 from openinfer.sampler.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
 from openinfer.tensor import float32, int32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdjustArgs(ChoiceArgs[T], Generic[T]):
+    """What a choice is made from, with the state of adjustments by slot: see `sample`."""
+
+    adjusts: T
+    prompt_lens: T
+    penalties: T
+    prompt_masks: T
+    output_counts: T
+    recent_tokens: T
+    allowed_masks: T
+    bias_ids: T
+    biases: T
+    bad_words: T
 
 
 def mask_words(vocabulary: int) -> int:
@@ -99,39 +118,28 @@ def _mask(ids: Sequence[int], vocabulary: int) -> Array:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def adjust_row(
-    row: Array,
-    flags: Adjustment,
-    position: int,
-    *,
-    prompt_lens: Array,
-    penalties: Array,
-    prompt_masks: Array,
-    output_counts: Array,
-    recent_tokens: Array,
-    allowed_masks: Array,
-    bias_ids: Array,
-    biases: Array,
-    bad_words: Array,
-) -> None:
+def adjust_row(row: Array, flags: Adjustment, position: int, a: AdjustArgs[Array], slot: int) -> None:
     """Adjust the logits of a row in place, from the state of its slot; clears its counts at the first token."""
     vocabulary = len(row)
     if flags & Adjustment.ALLOWED:
-        row[~_bits(allowed_masks, vocabulary)] = -np.inf
+        row[~_bits(a.allowed_masks[slot], vocabulary)] = -np.inf
     if flags & Adjustment.BAD_WORDS:
-        length = bad_words.shape[1]
+        words, recent_tokens = a.bad_words[slot], a.recent_tokens[slot]
+        length = words.shape[1]
         at = position - np.arange(length - 1, 0, -1)
-        recent = np.where(at >= prompt_lens, recent_tokens[at % length], -2)
-        matched = ((bad_words[:, :-1] == -1) | (bad_words[:, :-1] == recent)).all(axis=1)
-        last = bad_words[matched, -1]
+        recent = np.where(at >= a.prompt_lens[slot], recent_tokens[at % length], -2)
+        matched = ((words[:, :-1] == -1) | (words[:, :-1] == recent)).all(axis=1)
+        last = words[matched, -1]
         row[last[last >= 0]] = -np.inf
     if flags & Adjustment.BIAS:
-        row[bias_ids[bias_ids >= 0]] += biases[bias_ids >= 0]
+        ids = a.bias_ids[slot]
+        row[ids[ids >= 0]] += a.biases[slot, ids >= 0]
     if flags & Adjustment.PENALTIES:
-        if position == prompt_lens:
-            output_counts[:] = 0
-        counts = output_counts.view(np.uint16)[:vocabulary]
-        penalise(row, (counts > 0) | _bits(prompt_masks, vocabulary), counts, *penalties)
+        if position == a.prompt_lens[slot]:
+            a.output_counts[slot] = 0
+        counts = a.output_counts[slot].view(np.uint16)[:vocabulary]
+        seen = (counts > 0) | _bits(a.prompt_masks[slot], vocabulary)
+        penalise(row, seen, counts, *a.penalties[slot])
 
 
 def _bits(mask: Array, vocabulary: int) -> Array:

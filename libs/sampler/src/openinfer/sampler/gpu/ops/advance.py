@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import Command, Cost, Op, Target, Workload, expect, launch
+from openinfer.kernels.authoring import Command, Cost, Op, T, Target, Workload, expect, launch, tensors
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array, RowStatus
 from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, expect_state
-from openinfer.sampler.gpu.ops.step import expect_step
+from openinfer.sampler.gpu.ops.step import StepArgs, expect_step
 from openinfer.tensor import Tensor, int32
 
 
-def _contract(
-    *,
-    result: Tensor,
-    tokens: Tensor,
-    logprobs: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    emits: Tensor,
-    alive: Tensor,
-    seq_lens: Tensor,
-    last_tokens: Tensor,
-    **state: Tensor,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(StepArgs[T], Generic[T]):
     """Move the state of a step's live rows past it, and write result int32 [R, 3]: token, RowStatus, bits of
     the logprob.
 
@@ -47,88 +38,64 @@ def _contract(
     goes to recent_tokens int32 [S, L], at its index in the sequence modulo L. The slots of live rows must be
     distinct; alive of the padding slot 0, which may repeat, must be 0.
     """
-    by_slot = {"alive": alive, "seq_lens": seq_lens, "last_tokens": last_tokens}
-    rows, size = expect_step(
-        tokens=tokens, logprobs=logprobs, slots=slots, q_starts=q_starts, emits=emits, **by_slot
-    )
-    expect("result", result, (rows, 3), int32)
-    expect_state(state, ADVANCE_FIELDS, size)
+
+    result: T
+    last_tokens: T
+    limits: T
+    min_lens: T
+    stop_ids: T
+    adjusts: T
+    output_counts: T
+    recent_tokens: T
 
 
-def _reference(
-    *,
-    result: Array,
-    tokens: Array,
-    logprobs: Array,
-    slots: Array,
-    q_starts: Array,
-    emits: Array,
-    alive: Array,
-    seq_lens: Array,
-    last_tokens: Array,
-    **state: Array,
-) -> None:
-    limits, min_lens, stop_ids, adjusts, output_counts, recent_tokens = (state[n] for n in ADVANCE_FIELDS)
-    result[:] = NO_TOKEN, RowStatus.IDLE, 0
-    q_lens = np.diff(q_starts)
-    rows = np.flatnonzero((alive[slots] != 0) & (q_lens > 0))
-    seq_lens[slots[rows]] += q_lens[rows]
-    result[rows, 1] = RowStatus.RUNNING
+def _check(a: _Args[Tensor]) -> None:
+    rows, size = expect_step(a)
+    expect("last_tokens", a.last_tokens, (size,), int32)
+    expect("result", a.result, (rows, 3), int32)
+    expect_state(tensors(a, *ADVANCE_FIELDS), size)
 
-    rows = rows[emits[rows] != 0]
-    slot, token = slots[rows], tokens[rows]
-    length = seq_lens[slot]
-    stopped = (stop_ids[slot] == token[:, None]).any(axis=1) & (length >= min_lens[slot])
+
+def _reference(a: _Args[Array]) -> None:
+    a.result[:] = NO_TOKEN, RowStatus.IDLE, 0
+    q_lens = np.diff(a.q_starts)
+    rows = np.flatnonzero((a.alive[a.slots] != 0) & (q_lens > 0))
+    a.seq_lens[a.slots[rows]] += q_lens[rows]
+    a.result[rows, 1] = RowStatus.RUNNING
+
+    rows = rows[a.emits[rows] != 0]
+    slot, token = a.slots[rows], a.tokens[rows]
+    length = a.seq_lens[slot]
+    stopped = (a.stop_ids[slot] == token[:, None]).any(axis=1) & (length >= a.min_lens[slot])
     status = np.select(
-        [token == UNSOUND, stopped, length + 1 >= limits[slot]],
+        [token == UNSOUND, stopped, length + 1 >= a.limits[slot]],
         [RowStatus.FAILED, RowStatus.STOP, RowStatus.LENGTH],
         RowStatus.RUNNING,
     )
-    result[rows] = np.stack([token, status, logprobs[rows].view(np.int32)], axis=1)
-    last_tokens[slot] = np.where(token == UNSOUND, last_tokens[slot], token)
+    a.result[rows] = np.stack([token, status, a.logprobs[rows].view(np.int32)], axis=1)
+    a.last_tokens[slot] = np.where(token == UNSOUND, a.last_tokens[slot], token)
     sound = token != UNSOUND
-    counts, counted = output_counts.view(np.uint16), sound & (adjusts[slot] & Adjustment.PENALTIES != 0)
+    counts, counted = a.output_counts.view(np.uint16), sound & (a.adjusts[slot] & Adjustment.PENALTIES != 0)
     at = slot[counted], token[counted]
     counts[at] = np.minimum(counts[at], 0xFFFE) + 1
-    kept = sound & (adjusts[slot] & Adjustment.BAD_WORDS != 0)
-    recent_tokens[slot[kept], length[kept] % recent_tokens.shape[1]] = token[kept]
-    alive[slot[status != RowStatus.RUNNING]] = 0
+    kept = sound & (a.adjusts[slot] & Adjustment.BAD_WORDS != 0)
+    a.recent_tokens[slot[kept], length[kept] % a.recent_tokens.shape[1]] = token[kept]
+    a.alive[slot[status != RowStatus.RUNNING]] = 0
 
 
-def _launches(
-    target: Target,
-    *,
-    result: Tensor,
-    tokens: Tensor,
-    logprobs: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    emits: Tensor,
-    alive: Tensor,
-    seq_lens: Tensor,
-    last_tokens: Tensor,
-    **state: Tensor,
-) -> Iterator[Command]:
-    rows, block = slots.shape[0], 128
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    rows, block = a.slots.shape[0], 128
     yield launch(
         "openinfer.sampler.gpu.device.advance",
         "advance",
         (-(-rows // block),),
         {
-            "result": result,
-            "tokens": tokens,
-            "logprobs": logprobs,
-            "slots": slots,
-            "q_starts": q_starts,
-            "emits": emits,
-            "alive": alive,
-            "seq_lens": seq_lens,
-            "last_tokens": last_tokens,
-            **{name: state[name] for name in ADVANCE_FIELDS},
+            **tensors(a, "result", "tokens", "logprobs", "slots", "q_starts", "emits", "alive", "seq_lens"),
+            **tensors(a, "last_tokens", *ADVANCE_FIELDS),
             "rows": rows,
-            "stop_width": state["stop_ids"].shape[1],
-            "count_width": state["output_counts"].shape[1],
-            "recent": state["recent_tokens"].shape[1],
+            "stop_width": a.stop_ids.shape[1],
+            "count_width": a.output_counts.shape[1],
+            "recent": a.recent_tokens.shape[1],
         },
         {
             "BLOCK": block,
@@ -140,8 +107,8 @@ def _launches(
     )
 
 
-def _cost(workload: Workload, *, stop_ids: Tensor, **_: Tensor) -> Cost:
-    return Cost(workload.rows * 4 * (18 + stop_ids.shape[1]), 0)
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
+    return Cost(workload.rows * 4 * (18 + a.stop_ids.shape[1]), 0)
 
 
-advance = Op("advance", _contract, reference=_reference, launches=_launches, cost=_cost)
+advance = Op("advance", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import Aligned, Command, Cost, Op, Scratch, Target, Workload, expect, launch
-from openinfer.sampler.gpu.ops.adjustments import adjust_row
+from openinfer.kernels.authoring import (
+    Aligned,
+    Command,
+    Cost,
+    Op,
+    Scratch,
+    T,
+    Target,
+    Workload,
+    expect,
+    launch,
+    tensors,
+)
+from openinfer.sampler.gpu.ops.adjustments import AdjustArgs, adjust_row
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array
-from openinfer.sampler.gpu.ops.state import ADJUSTMENTS, GREEDY_FIELDS, SAMPLE_FIELDS, expect_state
+from openinfer.sampler.gpu.ops.state import ADJUSTMENTS, SAMPLE_FIELDS, expect_state
 from openinfer.sampler.gpu.ops.step import STEP, candidates, expect_step
 from openinfer.sampler.gpu.ops.tiles import Tiles, power_of_two
 from openinfer.sampler.params import GREEDY_TEMPERATURE
@@ -36,18 +49,8 @@ _MODULE = "openinfer.sampler.gpu.device.sample"
 _SEARCH = "openinfer.sampler.gpu.device.search"
 
 
-def _contract(
-    *,
-    tokens: Tensor,
-    logprobs: Tensor,
-    logits: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    seq_lens: Tensor,
-    alive: Tensor,
-    emits: Tensor,
-    **state: Tensor,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(AdjustArgs[T], Generic[T]):
     """Draw tokens int32 [R] from logits float32 [R, V], with the meaning of
     `openinfer.sampler.sample_arrays`.
 
@@ -73,37 +76,40 @@ def _contract(
     and logprob 0; one that `sample_arrays` would refuse (NaN, +inf, nothing left to draw) gets token -2 and
     logprob 0.
     """
-    step = {"q_starts": q_starts, "emits": emits, "seq_lens": seq_lens, "alive": alive}
-    rows, size = expect_step(tokens=tokens, logprobs=logprobs, slots=slots, **step)
-    expect("logits", logits, (rows, -1), float32)
-    expect_state(state, SAMPLE_FIELDS, size, logits.shape[1])
-    expect("biases", state["biases"], state["bias_ids"].shape, float32)
-    expect("recent_tokens", state["recent_tokens"], (size, state["bad_words"].shape[2]), int32)
+
+    temperatures: T
+    top_ks: T
+    top_ps: T
+    min_ps: T
+    seeds: T
 
 
-def _reference(*, tokens: Array, logprobs: Array, logits: Array, **args: Array) -> None:
-    tokens[:], logprobs[:] = NO_TOKEN, 0
-    found = candidates(logits, **{name: args[name] for name in (*STEP, *GREEDY_FIELDS)})
+def _check(a: _Args[Tensor]) -> None:
+    rows, size = expect_step(a)
+    expect("logits", a.logits, (rows, -1), float32)
+    expect_state(tensors(a, *SAMPLE_FIELDS), size, a.logits.shape[1])
+    expect("biases", a.biases, a.bias_ids.shape, float32)
+    expect("recent_tokens", a.recent_tokens, (size, a.bad_words.shape[2]), int32)
+
+
+def _reference(a: _Args[Array]) -> None:
+    a.tokens[:], a.logprobs[:] = NO_TOKEN, 0
+    found = candidates(a)
     rows, slots, raw, allowed = found.rows, found.slots, found.raw, found.allowed
-    adjusts = args["adjusts"][slots]
+    adjusts = a.adjusts[slots]
     if (adjusts != 0).any():
         allowed = allowed.copy() if allowed is raw else allowed
         for i in np.flatnonzero(adjusts):
-            of_row = {name: args[name][slots[i]] for name in ADJUSTMENTS if name != "adjusts"}
-            adjust_row(allowed[i], Adjustment(int(adjusts[i])), found.positions[i], **of_row)
-    temperatures, top_ks, top_ps, min_ps, seeds = (args[name][slots] for name in SAMPLE_FIELDS[:5])
-    chosen, unsound = choose(
-        raw, allowed, temperatures, top_ks, top_ps, min_ps, seeds.view(np.uint32), found.positions
-    )
-    tokens[rows] = np.where(unsound, UNSOUND, chosen)
+            adjust_row(allowed[i], Adjustment(int(adjusts[i])), found.positions[i], a, slots[i])
+    filters = a.temperatures[slots], a.top_ks[slots], a.top_ps[slots], a.min_ps[slots]
+    chosen, unsound = choose(raw, allowed, *filters, a.seeds[slots].view(np.uint32), found.positions)
+    a.tokens[rows] = np.where(unsound, UNSOUND, chosen)
     for i in np.flatnonzero(~unsound):
-        logprobs[rows[i]] = raw[i, chosen[i]] - log_sum_exp(raw[i])
+        a.logprobs[rows[i]] = raw[i, chosen[i]] - log_sum_exp(raw[i])
 
 
-def _launches(
-    target: Target, *, tokens: Tensor, logprobs: Tensor, logits: Tensor, **args: Tensor
-) -> Iterator[Command]:
-    rows, tiles = logits.shape[0], Tiles.of(logits.shape[1])
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    rows, tiles = a.logits.shape[0], Tiles.of(a.logits.shape[1])
 
     def found(dtype: Any, *names: str) -> dict[str, Scratch]:
         return {name: Scratch((rows, tiles.parts), dtype) for name in names}
@@ -120,22 +126,21 @@ def _launches(
         "list_logits": Scratch((rows, LIST), float32),
         "list_ids": Scratch((rows, LIST), int32),
     }
-    adjusted = {"adjusted": Scratch(logits.shape, float32)}
-    bias_width, (_, words, word_length) = args["bias_ids"].shape[1], args["bad_words"].shape
+    adjusted = {"adjusted": Scratch(a.logits.shape, float32)}
+    bias_width, (_, words, word_length) = a.bias_ids.shape[1], a.bad_words.shape
     adjustments: dict[str, Tensor | Aligned | int] = {
-        **{name: args[name] for name in ADJUSTMENTS if name != "adjusts"},
-        "mask_width": args["prompt_masks"].shape[1],
-        "count_width": args["output_counts"].shape[1],
+        **tensors(a, *(name for name in ADJUSTMENTS if name != "adjusts")),
+        "mask_width": a.prompt_masks.shape[1],
+        "count_width": a.output_counts.shape[1],
         "bias_width": bias_width,
         "words": words,
         "word_length": word_length,
     }
     step: dict[str, Tensor | Aligned | int] = {
-        "logits": logits,
-        **{name: args[name] for name in STEP},
-        **{name: args[name] for name in SAMPLE_FIELDS if name == "adjusts" or name not in ADJUSTMENTS},
+        **tensors(a, "logits", *STEP),
+        **tensors(a, *(n for n in SAMPLE_FIELDS if n == "adjusts" or n not in ADJUSTMENTS)),
         "vocabulary": tiles.row_length,
-        "stop_width": args["stop_ids"].shape[1],
+        "stop_width": a.stop_ids.shape[1],
         "parts": tiles.parts,
     }
     grid, greedy, parts = (rows, tiles.parts), {"GREEDY": GREEDY_TEMPERATURE}, {"PARTS": tiles.parts_padded}
@@ -151,7 +156,7 @@ def _launches(
             "BINS": BINS,
             "BIASES": power_of_two(bias_width),
             "WORDS": power_of_two(words),
-            **{str(a.name): int(a) for a in Adjustment},
+            **{str(one.name): int(one) for one in Adjustment},
         },
         num_warps=8,
     )
@@ -176,8 +181,7 @@ def _launches(
         "draw",
         (rows,),
         {
-            "tokens": tokens,
-            "logprobs": logprobs,
+            **tensors(a, "tokens", "logprobs"),
             **raw,
             **peaks,
             **masses,
@@ -193,9 +197,9 @@ def _launches(
     )
 
 
-def _cost(workload: Workload, *, logits: Tensor, **_: Tensor) -> Cost:
-    vocabulary = logits.shape[1]
-    return Cost(workload.rows * (vocabulary * logits.itemsize + 8), workload.rows * 4 * vocabulary)
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
+    vocabulary = a.logits.shape[1]
+    return Cost(workload.rows * (vocabulary * a.logits.itemsize + 8), workload.rows * 4 * vocabulary)
 
 
-sample = Op("sample", _contract, reference=_reference, launches=_launches, cost=_cost)
+sample = Op("sample", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)

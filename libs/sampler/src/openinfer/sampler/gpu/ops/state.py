@@ -6,11 +6,11 @@ the code that allocates the batch. `values` makes the values of a SamplingParams
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from openinfer.kernels.authoring import expect, require
+from openinfer.kernels.authoring import expect
 from openinfer.sampler.errors import InvalidParams
 from openinfer.sampler.gpu.ops.adjustments import SlotField, adjustment_fields, adjustment_values
 from openinfer.sampler.gpu.ops.rows import Adjustment, Array
@@ -92,15 +92,11 @@ def values(
     return found
 
 
-def expect_state(state: Mapping[str, Tensor], names: Iterable[str], slots: int, vocabulary: int = 0) -> None:
-    """Raise ContractError unless `state` has just these fields, each with an entry a slot. Lists of ids, biases and
-    words may be of any width; so may masks and counts where the op knows no vocabulary (0)."""
-    wanted = set(names)
-    require(
-        state.keys() == wanted, f"state by slot is {sorted(state)}; it must be {', '.join(sorted(wanted))}"
-    )
+def expect_state(state: Mapping[str, Tensor], slots: int, vocabulary: int = 0) -> None:
+    """Raise ContractError unless these fields have an entry a slot. Lists of ids, biases and words may be of any width;
+    so may masks and counts where the op knows no vocabulary (0)."""
     for field in fields(vocabulary):
-        if field.name in wanted:
+        if field.name in state:
             free = field.name in _ANY_WIDTH or (field.name in _BY_VOCABULARY and not vocabulary)
             shape = (-1,) * len(field.shape) if free else field.shape
             expect(field.name, state[field.name], (slots, *shape), field.dtype)

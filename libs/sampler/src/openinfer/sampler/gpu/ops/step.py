@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.authoring import expect
+from openinfer.kernels.authoring import T, expect
 from openinfer.sampler.gpu.ops.rows import Array
 from openinfer.sampler.reference import without
 from openinfer.tensor import Tensor, float32, int32
@@ -15,24 +16,38 @@ STEP = ("slots", "q_starts", "seq_lens", "alive", "emits")
 """The arguments that say which rows of a step sample, and where in their sequences."""
 
 
-def expect_step(
-    *,
-    tokens: Tensor,
-    logprobs: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    emits: Tensor,
-    **by_slot: Tensor,
-) -> tuple[int, int]:
-    """Raise ContractError unless a step's tensors fit each other. by_slot: int32 [S]. Returns R and S."""
-    rows, size = slots.shape[0], by_slot["seq_lens"].shape[0]
-    expect("tokens", tokens, (rows,), int32)
-    expect("logprobs", logprobs, (rows,), float32)
-    expect("slots", slots, (rows,), int32)
-    expect("q_starts", q_starts, (rows + 1,), int32)
-    expect("emits", emits, (rows,), int32)
-    for name, tensor in by_slot.items():
-        expect(name, tensor, (size,), int32)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepArgs(Generic[T]):
+    """The rows of a step, and what they get: see `sample`."""
+
+    tokens: T
+    logprobs: T
+    slots: T
+    q_starts: T
+    seq_lens: T
+    alive: T
+    emits: T
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChoiceArgs(StepArgs[T], Generic[T]):
+    """With their logits, and the stop ids that may come too early."""
+
+    logits: T
+    min_lens: T
+    stop_ids: T
+
+
+def expect_step(a: StepArgs[Tensor]) -> tuple[int, int]:
+    """Raise ContractError unless a step's tensors fit each other. Returns R and S."""
+    rows, size = a.slots.shape[0], a.seq_lens.shape[0]
+    expect("tokens", a.tokens, (rows,), int32)
+    expect("logprobs", a.logprobs, (rows,), float32)
+    expect("slots", a.slots, (rows,), int32)
+    expect("q_starts", a.q_starts, (rows + 1,), int32)
+    expect("emits", a.emits, (rows,), int32)
+    expect("seq_lens", a.seq_lens, (size,), int32)
+    expect("alive", a.alive, (size,), int32)
     return rows, size
 
 
@@ -47,23 +62,13 @@ class Candidates(NamedTuple):
     allowed: Array
 
 
-def candidates(
-    logits: Array,
-    *,
-    slots: Array,
-    q_starts: Array,
-    seq_lens: Array,
-    alive: Array,
-    emits: Array,
-    min_lens: Array,
-    stop_ids: Array,
-) -> Candidates:
-    """The rows of a step that sample. logits and STEP are the arguments of `sample`."""
-    rows = np.flatnonzero((emits != 0) & (alive[slots] != 0))
-    slot = slots[rows]
-    positions = seq_lens[slot] + np.diff(q_starts)[rows]
-    early = (positions < min_lens[slot])[:, None] & (stop_ids[slot] < logits.shape[1])
-    forbidden = np.where(early, stop_ids[slot], -1)
-    raw = logits if len(rows) == len(logits) else logits[rows]
+def candidates(a: ChoiceArgs[Array]) -> Candidates:
+    """The rows of a step that sample."""
+    rows = np.flatnonzero((a.emits != 0) & (a.alive[a.slots] != 0))
+    slot = a.slots[rows]
+    positions = a.seq_lens[slot] + np.diff(a.q_starts)[rows]
+    early = (positions < a.min_lens[slot])[:, None] & (a.stop_ids[slot] < a.logits.shape[1])
+    forbidden = np.where(early, a.stop_ids[slot], -1)
+    raw = a.logits if len(rows) == len(a.logits) else a.logits[rows]
     allowed = without(raw, forbidden) if (forbidden >= 0).any() else raw
     return Candidates(rows, slot, positions, raw, allowed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
@@ -12,11 +14,13 @@ from openinfer.kernels.authoring import (
     Cost,
     Op,
     Scratch,
+    T,
     Target,
     Workload,
     expect,
     launch,
     require,
+    tensors,
 )
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, Array
 from openinfer.sampler.gpu.ops.tiles import Tiles, power_of_two
@@ -27,16 +31,8 @@ from openinfer.tensor import Tensor, float32, int32
 _MODULE = "openinfer.sampler.gpu.device.top_logprobs"
 
 
-def _contract(
-    *,
-    ids: Tensor,
-    values: Tensor,
-    logits: Tensor,
-    slots: Tensor,
-    alive: Tensor,
-    emits: Tensor,
-    num_logprobs: Tensor,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """Write the num_logprobs[slots[r]] most likely tokens of each row r that samples, and their logprobs.
 
     ids int32 [R, K] and values float32 [R, K], K in 1..20: most likely first, the lowest id first among
@@ -46,62 +42,50 @@ def _contract(
     alive, num_logprobs int32 [S]; a row samples if emits[r] and alive[slots[r]] are not 0, and asks if
     num_logprobs is above 0.
     """
-    rows, size = slots.shape[0], alive.shape[0]
-    expect("logits", logits, (rows, -1), float32)
-    expect("ids", ids, (rows, -1), int32)
-    width = ids.shape[1]
+
+    ids: T
+    values: T
+    logits: T
+    slots: T
+    alive: T
+    emits: T
+    num_logprobs: T
+
+
+def _check(a: _Args[Tensor]) -> None:
+    rows, size = a.slots.shape[0], a.alive.shape[0]
+    expect("logits", a.logits, (rows, -1), float32)
+    expect("ids", a.ids, (rows, -1), int32)
+    width = a.ids.shape[1]
     require(1 <= width <= MAX_LOGPROBS, f"ids has {width} columns; it must have 1 to {MAX_LOGPROBS}")
-    expect("values", values, (rows, width), float32)
-    expect("slots", slots, (rows,), int32)
-    expect("emits", emits, (rows,), int32)
-    expect("alive", alive, (size,), int32)
-    expect("num_logprobs", num_logprobs, (size,), int32)
+    expect("values", a.values, (rows, width), float32)
+    expect("slots", a.slots, (rows,), int32)
+    expect("emits", a.emits, (rows,), int32)
+    expect("alive", a.alive, (size,), int32)
+    expect("num_logprobs", a.num_logprobs, (size,), int32)
 
 
-def _reference(
-    *,
-    ids: Array,
-    values: Array,
-    logits: Array,
-    slots: Array,
-    alive: Array,
-    emits: Array,
-    num_logprobs: Array,
-) -> None:
-    ids[:], values[:] = NO_TOKEN, 0
-    counts = np.minimum(num_logprobs[slots], min(ids.shape[1], logits.shape[1]))
-    for r in np.flatnonzero((emits != 0) & (alive[slots] != 0) & (counts > 0)):
-        row, n = logits[r], counts[r]
+def _reference(a: _Args[Array]) -> None:
+    a.ids[:], a.values[:] = NO_TOKEN, 0
+    counts = np.minimum(a.num_logprobs[a.slots], min(a.ids.shape[1], a.logits.shape[1]))
+    for r in np.flatnonzero((a.emits != 0) & (a.alive[a.slots] != 0) & (counts > 0)):
+        row, n = a.logits[r], counts[r]
         if np.isfinite(row.max()):
             best = most_likely(row, n)
             best = best[row[best] > -np.inf]
-            ids[r, : len(best)] = best
-            values[r, : len(best)] = row[best] - log_sum_exp(row)
+            a.ids[r, : len(best)] = best
+            a.values[r, : len(best)] = row[best] - log_sum_exp(row)
 
 
-def _launches(
-    target: Target,
-    *,
-    ids: Tensor,
-    values: Tensor,
-    logits: Tensor,
-    slots: Tensor,
-    alive: Tensor,
-    emits: Tensor,
-    num_logprobs: Tensor,
-) -> Iterator[Command]:
-    rows, width, tiles = logits.shape[0], ids.shape[1], Tiles.of(logits.shape[1])
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    rows, width, tiles = a.logits.shape[0], a.ids.shape[1], Tiles.of(a.logits.shape[1])
     found: dict[str, Scratch] = {
         "tops": Scratch((rows, tiles.parts), float32),
         "sums": Scratch((rows, tiles.parts), float32),
         "maxima": Scratch((rows, tiles.groups), float32),
     }
     step: dict[str, Tensor | Aligned | int] = {
-        "logits": logits,
-        "slots": slots,
-        "alive": alive,
-        "emits": emits,
-        "num_logprobs": num_logprobs,
+        **tensors(a, "logits", "slots", "alive", "emits", "num_logprobs"),
         "vocabulary": tiles.row_length,
         "groups": tiles.groups,
     }
@@ -112,7 +96,7 @@ def _launches(
         _MODULE,
         "pick",
         (rows,),
-        {"ids": ids, "values": values, **found, **step, "parts": tiles.parts},
+        {"ids": a.ids, "values": a.values, **found, **step, "parts": tiles.parts},
         {
             **constants,
             "COLUMNS": power_of_two(width),
@@ -122,9 +106,11 @@ def _launches(
     )
 
 
-def _cost(workload: Workload, *, ids: Tensor, **_: Tensor) -> Cost:
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     # Rows that ask are rare and the workload does not count them: a step in which none does writes the columns only.
-    return Cost(workload.rows * ids.shape[1] * 8, 0)
+    return Cost(workload.rows * a.ids.shape[1] * 8, 0)
 
 
-top_logprobs = Op("top_logprobs", _contract, reference=_reference, launches=_launches, cost=_cost)
+top_logprobs = Op(
+    "top_logprobs", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
+)
