@@ -25,7 +25,6 @@ import pytest
 from openinfer import cli
 from openinfer.cli import recipes
 from openinfer.graph import Readback
-from openinfer.graph.runner import Drafting
 from openinfer.kernels.lora.adapters import AdapterSizes
 from openinfer.recipes.engine import Recipe, Source
 from openinfer.recipes.engine.limits import Limits
@@ -180,8 +179,7 @@ def session() -> Iterator[Callable[..., Session]]:
     def make(path: Path, **flags: Any) -> Session:
         defaults = {"device": "cpu", "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
         engine = build(recipes.find(path), path, **{**defaults, **flags}).engine
-        if isinstance(engine.runner.drafting, Drafting):
-            engine.runner.drafting.costs = None  # whether drafts pay on this machine must decide no test
+        engine.runner.drafting.costs = None  # whether drafts pay on this machine must decide no test
         engines.append(engine)
         return Session(engine)
 

@@ -140,6 +140,54 @@ def test_drafts_change_no_token_of_a_grammar(
     assert 10 < sum(sum(one.accepted) for one in drafts) < sum(one.tokens for one in drafts)
 
 
+ONLY_80 = {"allowed_token_ids": (80,), "temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({**ONLY_80, "stop_token_ids": (80,), "min_tokens": 3}, ("allowed_token_ids", "min_tokens")),
+        ({**ONLY_80, "bad_words_token_ids": ((80,),)}, ("allowed_token_ids", "bad_words")),
+    ],
+)
+def test_settings_that_leave_no_token_are_refused(
+    constrained: Callable[..., Any], settings: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    (found,) = constrained().outcomes_of([([5, 6, 7], 5, settings)])
+    (end,) = found.terminals
+    assert isinstance(end, Rejected)
+    assert end.code == "invalid"
+    assert all(name in end.reason for name in names)
+
+
+@pytest.mark.parametrize("settings", ["grammar", "words", "stops"])
+def test_settings_that_leave_no_token_on_the_way_name_themselves(
+    constrained: Callable[..., Any], tokenizer: Tokenizer, settings: str
+) -> None:
+    """They do not blame the model; and the tokens before are the same with drafts."""
+    tokens = tokenizer.token_table("").tokens
+    with_z = tuple((at,) for at, text in enumerate(tokens) if text.startswith(b"z"))
+    chosen = {
+        "grammar": {"grammar": Grammar("choice", '["xqjvqkxz"]'), "bad_words_token_ids": with_z[:128]},
+        "words": {**ONLY_80, "bad_words_token_ids": ((80, 80, 80, 80),)},
+        "stops": {**ONLY_80, "grammar": Grammar("regex", "a{3}"), "allowed_token_ids": ()},
+    }[settings]
+    if settings == "stops":
+        (a,) = (at for at, text in enumerate(tokens) if text == b"a")
+        chosen |= {"stop_token_ids": (a,), "min_tokens": 9}
+    config = '{"method": "ngram", "num_speculative_tokens": 4}'
+    plain, drafted = constrained(), constrained(speculative_config=config)
+    drafted.engine.runner.drafting.worth.choose = lambda available, rows, cost: 4 if available else 0
+    (want,), (found,) = (one.outcomes_of([([80, 80, 80], 20, chosen)]) for one in (plain, drafted))
+    assert found.tokens == want.tokens
+    for end in (*want.terminals, *found.terminals):
+        assert isinstance(end, Failed)
+        assert end.code == "invalid"
+        assert f"after {len(want.tokens)} tokens" in end.message
+        assert ("the grammar" in end.message) == (settings != "words")
+        assert ("bad_words" in end.message) == (settings != "stops")
+
+
 def test_tokens_that_a_grammar_forces_are_drafts(constrained: Callable[..., Any]) -> None:
     """A look-up that finds nothing has no part in them."""
     config = {

@@ -6,6 +6,7 @@ import pytest
 
 from openinfer.scheduler import (
     ContractError,
+    Finished,
     FinishReason,
     FirstCome,
     Seq,
@@ -104,6 +105,26 @@ def test_another_number_of_drafts_makes_new_rows_and_none_ends_the_look_at_each_
     assert shapes(runner) == [[6], [3], [3], [2], [1], [1], [1]]
     assert [step.changed for step in runner.steps] == [True, True, False, True, True, False, False]
     assert runner.steps[4].drafts == {}
+
+
+def test_a_row_that_fails_behind_right_drafts_keeps_the_tokens_before():
+    loop, runner, pool = make(Wish(3))
+    seqs = [Seq(number, [number] * 6, 40) for number in (1, 2)]
+    for seq in seqs:
+        loop.submit(seq)
+    turn(loop)  # the prompts
+    turn(loop)
+    runner.done(1)
+    turn(loop)
+    slots = [seq.slot for seq in seqs]
+    # The first fails at its third position, the second at its first: that one drew nothing.
+    ends = [(slot, FinishReason.ERROR) for slot in slots]
+    runner.done(2, *ends, **{f"slot{slots[0]}": 2, f"slot{slots[1]}": 0})
+    tokens, *finished = turn(loop)
+    assert [(seq, tokens.num_tokens(at)) for at, seq in tokens.emitting()] == [(seqs[0], 2)]
+    assert finished == [Finished(seq, FinishReason.ERROR) for seq in seqs]
+    assert [len(seq.tokens) for seq in seqs] == [9, 7]
+    assert pool.acquire([1] * 9).num_cached == 4  # only of the prompt
 
 
 def test_drafts_end_with_the_sequence():

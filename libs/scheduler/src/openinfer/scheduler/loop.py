@@ -388,7 +388,10 @@ class StepLoop(Generic[Owner, Payload]):
             self._decode.advance(step, advanced, gone)
         if result.finished:
             ended = [(self._seq_at(slot, step.index), reason) for slot, reason in result.finished]
-            failed = frozenset(seq for seq, reason in ended if reason is FinishReason.ERROR)
+            drew = result.advanced or {}  # before a row with drafts failed
+            failed = frozenset(
+                seq for seq, reason in ended if reason is FinishReason.ERROR and not drew.get(seq.slot)
+            )
         emits, computed = step.num_decode > 0, []
         for row in step.rows[step.num_decode :]:
             emits = emits or row.emits

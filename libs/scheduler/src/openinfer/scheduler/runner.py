@@ -81,8 +81,8 @@ class StepResult(Generic[Payload]):
 
     index: int
     finished: Sequence[tuple[int, FinishReason]] = ()
-    """Slots of rows that ended in this step, each once. The row's last token of this step counts, unless the reason is
-    ERROR."""
+    """Slots of rows that ended in this step, each once. The row's last token of this step counts. A row that failed
+    (ERROR) has the tokens that `advanced` says, and none without an entry there."""
     payload: Payload = field(default=cast(Any, None))
     """Tokens, log-probabilities, ...: opaque to the loop, which passes it on in the Tokens event."""
     advanced: Mapping[int, int] | None = None

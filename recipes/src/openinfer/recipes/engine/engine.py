@@ -49,7 +49,7 @@ from openinfer.recipes.engine.gates.grammars import Grammars
 from openinfer.recipes.engine.gates.queue import Queue
 from openinfer.recipes.engine.gates.transfers import Transfers
 from openinfer.recipes.engine.offload import Cache
-from openinfer.recipes.engine.refusal import refusal
+from openinfer.recipes.engine.refusal import no_token_left, refusal
 from openinfer.recipes.engine.statistics import drafts_of, snapshot
 from openinfer.recipes.engine.training import Training
 from openinfer.sampler import fresh_seed
@@ -264,7 +264,8 @@ class Engine:
                     if not self._transfers.scheduled(seq, num_cached):
                         self._loop.abort(seq.id)
                 case scheduler.Finished(seq, reason):
-                    outputs.updates += self._transfers.conclude(seq, _terminal(seq, reason))
+                    terminal = _terminal(seq, reason, self._vocab_size, self._eos_token_ids)
+                    outputs.updates += self._transfers.conclude(seq, terminal)
                     self._over(seq)
         outputs.updates += self._transfers.left()
         self._cache.publish()
@@ -314,7 +315,9 @@ class Engine:
         self._followers.close()
 
 
-def _terminal(seq: Seq[Sampling], reason: FinishReason) -> Finished | Failed:
+def _terminal(
+    seq: Seq[Sampling], reason: FinishReason, vocab_size: int, eos_token_ids: Sequence[int]
+) -> Finished | Failed:
     drafts = drafts_of(seq.owner)
     match reason:
         case FinishReason.STOP:
@@ -325,7 +328,8 @@ def _terminal(seq: Seq[Sampling], reason: FinishReason) -> Finished | Failed:
             return Finished(seq.id, "abort", drafts=drafts)
         case FinishReason.ERROR:
             constraint = seq.owner.constraint
-            problem = constraint.problem if constraint is not None else ""
-            if problem:
-                return Failed(seq.id, problem, "grammar")
+            if constraint is not None and constraint.problem:
+                return Failed(seq.id, constraint.problem, "grammar")
+            if problem := no_token_left(seq, vocab_size, eos_token_ids):
+                return Failed(seq.id, problem, "invalid")
             return Failed(seq.id, "the model's output was not finite")

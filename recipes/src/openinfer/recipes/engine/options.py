@@ -227,7 +227,7 @@ class Options:
         from openinfer.graph.runner import NoDrafts
 
         speculation = self.speculation()
-        return NoDrafts() if speculation is None else speculation.drafting(buckets, pace, vocab_size)
+        return NoDrafts(buckets) if speculation is None else speculation.drafting(buckets, pace, vocab_size)
 
 
 O = TypeVar("O", bound=Options)

@@ -1,4 +1,4 @@
-"""The requests that an engine refuses in any state."""
+"""The requests that an engine refuses in any state, and those whose settings leave no token on the way."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from openinfer.frontend.contract import EngineInfo, Rejected, Request
-from openinfer.sampler import MAX_LOGPROBS
+from openinfer.graph.runner import Sampling
+from openinfer.sampler import MAX_LOGPROBS, SamplingParams
+from openinfer.sampler.adjust import adjusted
+from openinfer.sampler.constraint import Constraint
 from openinfer.sampler.gpu import MAX_STOP_IDS
+from openinfer.scheduler import Seq
 
 
 def refusal(request: Request, info: EngineInfo) -> Rejected | None:
@@ -36,6 +40,10 @@ def refusal(request: Request, info: EngineInfo) -> Rejected | None:
             request.id,
             f"at most {MAX_STOP_IDS - len(info.eos_token_ids)} stop_token_ids are possible",
         )
+    stops = params.forbidden_ids(0, info.eos_token_ids)
+    banned = {*stops, *(word[0] for word in params.bad_words_token_ids if len(word) == 1)}
+    if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+        return Rejected(request.id, _none_left(_forbidding(params, below=bool(stops)), 0))
     if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
         return Rejected(
             request.id, f"prompt_logprobs is {request.prompt_logprobs}; 0 to {MAX_LOGPROBS} are possible"
@@ -50,3 +58,31 @@ def _in_vocabulary(ids: Sequence[int], vocab_size: int) -> bool:
     except OverflowError:
         return False
     return bool((np.frombuffer(words, np.uint32) < vocab_size).all())
+
+
+def no_token_left(seq: Seq[Sampling], vocab_size: int, eos_token_ids: Sequence[int]) -> str:
+    """The reason why the settings of a sequence forbid every next token; "" where they leave one."""
+    sampling, output = seq.owner, seq.tokens[seq.prompt_len :]
+    params, constraint = sampling.params, sampling.constraint
+    row, complete = adjusted(np.zeros(vocab_size, np.float32), params, seq.tokens, output), False
+    if isinstance(constraint, Constraint):
+        mask = np.zeros(-(-vocab_size // 32), np.int32)
+        complete = constraint.fill(mask)
+        row[~np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size].astype(bool)] = -np.inf
+    stops = () if complete else params.forbidden_ids(len(output), eos_token_ids)
+    row[list(stops)] = -np.inf
+    if np.isfinite(row).any():
+        return ""
+    names = _forbidding(params, below=bool(stops))
+    return _none_left([*names, "the grammar"] if constraint is not None else names, len(output))
+
+
+def _forbidding(params: SamplingParams, *, below: bool) -> list[str]:
+    """The settings that forbid tokens. below: fewer tokens than min_tokens were drawn."""
+    names = ["allowed_token_ids"] * bool(params.allowed_token_ids)
+    names += ["bad_words"] * bool(params.bad_words_token_ids)
+    return names + ["min_tokens, below which no token may end the text"] * below
+
+
+def _none_left(names: Sequence[str], drawn: int) -> str:
+    return f"after {drawn} tokens the request's own settings forbid every token: {'; '.join(names)}"

@@ -74,13 +74,15 @@ class Proposal:
 
 
 class NoDrafts:
-    """The Drafting of an engine whose rows never have drafts."""
+    """The Drafting of an engine whose rows never have drafts. Instruments may set `costs` and `worth` as they do there;
+    it changes nothing."""
 
     layers = unsettled = False
     max_drafts = unseen = 0
 
-    def __init__(self) -> None:
-        self.counts = DraftCounts()
+    def __init__(self, buckets: Buckets | None = None) -> None:
+        self.buckets, self.counts, self.costs = buckets or Buckets((1,), (1,), (1,)), DraftCounts(), None
+        self.worth = Worth((1,))
 
     def catches_up(self, changed: bool) -> bool:
         """See Drafting."""

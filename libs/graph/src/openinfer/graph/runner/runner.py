@@ -291,7 +291,7 @@ class Runner:
         counts: Counter[tuple[int, int, int]] = Counter()
         for seq, num_drafts, num_tokens, right in read_verified(step, result):
             seq.owner.drafted.add(num_drafts, right)
-            counts[num_drafts, right, num_tokens - 1] += 1
+            counts[num_drafts, right, max(num_tokens - 1, 0)] += 1
             if num_tokens <= num_drafts:
                 advanced[seq.slot] = num_tokens
                 self.pace.fall_short(seq.slot, 1 + num_drafts - num_tokens)

@@ -153,10 +153,13 @@ class DraftCounts:
 
 
 def read_verified(step: Step[Any], result: Array) -> Iterator[tuple[Seq[Any], int, int, int]]:
-    """The rows with drafts that were alive: (sequence, drafts, tokens that the step brought, 1 or more, right drafts).
-    A right draft that ends its row brings no token, because the row ends without it too. result int32 [1 + D, R, 3]."""
-    counts = (result[:, :, 1] != RowStatus.IDLE).sum(axis=0).tolist()
-    ended = (result[:, :, 1] == RowStatus.DRAFTED_STOP).any(axis=0).tolist()
-    for row, count, right in zip(step.rows[: step.num_decode], counts, ended, strict=False):
+    """The rows with drafts that were alive: (sequence, drafts, tokens that the step brought, right drafts). A right
+    draft that ends its row brings no token, because the row ends without it too; nor does a position where the row
+    fails. result int32 [1 + D, R, 3]."""
+    statuses = result[:, :, 1]
+    counts = (statuses != RowStatus.IDLE).sum(axis=0).tolist()
+    ended = (statuses == RowStatus.DRAFTED_STOP).any(axis=0).tolist()
+    failed = (statuses == RowStatus.FAILED).any(axis=0).tolist()
+    for row, count, right, fails in zip(step.rows[: step.num_decode], counts, ended, failed, strict=False):
         if row.num_tokens > 1 and count:
-            yield row.seq, row.num_tokens - 1, count, count - 1 + right
+            yield row.seq, row.num_tokens - 1, count - fails, count - 1 + right

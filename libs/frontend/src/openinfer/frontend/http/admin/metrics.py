@@ -172,13 +172,14 @@ class Metrics:
         self._successes.own[_REASONS.index("abort")] += 1
 
     def rejected(self, terminal: Rejected | Failed, request: Request, tokens: int, times: Times) -> None:
-        """The engine refused or failed a sequence."""
-        if isinstance(terminal, Rejected):
-            self._trace(request, "rejected", tokens, times, terminal.reason)
-            self._rejections.own[_REFUSALS.index(terminal.code)] += 1
-        else:
-            self._trace(request, "error", tokens, times, terminal.message)
+        """The engine refused a sequence, or failed; where its own settings are the cause, it counts as refused."""
+        problem = terminal.reason if isinstance(terminal, Rejected) else terminal.message
+        if terminal.code == "engine":
+            self._trace(request, "error", tokens, times, problem)
             self._successes.own[_REASONS.index("error")] += 1
+        else:
+            self._trace(request, "rejected", tokens, times, problem)
+            self._rejections.own[_REFUSALS.index(terminal.code)] += 1
 
     def _trace(self, request: Request, reason: str, tokens: int, times: Times, problem: str = "") -> None:
         if self.tracing is not None:
