@@ -25,9 +25,10 @@ import pytest
 from openinfer import cli
 from openinfer.cli import recipes
 from openinfer.graph import Readback
+from openinfer.kernels.authoring import CacheForm
 from openinfer.kernels.lora.adapters import AdapterSizes
 from openinfer.recipes.engine import Recipe, Source
-from openinfer.recipes.engine.limits import Limits
+from openinfer.recipes.engine.limits import CACHE_FORMS, Limits
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
 from openinfer.recipes.engine.verdict import Reference
@@ -121,10 +122,10 @@ def place() -> Place:
                 max_tokens,
                 blueprint.page_size,
                 np.dtype(dtype),
+                CACHE_FORMS[options.kv_cache_dtype] or CacheForm(np.dtype(dtype)),
                 adapters=adapters,
                 max_drafts=speculation.num_speculative_tokens if speculation else 0,
                 proposes=options.proposes,
-                fp8_cache=options.kv_cache_dtype == "fp8",
             )
             model = blueprint.lay_out(Arena(Device("cpu"), nbytes), stream, limits, blocks)
             blueprint.load(model, checkpoint, stream, lambda done, total: None)

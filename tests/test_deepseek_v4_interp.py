@@ -11,6 +11,7 @@ import pytest
 
 from openinfer.graph import Buckets
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target, apply_writes
+from openinfer.kernels.authoring import CacheForm
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.engine import Source
@@ -84,7 +85,7 @@ def two_steps(
 )
 def test_a_whole_forward(place, deepseek, quantized, step):
     tokens, rounding = step[1], "on" if quantized else "off"
-    limits = Limits(256, 4, tokens, 128, np.dtype(bfloat16))
+    limits = Limits(256, 4, tokens, 128, np.dtype(bfloat16), CacheForm(np.dtype(bfloat16)))
     target = Target(arch=90, num_sms=4, interpreted=True)
     blueprint = RECIPE.blueprint(Source.read(deepseek.path), RECIPE.options(activation_quantization=rounding))
     plan = make_plan(blueprint, limits, Buckets((4,), (tokens,), (4,)), target)

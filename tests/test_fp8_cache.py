@@ -8,7 +8,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from openinfer.cli import recipes
 from openinfer.cli.explain import command as explain
 from openinfer.kernels import Target
 from openinfer.recipes.engine import Options, SetupError, Source
+from openinfer.recipes.engine.blueprint import Blueprint
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.startup import build, kernel_specs
@@ -207,10 +207,8 @@ def test_what_is_refused(engine: Build, model: str, flags: dict[str, Any], words
         engine(GOLDENS / model, **flags)
 
 
-def test_a_recipe_that_takes_no_notice_is_refused(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of others, whose pages have the dtype of the model whatever the flag says."""
-    layout = Qwen3._layout
-    monkeypatch.setattr(Qwen3, "_layout", lambda self, limits: layout(self, replace(limits, fp8_cache=False)))
+def test_a_recipe_without_such_a_cache_is_refused(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen3, "cache_forms", Blueprint.cache_forms)
     with pytest.raises(SetupError, match="--kv-cache-dtype: this model's recipe has no FP8 cache"):
         engine(GOLDENS / "qwen3-tiny")
 

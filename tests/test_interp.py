@@ -11,6 +11,7 @@ import pytest
 
 from openinfer.graph import Buckets
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target, apply_writes
+from openinfer.kernels.authoring import FP8_CACHE, CacheForm
 from openinfer.kernels.lora.adapters import AdapterSizes
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import Limits
@@ -90,7 +91,8 @@ def two_steps(
     [(80, None, "auto"), (90, None, "auto"), (90, ADAPTERS, "auto"), (90, None, "fp8")],
 )
 def test_a_whole_forward(place, tiny, arch, adapters, cache):
-    limits = Limits(64, 4, 64, 16, np.dtype(bfloat16), adapters=adapters, fp8_cache=cache == "fp8")
+    form = FP8_CACHE if cache == "fp8" else CacheForm(np.dtype(bfloat16))
+    limits = Limits(64, 4, 64, 16, np.dtype(bfloat16), form, adapters)
     target = Target(arch=arch, num_sms=4, interpreted=True)
     plan = make_plan(
         RECIPE.blueprint(Source.read(tiny.path), RECIPE.options()), limits, Buckets((4,), (64,), (4,)), target

@@ -18,8 +18,8 @@ from openinfer.kernels import Op, Target
 from openinfer.kernels.formats.codes import q8_codes, q8_values
 from openinfer.kernels.measure.tuner import DeviceMeter
 from openinfer.kernels.testing import (
+    coded_cache,
     error,
-    fp8_cache,
     paged_places,
     paged_rows,
     run_interpreted,
@@ -83,7 +83,7 @@ def attention_step(
 def in_fp8(args: dict[str, Any]) -> dict[str, Any]:
     """The same call over an FP8 cache."""
     pages, _, heads, page_size, dim = args["kv"].shape
-    arrays = fp8_cache(pages, heads, page_size, dim)
+    arrays = coded_cache(pages, heads, page_size, dim)
     arrays["kv"][...], arrays["kv_scales"][...] = q8_codes(
         np.nan_to_num(args["kv"].astype(float32), posinf=0)
     )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from openinfer.kernels import Target
-from openinfer.kernels.attention.kv_cache import KvLayout
+from openinfer.kernels.attention.kv_cache import FP8_CACHE, CacheForm, KvLayout
 from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.recipes.engine.startup import kernel_specs
 from openinfer.recipes.qwen3_5 import RECIPE
@@ -47,10 +47,8 @@ def test_published_sizes_have_their_parameters(size: str) -> None:
     parameters, cache, states = PUBLISHED[size]
     assert count == parameters
     heads = config.num_full, config.num_kv_heads, 1, config.head_dim
-    assert KvLayout(*heads, bfloat16).page_bytes == cache
-    assert (
-        KvLayout(*heads, float8_e4m3fn).page_bytes == cache // 2 + 2 * config.num_full * config.num_kv_heads
-    )
+    assert KvLayout(*heads, CacheForm(bfloat16)).page_bytes == cache
+    assert KvLayout(*heads, FP8_CACHE).page_bytes == cache // 2 + 2 * config.num_full * config.num_kv_heads
     ring_row = config.num_linear * config.conv_size * 2  # ours has four, the published state three
     assert config.state_bytes(2) - ring_row == pytest.approx(states, rel=0.005)
     assert (weights.lm_head is weights.embed) == SIZES[size][-1]

@@ -27,7 +27,7 @@ from openinfer.kernels.linear.choices import shared_bytes
 from openinfer.kernels.op.cases import Memory
 from openinfer.kernels.op.launch import Aligned, launch
 from openinfer.kernels.ops import attend as attend_module
-from openinfer.kernels.testing import NEVER, fp8_cache, paged_places, run_on_gpu
+from openinfer.kernels.testing import NEVER, coded_cache, paged_places, run_on_gpu
 from openinfer.tensor import Device, Tensor, bfloat16, float32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
@@ -43,7 +43,7 @@ def step(norm_rope_args, normal):
     def make(lengths, before, *, heads=4, kv_heads=2, dim=64, page_size=16, **more):
         sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size}
         args = norm_rope_args(lengths, before, **sizes, **more)
-        cache = fp8_cache(args["block_tables"].max() + 1, kv_heads, page_size, dim)
+        cache = coded_cache(args["block_tables"].max() + 1, kv_heads, page_size, dim)
         large = np.float32(2.0) ** np.arange(-kv_heads, kv_heads).reshape(2, kv_heads, 1)
         for page, place in paged_places(args, before, page_size):
             codes, scales = q8_codes(normal(2, kv_heads, dim).astype(np.float32) * large)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import CpuPack, attend, qk_norm_rope_write
-from openinfer.kernels.attention.kv_cache import KvLayout
+from openinfer.kernels.attention.kv_cache import CacheForm, KvLayout
 from openinfer.kernels.formats.codes import q8_codes, q8_values
-from openinfer.kernels.testing import NEVER, fp8_cache
+from openinfer.kernels.testing import NEVER, coded_cache
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
 
 FLIPPED = 2e-2
@@ -19,7 +19,7 @@ def write_args(rng, normal, tokens, *, heads=4, kv_heads=2, dim=64, rotary=None,
     angle = np.arange(tokens)[:, None] * 10000.0 ** -np.linspace(0, 1, (rotary or dim) // 2)
     return {
         "q": np.full((tokens, heads, dim), np.nan, bfloat16),
-        **fp8_cache(1 + -(-tokens // 16), kv_heads, 16, dim),
+        **coded_cache(1 + -(-tokens // 16), kv_heads, 16, dim),
         "qkv": normal(tokens, ((1 + gated) * heads + 2 * kv_heads) * dim, scale=5.0),
         "q_norm": normal(dim),
         "k_norm": normal(dim),
@@ -54,7 +54,7 @@ def test_a_cache_has_the_same_bits_however_its_tokens_came(rng, normal):
     args, left = write_args(rng, normal, 40), []
     for chunks in ([40], [7, 20, 1, 12], [20, -5, 25]):
         arrays = {k: v.copy() if k not in ("kv", "kv_scales") else v for k, v in args.items() if k != "eps"}
-        arrays |= fp8_cache(4, 2, 16, 64)
+        arrays |= coded_cache(4, 2, 16, 64)
         at = 0
         for chunk in chunks:
             if chunk < 0:  # other tokens have been there
@@ -89,7 +89,7 @@ def test_codes_and_scales_keep_what_e4m3_can(rng):
 
 def test_layers_of_a_page_do_not_overlap():
     for dtype, per_vector in ((float8_e4m3fn, 33), (bfloat16, 64)):
-        layout = KvLayout(3, 2, 16, 32, np.dtype(dtype))
+        layout = KvLayout(3, 2, 16, 32, CacheForm(np.dtype(dtype), dtype == float8_e4m3fn))
         assert layout.page_bytes == 3 * 2 * 2 * 16 * per_vector
         cache = layout.allocate(Arena(CPU, 5 * layout.page_bytes + 512), Stream(CPU), 5)
         assert cache.pages.nbytes == 5 * layout.page_bytes
@@ -122,7 +122,7 @@ def needles(rng, normal, context, heads=2, dim=128):
         "scale": dim**-0.5, "window": 0, "max_q_len": 1,
     }  # fmt: skip
     codes, scales = q8_codes(wide.astype(bfloat16).astype(np.float32))
-    fp8 = fp8_cache(pages, heads, 64, dim)
+    fp8 = coded_cache(pages, heads, 64, dim)
     fp8["kv"][:], fp8["kv_scales"][:] = codes, scales
     return args | {"kv": np.ascontiguousarray(wide, bfloat16)}, args | fp8, kv[1, at].reshape(-1)
 

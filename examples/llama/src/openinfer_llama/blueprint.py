@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, place_rope_table
-from openinfer.kernels.authoring import KvLayout
+from openinfer.kernels.authoring import FP8_CACHE, CacheForm, KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.controls import of_rotation
@@ -32,6 +32,7 @@ from openinfer_llama.model import Model, Weights
 class Llama(Blueprint[Model]):
     """engine.Blueprint of a Llama. Its pool has one group: pages with the keys and values of all layers."""
 
+    cache_forms = (FP8_CACHE,)
     config: Config
     page_size: int
 
@@ -50,7 +51,7 @@ class Llama(Blueprint[Model]):
 
     def _layout(self, limits: Limits) -> KvLayout:
         c = self.config
-        return KvLayout(c.num_layers, c.num_kv_heads, self.page_size, c.head_dim, limits.kv_dtype)
+        return KvLayout(c.num_layers, c.num_kv_heads, self.page_size, c.head_dim, limits.cache)
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
         return (room.pages(limits, self._layout(limits).page_bytes),)
@@ -85,7 +86,9 @@ class Llama(Blueprint[Model]):
         return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=kinds))
 
     def memory(self, model: Model) -> Mapping[str, int]:
-        _, arena = self._weights(Limits(2, 1, 1, self.page_size, model.hidden.dtype))
+        _, arena = self._weights(
+            Limits(2, 1, 1, self.page_size, model.hidden.dtype, CacheForm(model.hidden.dtype))
+        )
         buffers = sum(one.nbytes for one in (model.hidden, model.qkv, model.heads, model.mlp))
         return {"weights": arena.used, "activations": buffers, "rotary table": model.cos_sin.nbytes}
 

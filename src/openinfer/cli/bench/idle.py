@@ -16,6 +16,7 @@ from openinfer.frontend.contract import Request
 from openinfer.graph import Delta, NoWatch, Readback, StepGraphs, StepPace, StepTrace, Watch
 from openinfer.graph.runner import Leader, LoneLeader, Ring, Runner, Writer, readback_bytes
 from openinfer.kernels import Op, Pack
+from openinfer.kernels.authoring import CacheForm
 from openinfer.kvpool import Pool
 from openinfer.recipes.engine.engine import Bounds, Engine, Served
 from openinfer.recipes.engine.followers import NoFollowers
@@ -41,7 +42,7 @@ def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs
     """
     options = recipe.options(max_num_seqs=rows, enable_prefix_caching=False)
     blueprint: Any = recipe.blueprint(Source(recipe.small), options)
-    limits = Limits(LENGTH, rows, TOKENS, blueprint.page_size, float32)
+    limits = Limits(LENGTH, rows, TOKENS, blueprint.page_size, float32, CacheForm(float32))
     groups = len(blueprint.groups(limits))
     null = Arena(Device("null"), None)
     blueprint.lay_out(null, Stream(null.device), limits, [2] * groups)

@@ -195,7 +195,7 @@ def memory(outline: Outline, gpu_bytes: float, utilization: float) -> str:
         f"{group.num_blocks - 1} blocks of {group.block_size} tokens, {format_bytes(group.block_bytes)} each"
         for group in pool.groups
     ]
-    rows.append(f"  the cache of keys and values is {outline.kv_dtype.name}")
+    rows.append(f"  the cache of keys and values is {outline.cache_form.dtype.name}")
     rows.append(f"  the longest sequence that fits alone has {min(pool.capacity_tokens, 1 << 40)} tokens")
     return "\n".join(rows)
 

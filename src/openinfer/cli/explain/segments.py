@@ -71,7 +71,7 @@ class Outline:
 
     `memory`: bytes by their use, without the cache; `fixed_bytes`: all of them. `target`: the GPU that the plan is for.
     `fitted`: the same with the kernels that speeds were fitted to, which are Triton's. `max_model_len`: tokens of a
-    sequence, where the cache has room for them. kv_dtype: of the numbers in the cache of keys and values. `groups`: the
+    sequence, where the cache has room for them. cache_form: of the cache of keys and values. `groups`: the
     kinds of the cache, with the fewest blocks. `parts`: GPUs that each hold a part of a block of the cache.
     ranks: the number of GPUs that share the model, by default that of the options; with more than one, this is the part
     of the first GPU.
@@ -88,7 +88,7 @@ class Outline:
         self.target = options_target(options, target)
         self.fitted = replace(self.target, nvrtc=False)
         self._plan = plan = make_plan(blueprint, limits, self.buckets, self.target)
-        self.max_model_len, self.kv_dtype = limits.max_model_len, limits.kv_dtype
+        self.max_model_len, self.cache_form = limits.max_model_len, limits.cache
         self.groups, self.parts = blueprint.groups(limits), 1 if blueprint.cache_is_alike else ranks
         self.model, self.fixed_bytes = plan.model, plan.fixed_bytes + OUTSIDE_BYTES
         rows, own = self.model.batch.rows, dict(blueprint.memory(self.model))

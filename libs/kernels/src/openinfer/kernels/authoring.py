@@ -22,7 +22,7 @@ A model has
  - weights of linear layers: `Linear`, `LinearPlaces`, `WeightPart`, `padded_rows`, `scale_blocks`, `form_of`,
    `without_zero_points`; how checkpoints store them: `Packing`, `AnyPacking`, `packing_of`, `packed_in`,
    `module_packing`, `FP8_MADE`, `FP8_E8M0`, `FP4_E8M0`
- - a cache: `KvCache`, `KvLayout`, `PUBLISHED_SCALES`, `FP8_ARCH`
+ - a cache: `CacheForm`, `FP8_CACHE`, `KvCache`, `KvLayout`, `PUBLISHED_SCALES`
  - adapters: `Adapters`, `Adapter`, `AdapterSizes`, `Projection`
 
 Kernels themselves import Triton functions from the modules of openinfer.kernels.device by
@@ -37,8 +37,9 @@ from openinfer.kernels.attention.choose import MERGED_AT_ONCE, NEW_PAIRS
 from openinfer.kernels.attention.choose import choose as choose_attention
 from openinfer.kernels.attention.choose import launches as attention_launches
 from openinfer.kernels.attention.kv_cache import (
-    FP8_ARCH,
+    FP8_CACHE,
     PUBLISHED_SCALES,
+    CacheForm,
     KvCache,
     KvLayout,
     cached_bytes,
@@ -115,7 +116,7 @@ __all__ = [
     "FLOATS",
     "FP4_BLOCK",
     "FP4_E8M0",
-    "FP8_ARCH",
+    "FP8_CACHE",
     "FP8_E8M0",
     "FP8_MADE",
     "MERGED_AT_ONCE",
@@ -132,6 +133,7 @@ __all__ = [
     "Array",
     "AttentionCall",
     "AttentionChoice",
+    "CacheForm",
     "CaseRows",
     "Collective",
     "Command",

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.attention.kv_cache import KvLayout
+from openinfer.kernels.attention.kv_cache import FP8_CACHE, KvLayout
 from openinfer.kernels.errors import ContractError, RankLost
 from openinfer.kernels.op.launch import Peers
 from openinfer.kernels.op.op import Op, Workload, leaves, mapped
@@ -34,7 +34,7 @@ from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import NullPack
 from openinfer.kernels.ranks.exchange import segment_bytes, table_of
 from openinfer.kernels.store.cubins import Store
-from openinfer.tensor import Arena, Device, Stream, Tensor, float8_e4m3fn, uint8
+from openinfer.tensor import Arena, Device, Stream, Tensor, uint8
 
 __all__ = [
     "INTERPRETED",
@@ -43,10 +43,10 @@ __all__ = [
     "Case",
     "HostPeers",
     "OpConformance",
+    "coded_cache",
     "compare",
     "copied",
     "error",
-    "fp8_cache",
     "paged_places",
     "paged_rows",
     "run_interpreted",
@@ -78,10 +78,10 @@ NEVER = 0xFF
 """Every byte of an FP8 cache that was never written: NaN as a code and as a scale."""
 
 
-def fp8_cache(pages: int, kv_heads: int, page_size: int, dim: int) -> Arrays:
+def coded_cache(pages: int, kv_heads: int, page_size: int, dim: int) -> Arrays:
     """The arguments `kv` and `kv_scales` of a layer of an FP8 cache that was never written. Other layers lie between
     its pages."""
-    layout, cpu = KvLayout(3, kv_heads, page_size, dim, np.dtype(float8_e4m3fn)), Device("cpu")
+    layout, cpu = KvLayout(3, kv_heads, page_size, dim, FP8_CACHE), Device("cpu")
     cache = layout.allocate(Arena(cpu, pages * layout.page_bytes + 512), Stream(cpu), pages)
     cache.pages.numpy()[:] = NEVER
     return {name: tensor.numpy() for name, tensor in cache.layer(1).items() if tensor is not None}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from openinfer.graph.runner import Model
 from openinfer.kernels import NullPack
+from openinfer.kernels.authoring import CacheForm
 from openinfer.kvpool import Eviction, Group, Lru
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.limits import Limits, Room
@@ -53,6 +54,8 @@ class Blueprint(ABC, Generic[M]):
     """
 
     config: ModelConfig
+    cache_forms: ClassVar[Collection[CacheForm]] = ()
+    """Forms of the cache that the model can have (--kv-cache-dtype) besides numbers of its own dtype."""
 
     @property
     def vocab_size(self) -> int:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from openinfer.kernels.authoring import AdapterSizes
+from openinfer.kernels.authoring import FP8_CACHE, AdapterSizes, CacheForm
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
 from openinfer.scheduler import GuardedDrafters
-from openinfer.tensor import Device, bfloat16, dtypes, float8_e4m3fn, float32, format_bytes
+from openinfer.tensor import Device, bfloat16, dtypes, float32, format_bytes
 
 if TYPE_CHECKING:
     from openinfer.recipes.engine.blueprint import Blueprint
@@ -23,6 +23,8 @@ log = logging.getLogger("openinfer.engine")
 OUTSIDE_BYTES = 1 << 30
 """Device memory that is not in the arena: the context, cubins, cuBLASLt, graph executables."""
 CPU_CACHE_BYTES = 2 << 30
+CACHE_FORMS = {"auto": None, "bfloat16": CacheForm(bfloat16), "fp8": FP8_CACHE, "fp8_e4m3": FP8_CACHE}
+"""The forms of the cache by --kv-cache-dtype. None: numbers of --dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +37,16 @@ class Limits:
     max_tokens: int
     page_size: int
     dtype: np.dtype[Any]
+    cache: CacheForm
     adapters: AdapterSizes | None = None
     max_drafts: int = 0
     proposes: bool = False
-    fp8_cache: bool = False
     lone_tokens: int = 0
 
     @property
     def step_tokens(self) -> int:
         """Tokens of the largest step."""
         return max(self.max_tokens, self.lone_tokens)
-
-    @property
-    def kv_dtype(self) -> np.dtype[Any]:
-        """The dtype of the numbers in the cache of keys and values."""
-        return float8_e4m3fn if self.fp8_cache else self.dtype
 
     @property
     def max_logits(self) -> int:
@@ -108,10 +105,13 @@ def decide(options: Options, device: Device, blueprint: Blueprint[Any]) -> Limit
         raise SetupError(
             f"--dtype {options.dtype} is not possible on {device}: cuda runs bfloat16, cpu float32 or bfloat16"
         )
-    if options.kv_cache_dtype == "bfloat16" and dtype != bfloat16:
+    cache = CACHE_FORMS[options.kv_cache_dtype] or CacheForm(dtype)
+    if not cache.scaled and cache.dtype != dtype:
         raise SetupError(
             "--kv-cache-dtype bfloat16 needs --dtype bfloat16; give both, or fp8, or leave it out"
         )
+    if cache.scaled and cache not in blueprint.cache_forms:
+        raise SetupError("--kv-cache-dtype: this model's recipe has no FP8 cache; leave the flag out")
     longest = blueprint.max_positions
     wanted = blueprint.usual_positions if options.max_model_len is None else options.max_model_len
     if not 2 <= wanted <= longest:
@@ -131,8 +131,7 @@ def decide(options: Options, device: Device, blueprint: Blueprint[Any]) -> Limit
     if speculation is not None and speculation.method == "custom_class":
         GuardedDrafters.named(speculation.model, 1)  # to refuse a wrong class before weights load
     return Limits(
-        wanted, options.max_num_seqs, tokens, blueprint.page_size, dtype, adapters, drafts, options.proposes,
-        fp8_cache=options.kv_cache_dtype.startswith("fp8"),
+        wanted, options.max_num_seqs, tokens, blueprint.page_size, dtype, cache, adapters, drafts, options.proposes,
         lone_tokens=0 if chosen or options.lone_tokens <= tokens else options.lone_tokens,
     )  # fmt: skip
 

@@ -115,7 +115,7 @@ def description(
         "version": importlib.metadata.version("openinfer-recipes"),
         "device": device.kind,
         "dtype": limits.dtype.name,
-        "kv_cache_dtype": limits.kv_dtype.name,
+        "kv_cache_dtype": limits.cache.dtype.name,
         "load_format": options.load_format,
         "quantization": options.quantization,
         "activation_quantization": options.activation_quantization,

@@ -30,7 +30,7 @@ from openinfer.kernels import (
     cublas_available,
     predictions,
 )
-from openinfer.kernels.authoring import FP8_ARCH, Adapter
+from openinfer.kernels.authoring import Adapter
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
 from openinfer.recipes.engine.adapters import read_modules
 from openinfer.recipes.engine.blueprint import Blueprint, M
@@ -40,7 +40,7 @@ from openinfer.recipes.engine.engine import Bounds, Engine, Served
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.followers import Followers, NoFollowers
 from openinfer.recipes.engine.following import Following
-from openinfer.recipes.engine.limits import Limits, Room, decide, fit
+from openinfer.recipes.engine.limits import CACHE_FORMS, Limits, Room, decide, fit
 from openinfer.recipes.engine.offload import Cache, check_offload, open_tiers
 from openinfer.recipes.engine.options import O, Options
 from openinfer.recipes.engine.ranks import Ranks
@@ -170,7 +170,7 @@ class Builder(Generic[O]):
             "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache in %s (%s), "
             "%d recorded steps",
             path.name, self.device, limits.dtype, limits.max_rows, limits.max_tokens, limits.max_model_len,
-            engine.info.kv_capacity_tokens, limits.kv_dtype,
+            engine.info.kv_capacity_tokens, limits.cache.dtype,
             ", ".join(f"{group.num_blocks - 1} blocks of {group.name}" for group in pool.groups),
             len(self.runner.graphs),
         )  # fmt: skip
@@ -205,9 +205,6 @@ class Builder(Generic[O]):
             source = dataclasses.replace(source, checkpoint=None if dummy else checkpoint)
             blueprint = self.recipe.blueprint(source, options, ranks=ranks.size, rank=ranks.rank)
             limits = decide(options, self.device, blueprint)
-            plain = dataclasses.replace(limits, fp8_cache=False)
-            if limits.fp8_cache and blueprint.groups(limits) == blueprint.groups(plain):
-                raise SetupError("--kv-cache-dtype: this model's recipe has no FP8 cache; leave the flag out")
             blueprint.validate(checkpoint, limits)
             if dummy and any(name.endswith(".g_idx") for name in checkpoint.names):
                 raise SetupError(
@@ -313,9 +310,10 @@ def buckets_for(blueprint: Blueprint[Any], limits: Limits) -> Buckets:
 
 def options_target(options: Options, target: Target) -> Target:
     """The target as the flags want it. cuBLASLt's kernels depend on the number of tokens. Raises SetupError."""
-    if options.kv_cache_dtype.startswith("fp8") and target.arch < FP8_ARCH:
+    cache = CACHE_FORMS[options.kv_cache_dtype]
+    if cache is not None and target.arch < cache.arch:
         raise SetupError(
-            f"--kv-cache-dtype {options.kv_cache_dtype} needs a GPU of sm_{FP8_ARCH} or newer, and this is "
+            f"--kv-cache-dtype {options.kv_cache_dtype} needs a GPU of sm_{cache.arch} or newer, and this is "
             f"sm_{target.arch}; leave it out"
         )
     if not options.batch_invariant:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
-from openinfer.kernels.authoring import KvLayout, form_of
+from openinfer.kernels.authoring import FP8_CACHE, KvLayout, form_of
 from openinfer.kvpool import Group
 from openinfer.recipes.eagle3 import Drafter, Head
 from openinfer.recipes.engine.adapters import adapters_of
@@ -26,6 +26,7 @@ from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tens
 class Qwen3(Blueprint[Model]):
     """engine.Blueprint of a dense Qwen3. Its pool has one group: pages with the keys and values of all layers."""
 
+    cache_forms = (FP8_CACHE,)
     config: Config
     page_size: int
     head: Head | None = None
@@ -43,7 +44,7 @@ class Qwen3(Blueprint[Model]):
 
     def _layout(self, limits: Limits) -> KvLayout:
         c, layers = self.config, self.config.num_layers + (self.head is not None)
-        return KvLayout(layers, c.part.of(c.num_kv_heads), self.page_size, c.head_dim, limits.kv_dtype)
+        return KvLayout(layers, c.part.of(c.num_kv_heads), self.page_size, c.head_dim, limits.cache)
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
         return (room.pages(limits, self._layout(limits).page_bytes),)

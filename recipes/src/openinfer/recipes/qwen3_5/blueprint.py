@@ -11,7 +11,7 @@ import numpy as np
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
-from openinfer.kernels.authoring import KvLayout, form_of, power_of_two
+from openinfer.kernels.authoring import FP8_CACHE, KvLayout, form_of, power_of_two
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
@@ -34,6 +34,7 @@ class Qwen35(Blueprint[Model]):
     states of a sequence. Snapshots of these states are kept where a cached prefix may end.
     """
 
+    cache_forms = (FP8_CACHE,)
     config: Config
     form: Format
     options: HybridOptions
@@ -54,7 +55,7 @@ class Qwen35(Blueprint[Model]):
 
     def _layout(self, limits: Limits) -> KvLayout:
         c, layers = self.config, self.config.num_full + self.form.mtp
-        return KvLayout(layers, c.part.of(c.num_kv_heads), self.page_size, c.head_dim, limits.kv_dtype)
+        return KvLayout(layers, c.part.of(c.num_kv_heads), self.page_size, c.head_dim, limits.cache)
 
     def _block_bytes(self, limits: Limits) -> tuple[int, int]:
         return self._layout(limits).page_bytes, self.config.state_bytes(limits.dtype.itemsize)

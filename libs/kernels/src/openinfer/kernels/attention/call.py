@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic
 
+from openinfer.kernels.attention.kv_cache import CacheForm
 from openinfer.kernels.attention.tiles import HopperTile, Tile
 from openinfer.kernels.op.launch import Aligned, Arg, Launch
 from openinfer.kernels.op.op import T, tensors
@@ -78,6 +79,11 @@ class AttentionCall:
         return {"GROUP": self.group, "D": self.dim, "PAGE": self.page_size, "BM": tile.bm, "BN": tile.bn}
 
     @property
+    def form(self) -> CacheForm:
+        """The numbers of the cache."""
+        return CacheForm.of(self.kv, self.args.get("kv_scales"))
+
+    @property
     def windowed(self) -> bool:
         return self.args["window"] != NO_WINDOW
 
@@ -89,7 +95,7 @@ class AttentionCall:
     @property
     def without(self) -> dict[str, None]:
         """The constant in place of the scales that the cache does not have."""
-        return {} if "kv_scales" in self.args else {"kv_scales": None}
+        return {} if self.form.scaled else {"kv_scales": None}
 
 
 @dataclass(frozen=True, slots=True)

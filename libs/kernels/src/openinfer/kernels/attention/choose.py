@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
 from openinfer.kernels.attention.coded import attend_codes, takes
-from openinfer.kernels.attention.kv_cache import FP8_ARCH
 from openinfer.kernels.attention.long import hopper_tile, in_parts, long_rows, single_tokens
 from openinfer.kernels.attention.tiles import Tile, coded_tile, long_tile, short_tile
 from openinfer.kernels.linear.choices import RING_TOKENS, releases
@@ -73,17 +72,17 @@ def choose(target: Target, call: AttentionCall) -> AttentionChoice:
     """The choice for a call. The choice depends on static sizes, never on lengths. Raises ContractError for an FP8
     cache on a GPU that has no instructions for it."""
     require(
-        "kv_scales" not in call.args or target.arch >= FP8_ARCH,
-        f"the cache is FP8; that takes sm_{FP8_ARCH} or newer, and this is sm_{target.arch}",
+        target.arch >= call.form.arch,
+        f"the cache is FP8; that takes sm_{call.form.arch} or newer, and this is sm_{target.arch}",
     )
-    of_short = short_tile if "kv_scales" not in call.args else coded_tile
+    of_short = coded_tile if call.form.scaled else short_tile
     short = of_short(target, call.rows * call.kv_heads, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
     codes = long_tile(target, call.group, call.dim)
     long = hopper_tile(target, call) or codes
     # For sm_100 Triton 3.6.0 does not compile products whose operand is made by assembly ("PassManager::run failed").
     assembly = target.arch >= 90 and target.arch // 10 != 10 and not target.interpreted
-    pairs = "kv_scales" in call.args and assembly
+    pairs = call.form.scaled and assembly
     release = releases(target, call.tokens)
     decode = attend_codes(target, call) if takes(target, call) else None
     return AttentionChoice(

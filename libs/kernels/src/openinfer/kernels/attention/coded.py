@@ -25,7 +25,7 @@ def takes(target: Target, call: AttentionCall) -> bool:
         and target.arch == 90
         and not target.interpreted
         and not target.batch_invariant
-        and "kv_scales" in call.args
+        and call.form.scaled
         and not call.windowed
         and call.dim in (128, 256)
         and call.group <= MOST_GROUP

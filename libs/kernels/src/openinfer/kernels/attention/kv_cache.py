@@ -25,21 +25,44 @@ FP8_ARCH = 89
 
 
 @dataclass(frozen=True, slots=True)
+class CacheForm:
+    """The numbers of a cache: their dtype, and whether the key and the value of a head have a scale of a byte each."""
+
+    dtype: np.dtype[Any]
+    scaled: bool = False
+
+    @classmethod
+    def of(cls, kv: Tensor, kv_scales: object) -> CacheForm:
+        """The form of a layer that ops are given."""
+        return cls(kv.dtype, kv_scales is not None)
+
+    @property
+    def arch(self) -> int:
+        """The first architecture of a GPU that can have such a cache."""
+        return FP8_ARCH if self.scaled else 0
+
+    def token_bytes(self, heads: int, dim: int) -> int:
+        """Bytes of a token's keys and values in a layer of this many heads."""
+        return 2 * heads * (dim * self.dtype.itemsize + self.scaled)
+
+
+FP8_CACHE = CacheForm(np.dtype(float8_e4m3fn), scaled=True)
+
+
+@dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The sizes of a cache: layers, key heads G, tokens a page, elements d of a head. dtype: a float dtype, or
-    float8_e4m3fn for codes with scales."""
+    """The sizes of a cache: layers, key heads G, tokens a page, elements d of a head."""
 
     layers: int
     heads: int
     page_size: int
     dim: int
-    dtype: np.dtype[Any]
+    form: CacheForm
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of a layer's part of a page."""
-        vectors = 2 * self.heads * self.page_size
-        return vectors * (self.dim * self.dtype.itemsize + (self.dtype == float8_e4m3fn))
+        return self.page_size * self.form.token_bytes(self.heads, self.dim)
 
     @property
     def page_bytes(self) -> int:
@@ -56,8 +79,8 @@ class KvLayout:
     def over(self, memory: Tensor) -> KvCache:
         """The cache in `memory`, uint8 [pages, page_bytes], which it keeps alive."""
         shape = (memory.shape[0], self.layers, 2, self.heads, self.page_size, self.dim)
-        if self.dtype != float8_e4m3fn:
-            kv = memory.view_as(self.dtype).reshape(shape)
+        if not self.form.scaled:
+            kv = memory.view_as(self.form.dtype).reshape(shape)
             return KvCache(kv, kv)
 
         def view(start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
@@ -65,7 +88,7 @@ class KvLayout:
             strides = (self.page_bytes, self.layer_bytes, *inner)
             return Tensor(memory.ptr + start, shape, dtype, memory.device, strides, memory.owner, memory.name)
 
-        return KvCache(memory, view(0, shape, self.dtype), view(math.prod(shape[2:]), shape[:-1], uint8))
+        return KvCache(memory, view(0, shape, self.form.dtype), view(math.prod(shape[2:]), shape[:-1], uint8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +119,8 @@ def expect_cache(kv: Tensor, kv_scales: Tensor | None, dim: int, dtype: np.dtype
     is float8_e4m3fn, and kv_scales uint8 [pages, 2, G, page_size] has E8M0 bytes at the same stride: byte b of a head's
     token is the factor 2^(b - 127) of its d codes. Pages then have a multiple of 4 tokens.
     """
-    expect("kv", kv, (-1, 2, -1, -1, dim), dtype if kv_scales is None else float8_e4m3fn, dense=False)
+    form = CacheForm(dtype) if kv_scales is None else FP8_CACHE
+    expect("kv", kv, (-1, 2, -1, -1, dim), form.dtype, dense=False)
     expect("kv[0]", kv[0], kv.shape[1:])
     if kv_scales is not None:
         expect("kv_scales", kv_scales, kv.shape[:4], uint8, dense=False)
@@ -113,5 +137,4 @@ def expect_cache(kv: Tensor, kv_scales: Tensor | None, dim: int, dtype: np.dtype
 
 def cached_bytes(kv: Tensor, kv_scales: Tensor | None) -> int:
     """Bytes of a token's keys and values in a layer."""
-    vectors = 2 * kv.shape[2]
-    return vectors * (kv.shape[4] * kv.itemsize + (kv_scales is not None))
+    return CacheForm.of(kv, kv_scales).token_bytes(kv.shape[2], kv.shape[4])

@@ -52,7 +52,7 @@ def _is_matrix(target: Target, call: AttentionCall) -> bool:
     page_stride = call.kv.strides[0]
     if target.arch != 90 or target.interpreted or call.page_size < 8:
         return False
-    if "kv_scales" in call.args:
+    if call.form.scaled:
         return call.page_size <= BLOCK
     return page_stride % call.dim == 0 and call.kv.shape[0] * page_stride // call.dim <= INT32_MAX
 
@@ -70,7 +70,7 @@ def long_rows(call: AttentionCall, choice: AttentionChoice, *, short: int) -> li
         if in_parts(call, choice):
             return [_in_parts(call, tile, choice, short)]
         return [_anywhere(call, tile, choice, short, None)]
-    if "kv_scales" not in call.args:
+    if not call.form.scaled:
         page_rows = call.kv.strides[0] // call.dim
         return [_by_hopper(call, tile, _matrix(call, tile.bn), page_rows, choice.num_sms, short, {})]
     made = widened(
@@ -122,7 +122,7 @@ def single_tokens(call: AttentionCall, choice: AttentionChoice) -> Launch:
 def _in_parts(call: AttentionCall, tile: Tile, choice: AttentionChoice, short: int) -> Launch:
     """Tiles whose keys are dealt to as many programs as the GPU has SMs."""
     few = call.rows > 1 and call.tokens <= FEW_TOKENS.bm and call.group <= FEW_TOKENS.bm
-    if few and (tile.bm, tile.stages) == (128, 5) and "kv_scales" not in call.args:
+    if few and (tile.bm, tile.stages) == (128, 5) and not call.form.scaled:
         tile = FEW_TOKENS
     room = max(1, choice.num_sms // call.kv_heads)
     deal = Deal(over=short, most=call.tokens, room=room, least=LEAST_KEYS, parts=MOST_PARTS)

@@ -11,7 +11,7 @@ import numpy as np
 
 from openinfer.kernels.attention.call import AttendArgs, AttentionCall, AttentionChoice
 from openinfer.kernels.attention.choose import choose, launches
-from openinfer.kernels.attention.kv_cache import KvLayout, cached_bytes, expect_cache
+from openinfer.kernels.attention.kv_cache import FP8_CACHE, CacheForm, KvLayout, cached_bytes, expect_cache
 from openinfer.kernels.attention.tiles import Tile
 from openinfer.kernels.formats.codes import q8_values
 from openinfer.kernels.op.cases import CaseRows, Commands, Memory, OpCase
@@ -20,7 +20,7 @@ from openinfer.kernels.op.launch import Command, Launch
 from openinfer.kernels.op.op import Cost, Op, Workload
 from openinfer.kernels.op.reference import Array, f32
 from openinfer.kernels.op.target import Target
-from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, int32, uint8
+from openinfer.tensor import Tensor, bfloat16, int32, uint8
 
 
 def _check(a: AttendArgs[Tensor]) -> None:
@@ -108,10 +108,9 @@ def cases(memory: Memory) -> Iterator[OpCase]:
     steps["chunk 2048 after 14336"] = CaseRows([2048], [14336])
     steps["chunk 1984 and 64 rows x 4096"] = CaseRows([1984] + [1] * 64, [0] + [4095] * 64)
     models = {"Qwen3-4B": (32, 8, 128), "Qwen3.5-4B": (16, 4, 256)}
-    for (model, (heads, kv_heads, dim)), dtype in itertools.product(
-        models.items(), (bfloat16, float8_e4m3fn)
-    ):
-        layout, kind = KvLayout(1, kv_heads, 16, dim, dtype), "" if dtype == bfloat16 else " FP8 cache"
+    forms = (CacheForm(np.dtype(bfloat16)), FP8_CACHE)
+    for (model, (heads, kv_heads, dim)), form in itertools.product(models.items(), forms):
+        layout, kind = KvLayout(1, kv_heads, 16, dim, form), " FP8 cache" if form.scaled else ""
         for name, rows in steps.items():
             tables, pages = rows.pages(memory, 16, 40960)
             args = {
@@ -131,7 +130,7 @@ def cases(memory: Memory) -> Iterator[OpCase]:
 
 def _pages(memory: Memory, layout: KvLayout, count: int) -> Tensor:
     """Normal numbers, or codes and scales whose values are near 0.1."""
-    if layout.dtype == bfloat16:
+    if layout.form.dtype == bfloat16:
         return memory.normal(count, layout.page_bytes // 2).view_as(uint8)
     return memory.codes(count, layout.page_bytes, low=112, high=120)
 
