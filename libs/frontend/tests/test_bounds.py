@@ -173,7 +173,7 @@ def encode(
         return gone()
 
     info = FakeEngine(max_model_len=limit, vocab_size=1 << 20).info
-    return asyncio.run(prompt_text.encode_prompt(tokenizer, text, False, info, "prompt", left))
+    return asyncio.run(prompt_text.encode_prompt(tokenizer, [text], False, info, "prompt", left))
 
 
 def test_long_texts_are_counted_in_slices(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

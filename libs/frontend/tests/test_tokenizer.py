@@ -45,7 +45,7 @@ def test_chat_template(tokenizer: Tokenizer, index: int) -> None:
 
 def test_long_texts_give_the_same_ids_from_the_worker(tokenizer: Tokenizer) -> None:
     text = "Hello, world! " * 2000
-    assert asyncio.run(tokenizer.encode(text, True)) == tokenizer._core.encode(text).ids
+    assert asyncio.run(tokenizer.encode(text, add_special_tokens=True)) == tokenizer._core.encode(text).ids
 
 
 def changed(**parts: Any) -> Tokenizer:

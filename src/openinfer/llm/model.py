@@ -277,7 +277,7 @@ class LLM:
                 self._engine.abort(request_id)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        return asyncio.run(self._tokenizer.encode(text, special))
+        return asyncio.run(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _rendered(self, messages: Chat, kwargs: Mapping[str, Any] | None) -> list[int]:
         if self._template is None:

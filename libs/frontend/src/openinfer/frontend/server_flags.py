@@ -88,6 +88,12 @@ def _add_model(server: Any) -> None:
         help="values of the template's variables: '{\"enable_thinking\": false}'",
     )
     server.add_argument(
+        "--special-tokens-in-text",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="<|im_end|> and the like in a message end it; off: they are text",
+    )
+    server.add_argument(
         "--tool-call-parser",
         choices=("auto", "none", *TOOL_PARSERS),
         default="auto",

@@ -39,6 +39,7 @@ class WebOptions(msgspec.Struct, frozen=True, kw_only=True):
     skip_tokenizer_init: bool
     chat_template: str | None
     default_chat_template_kwargs: dict[str, Any]
+    special_tokens_in_text: bool
     coded_template: bool
     """The model's authors ship code instead of a template."""
     tool_call_parser: str | None
@@ -138,6 +139,7 @@ def _make_app(
         tokenizer=tokenizer,
         template=renderer,
         template_options=options.default_chat_template_kwargs,
+        special_tokens_in_text=options.special_tokens_in_text,
         tool_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         defaults=defaults,

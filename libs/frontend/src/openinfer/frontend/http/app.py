@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from openinfer.frontend.chat import TOOL_FORMATS, Renderer, RendererSpec
 from openinfer.frontend.client import EngineClient
-from openinfer.frontend.errors import APIError
+from openinfer.frontend.errors import APIError, FlagError
 from openinfer.frontend.http.access import AccessLog
 from openinfer.frontend.http.admin.board import Board
 from openinfer.frontend.http.answer import error_response
@@ -28,7 +28,7 @@ from openinfer.frontend.http.pages.page import Page, PlanPage
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.http.shapes import package_version
-from openinfer.frontend.http.text.chat_format import ChatFormat
+from openinfer.frontend.http.text.chat_format import ChatFormat, SpecialTokenGuard
 from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.frontend.render_pool import RenderPool
 
@@ -46,6 +46,7 @@ def create_app(
     template_options: Mapping[str, Any] | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    special_tokens_in_text: bool = True,
     defaults: SamplingDefaults | None = None,
     model_names: Sequence[str] = (),
     api_key: str | None = None,
@@ -67,6 +68,8 @@ def create_app(
     template_options: values of the template's variables where a request gives no others.
     tool_parser, reasoning_parser: names of chat.TOOL_FORMATS and chat.REASONING_FORMATS; None refuses tools, leaves
     reasoning in the content.
+    special_tokens_in_text: whether the text of a special token in a message becomes that token, as in most servers.
+    False needs a byte-level tokenizer: FlagError.
     defaults: sampling values for requests that give none. model_names: what requests may call the model
     (default: the engine's name). api_key: wanted on all paths but /health, /ping, /ready and the pages at / and /plan.
     access_log: log a line for each HTTP request. log_requests: log a line for what each request generated, at its end.
@@ -85,6 +88,7 @@ def create_app(
             options=template_options or {},
             tools=TOOL_FORMATS[tool_parser] if tool_parser else None,
             reasoning=reasoning_parser is not None,
+            guard=None if special_tokens_in_text or tokenizer is None else _guard(tokenizer),
         ),
         defaults=defaults or SamplingDefaults(),
         model_names=model_names,
@@ -108,6 +112,15 @@ def create_app(
     )
     app.state.service = service
     return app
+
+
+def _guard(tokenizer: Tokenizer) -> SpecialTokenGuard:
+    special, added = (tokenizer.special_texts(added=added) for added in (False, True))
+    if not tokenizer.is_bytes or any(len(text) < 2 for text in added):
+        raise FlagError(
+            "--no-special-tokens-in-text needs a byte-level tokenizer whose special tokens have two characters or more"
+        )
+    return SpecialTokenGuard(special, added)
 
 
 def _openapi(

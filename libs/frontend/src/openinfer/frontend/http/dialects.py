@@ -117,7 +117,7 @@ class Dialects:
         if (body.prompt is None) == (body.messages is None):
             raise APIError("give either prompt or messages", param="prompt")
         if body.prompt is not None:
-            text, special = body.prompt, body.add_special_tokens
+            parts, special = [body.prompt], body.add_special_tokens
         else:
             chat = Chat(
                 messages=chat_messages(body.messages, []),
@@ -126,13 +126,13 @@ class Dialects:
                 continue_final=body.continue_final_message,
                 options=body.chat_template_kwargs or {},
             )
-            text, special = await self._service.chat_format.prompt(chat), False
+            parts, special = await self._service.chat_format.prompt(chat), False
         most = max(COUNTED_CHARS, 16 * self._service.client.info.max_model_len)
-        if len(text) > most:
+        if (length := sum(map(len, parts))) > most:
             raise APIError(
-                f"the text has {len(text)} characters, at most {most} are tokenized", code="request_too_large"
+                f"the text has {length} characters, at most {most} are tokenized", code="request_too_large"
             )
-        ids = await tokenizer.encode(text, special)
+        ids = await tokenizer.encode(*parts, add_special_tokens=special)
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self._service.client.info.max_model_len,

@@ -144,7 +144,8 @@ class Service:
         """The prompt's ids, the plan with what the parsers need, and the parsers. Raises APIError."""
         if self.tokenizer is None:
             raise APIError("this server has no tokenizer; use /v1/completions", param=field)
-        text = await self.chat_format.prompt(chat)
+        parts = await self.chat_format.prompt(chat)
+        text = "".join(parts)
         if chat.tool_choice not in ("auto", "none"):
             check_grammars("tool_choice", self.client.info, self.tokenizer)
         if "grammar" in self.client.info.features:  # elsewhere `strict` is a wish
@@ -153,7 +154,7 @@ class Service:
         grammar = budgeted(chat, where, plan.grammar, variables, self.client.info, self.tokenizer)
         plan = msgspec.structs.replace(plan, grammar=grammar)
         ids = await encode_prompt(
-            self.tokenizer, text, False, self.client.info, field, request.is_disconnected
+            self.tokenizer, parts, False, self.client.info, field, request.is_disconnected
         )
         new_parser = self.chat_format.parser(chat, text, plan.stream)
         if new_parser is not None and self.tokenizer.has_special_in(self.chat_format.markers()):
@@ -324,7 +325,7 @@ class Service:
                 param="prompt",
             )
         return await encode_prompt(
-            self.tokenizer, text, add_special_tokens, self.client.info, param, request.is_disconnected
+            self.tokenizer, [text], add_special_tokens, self.client.info, param, request.is_disconnected
         )
 
     def answer(

@@ -1,8 +1,9 @@
 """How this server's model writes chats: a Chat in; prompt text, grammar and output parser out."""
 
 import dataclasses
+import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from openinfer.frontend.chat import OutputParser, ToolFormat, text_of
@@ -17,7 +18,7 @@ from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.grammar import Grammar
 from openinfer.sampler.lark import Lark
 
-__all__ = ["ChatFormat", "ParserFactory"]
+__all__ = ["ChatFormat", "ParserFactory", "SpecialTokenGuard"]
 
 ParserFactory = Callable[[], OutputParser]
 """A new parser for each choice."""
@@ -33,36 +34,42 @@ class ChatFormat:
     """The format in which this server's model writes chats.
 
     renderer: None refuses chats. options: the template's variables where a request gives no others. tools: None refuses
-    tools. reasoning: split `<think>` from the content.
+    tools. reasoning: split `<think>` from the content. guard: None lets the text of a special token in a message become
+    that token.
     """
 
     renderer: RenderPool | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tools: ToolFormat | None = None
     reasoning: bool = False
+    guard: "SpecialTokenGuard | None" = None
 
-    async def prompt(self, chat: Chat) -> str:
-        """The prompt's text. Raises APIError (400) naming the field that cannot be honoured."""
+    async def prompt(self, chat: Chat) -> list[str]:
+        """The prompt's text, in parts of which each is encoded by itself. Raises APIError (400) naming the field that
+        cannot be honoured."""
         if self.renderer is None:
             raise APIError("this server has no chat template; use /v1/completions", param="messages")
         tools = self._tools_on_offer(chat)
         marker = f"<{uuid.uuid4().hex}>" if chat.continue_final else ""
+        messages = _with_marker(chat.messages, marker) if marker else chat.messages
         call = {
-            "messages": _with_marker(chat.messages, marker) if marker else chat.messages,
+            "messages": messages,
             "tools": tools or None,
             "add_generation_prompt": chat.add_generation_prompt and not marker,
             "kwargs": self._options(self.renderer, chat),
         }
-        text = await self.renderer.render(call, _larger_than(SMALL_SIZE, call), RENDER_TIMEOUT_S)
-        if not marker:
-            return text
-        before, found, _ = text.partition(marker)
-        if not found:
+        cut = uuid.uuid4().hex
+        large = _larger_than(SMALL_SIZE, call)
+        if self.guard is not None:
+            call |= self.guard.cut(messages, tools, cut)
+        text = await self.renderer.render(call, large, RENDER_TIMEOUT_S)
+        before, found, _ = text.partition(marker) if marker else (text, "", "")
+        if marker and not found:
             raise APIError(
                 "this model's chat template changes or leaves out the last message, so it cannot be continued",
                 param="continue_final_message",
             )
-        return before
+        return before.split(cut)
 
     def parser(self, chat: Chat, prompt: str, streams: bool) -> ParserFactory | None:
         """Makes the parsers for what follows `prompt`; None when all of it is content. streams: calls as they come."""
@@ -162,6 +169,45 @@ class ChatFormat:
             )
             found = {}
         return {**self.options, **found, **chat.options}
+
+
+class SpecialTokenGuard:
+    """Keeps the text of special tokens in messages and tools from becoming these tokens: it is cut after its first
+    character, and the parts are encoded one by one. special, added: the texts of special tokens, and of all that stand
+    beside the vocabulary, such as `</think>`, which an assistant's own turns may have."""
+
+    def __init__(self, special: Iterable[str], added: Iterable[str]) -> None:
+        self._special, self._added = _beginnings(special), _beginnings(added)
+
+    def cut(self, messages: Sequence[Mapping[str, Any]], tools: Any, mark: str) -> dict[str, Any]:
+        """Messages and tools with the mark where their text is cut. Raises APIError (400)."""
+        try:
+            return {
+                "messages": [
+                    _cut(message, self._special if message["role"] == "assistant" else self._added, mark)
+                    for message in messages
+                ],
+                "tools": _cut(tools or None, self._added, mark),
+            }
+        except RecursionError as error:
+            raise APIError(f"the chat cannot be written as a prompt: {error}", param="messages") from error
+
+
+def _beginnings(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds the first character of each of the texts."""
+    found = "|".join(map(re.escape, texts)) or r"(?!)"
+    return re.compile(f"(?={found})(.)", re.DOTALL)
+
+
+def _cut(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
+    match value:
+        case str():
+            return pattern.sub(rf"\g<1>{mark}", value)
+        case dict():
+            return {_cut(key, pattern, mark): _cut(inner, pattern, mark) for key, inner in value.items()}
+        case list() | tuple():
+            return [_cut(inner, pattern, mark) for inner in value]
+    return value
 
 
 def _larger_than(limit: int, value: object) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from openinfer.frontend.contract import EngineInfo
 from openinfer.frontend.errors import APIError, TooLong
@@ -21,24 +21,25 @@ SLACK = 64
 
 async def encode_prompt(
     tokenizer: Tokenizer,
-    text: str,
+    parts: Sequence[str],
     add_special_tokens: bool,
     info: EngineInfo,
     param: str,
     gone: Callable[[], Awaitable[bool]],
 ) -> list[int]:
-    """The ids, checked as prompt_ids does. gone: whether the client has left.
+    """The ids of a text, each part encoded by itself, checked as prompt_ids does. gone: whether the client has left.
 
     A text with more characters than the allowed tokens can have is refused at once. Any other long text is counted in
     slices, each in a thread, until there are too many tokens.
     Raises APIError (400) naming `param`.
     """
+    text = "".join(parts)
     limit, longest = info.max_model_len, tokenizer.most_chars_a_token
     if longest is not None and len(text) > longest * limit:
         raise TooLong(-(-len(text) // longest), None, limit, param, more=True)
     if len(text) > USUAL_CHARS * limit:
         await _count(tokenizer, text, limit, param, gone)
-    return prompt_ids(await tokenizer.encode(text, add_special_tokens), info, param)
+    return prompt_ids(await tokenizer.encode(*parts, add_special_tokens=add_special_tokens), info, param)
 
 
 async def _count(

@@ -79,17 +79,22 @@ class Tokenizer:
         """Whether one of the special tokens, which decoding usually skips, is written in text."""
         return any(content in text for content in self._special_texts)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text; long ones are worked on in a thread that leaves the interpreter lock alone.
+    def special_texts(self, *, added: bool) -> set[str]:
+        """The texts of the special tokens. added: and of all others that stand beside the vocabulary."""
+        others = {token.content for token in self._core.get_added_tokens_decoder().values()}
+        return others if added else self._special_texts
+
+    async def encode(self, *parts: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text, each part encoded by itself. Long ones are worked on in a thread that leaves the
+        interpreter lock alone.
 
         Raises APIError (400) for a text that the tokenizer cannot read.
         """
-        if len(text) <= LONG_TEXT_CHARS:
-            return self.encode_short(text, add_special_tokens)
+        if len(parts) == 1 and len(parts[0]) <= LONG_TEXT_CHARS:
+            return self.encode_short(parts[0], add_special_tokens)
         encode = self._core.encode_batch_fast
-        encoded = await asyncio.to_thread(_kept, 400, encode, [text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoded[0].ids
-        return ids
+        encoded = await asyncio.to_thread(_kept, 400, encode, parts, add_special_tokens=add_special_tokens)
+        return [token_id for part in encoded for token_id in part.ids]
 
     def count(self, text: str) -> int:
         """Tokens of a text, without special ones. Leaves the interpreter lock alone. Raises APIError as encode does."""
