@@ -62,13 +62,17 @@ def slow(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
 class Pair:
     """A prefill and a decode engine, and one that computes all itself."""
 
-    def __init__(self, session: Any, model: str, rng: random.Random) -> None:
+    def __init__(self, session: Any, model: str, rng: random.Random, secret: Path) -> None:
+        secret.write_text("a secret that no request knows")
         flags = {"max_model_len": 320, "max_num_seqs": 4}
         config = {
             "kv_connector": "TcpConnector", "kv_port": 0, "kv_buffer_size": ROOM[model],
-            "kv_connector_extra_config": {"kv_lease_duration": 0.3},
+            "kv_connector_extra_config": {"kv_lease_duration": 0.3, "secret_file": str(secret)},
         }  # fmt: skip
-        shares = {"kv_transfer_config": json.dumps(config), "kv_cache_memory_bytes": CACHE[model]}
+        shares = {
+            "kv_transfer_config": json.dumps(config), "kv_peer": ["127.0.0.1:*"],
+            "kv_cache_memory_bytes": CACHE[model],
+        }  # fmt: skip
         self.plain = session(GOLDENS / model, **flags)
         self.prefill, self.decode = (session(GOLDENS / model, **flags, **shares) for _ in range(2))
         self.rng, self.asked = rng, list[tuple[int, int]]()
@@ -142,18 +146,26 @@ def transfers(pair: Pair, count: int) -> tuple[int, int]:
     ],
 )
 def test_tokens_of_many_transfers(
-    session: Any, model: str, way: str, count: int, late: None, monkeypatch: pytest.MonkeyPatch
+    session: Any,
+    model: str,
+    way: str,
+    count: int,
+    late: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng = random.Random(count)
     slow(monkeypatch, rng)
     if way == "tcp":
         monkeypatch.setattr(Link, "within_host", False)
-    wrong, came = transfers(Pair(session, model, rng), count)
+    wrong, came = transfers(Pair(session, model, rng, tmp_path / "secret"), count)
     assert wrong == 0
     assert came > 2 * count
 
 
-def test_records_in_another_order_give_wrong_tokens(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_in_another_order_give_wrong_tokens(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control: the prefill engine names the places of its records in the wrong order."""
 
     def send(self: Shared, link: Link, records: Any) -> None:
@@ -162,6 +174,6 @@ def test_records_in_another_order_give_wrong_tokens(session: Any, monkeypatch: p
         link.say(kept=True)
 
     monkeypatch.setattr(Shared, "send", send)
-    wrong, came = transfers(Pair(session, "qwen3-tiny", random.Random(3)), 20)
+    wrong, came = transfers(Pair(session, "qwen3-tiny", random.Random(3), tmp_path / "secret"), 20)
     assert came > 20
     assert wrong > 0

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +45,21 @@ NIXL = pytest.param(
 DECODE = KVTransfer(do_remote_decode=True)
 
 
-def config(connector: str = "TcpConnector", **fields: Any) -> str:
-    return json.dumps({"kv_connector": connector, "kv_port": 0, "kv_buffer_size": 64e6, **fields})
+SECRET = tempfile.NamedTemporaryFile("w")  # noqa: SIM115 (it goes with the module)
+SECRET.write("a secret that no request knows")
+SECRET.flush()
+ALLOWED = ["127.0.0.1:*"]
+
+
+def config(connector: str = "TcpConnector", lease_s: float = 30.0, **fields: Any) -> str:
+    extra = {"secret_file": SECRET.name, "kv_lease_duration": lease_s}
+    own = {
+        "kv_connector": connector,
+        "kv_port": 0,
+        "kv_buffer_size": 64e6,
+        "kv_connector_extra_config": extra,
+    }
+    return json.dumps(own | fields)
 
 
 def finish(*runs: Any) -> None:
@@ -67,6 +81,8 @@ def engines(session: Any) -> Make:
 
     def make(model: str = "qwen3-tiny", path: Path | None = None, **flags: Any) -> Any:
         given = {"max_model_len": 320, "max_num_seqs": 4, **OWN[model], **flags}
+        if "kv_transfer_config" in given:
+            given.setdefault("kv_peer", ALLOWED)
         return session(path or GOLDENS / model, **given)
 
     return make
@@ -184,8 +200,8 @@ def test_blocks_that_do_not_come(engines: Make, tmp_path: Path, loss: str, polic
         data = bytearray(weights.read_bytes())
         data[-3] ^= 1
         weights.write_bytes(data)
-    lease = {"kv_connector_extra_config": {"kv_lease_duration": 0.01}} if loss == "expired" else {}
-    first = engines(path=path, kv_transfer_config=config(**lease))
+    lease_s = 0.01 if loss == "expired" else 30.0
+    first = engines(path=path, kv_transfer_config=config(lease_s=lease_s))
     second = engines(kv_transfer_config=config(kv_load_failure_policy=policy))
     given = prefill(first, prompt)
     match loss:
@@ -226,7 +242,8 @@ def test_a_lost_peer_does_not_fail_a_request_that_is_aborted(engines: Make) -> N
 
 
 def test_a_peer_is_asked_for_every_prefix(engines: Make) -> None:
-    first = engines(kv_transfer_config=config(), kv_offload_gb=0.05, kv_cache_memory_bytes=4 << 20)
+    open_to_all = config(kv_connector_extra_config={})
+    first = engines(kv_transfer_config=open_to_all, kv_offload_gb=0.05, kv_cache_memory_bytes=4 << 20)
     prompts = [[one] * 5 + PROMPTS[0][5:] for one in range(10, 14)]
     for prompt in prompts * 2:
         first.submit(prompt, 6, ignore_eos=True)
@@ -263,6 +280,7 @@ def test_a_peer_that_is_not_there_costs_no_request(engines: Make) -> None:
     assert run.outcomes[0].tokens == plain.outcomes[0].tokens
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     ("flags", "given", "words"),
     [
@@ -275,7 +293,17 @@ def test_a_peer_that_is_not_there_costs_no_request(engines: Make) -> None:
         (
             {"kv_transfer_config": config()},
             KVTransfer(do_remote_prefill=True, remote_host="192.0.2.1", remote_port=1),
-            "without a secret_file it must be a loopback address",
+            "remote_host '192.0.2.1', remote_port 1 is no peer that --kv-peer allows",
+        ),
+        (
+            {"kv_transfer_config": config(), "kv_peer": ["127.0.0.1:2"]},
+            KVTransfer(do_remote_prefill=True, remote_host="127.0.0.1", remote_port=1),
+            "no peer that --kv-peer allows",
+        ),
+        (
+            {"kv_transfer_config": config(kv_connector_extra_config={})},
+            KVTransfer(do_remote_prefill=True, remote_host="127.0.0.1", remote_port=1),
+            "only where kv_connector_extra_config has a secret_file",
         ),
     ],
 )
@@ -319,7 +347,7 @@ def test_flags_that_cannot_be(flags: dict[str, Any], error: type[Exception], wor
 def test_answers_have_the_keys_of_vllm(engines: Make) -> None:
     run = engines(kv_transfer_config=config(engine_id="here"))
     given = msgspec.to_builtins(prefill(run, PROMPTS[2]))
-    assert given["remote_request_id"] == "here-0"
+    assert re.fullmatch("here-0-[0-9a-f]{16}", given["remote_request_id"])
     (names,) = given.pop("remote_block_ids")
     assert len(names) == 1
     assert {key: given[key] for key in given if key not in ("remote_request_id", "remote_port")} == {
@@ -336,7 +364,7 @@ def test_a_proxy_sends_requests_to_both_servers(server: Any) -> None:
     path = Path(__file__).parents[1] / "examples" / "prefill_decode" / "proxy.py"
     proxy = module_at(path)
     with ThreadPoolExecutor(2) as pool:
-        ports = ["--kv-transfer-config", config()]
+        ports = ["--kv-transfer-config", config(), "--kv-peer", *ALLOWED]
         prefiller, decoder = pool.map(lambda _: server(GOLDENS / "qwen3-tiny", *ports), range(2))
     body = {
         "prompt": PROMPTS[1],

@@ -54,12 +54,19 @@ def error(one: dict[int, float], other: dict[int, float]) -> float:
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("model", OWN)
-def test_log_probabilities_are_near_those_of_one_engine(session: Any, model: str, connector: str) -> None:
-    config = {"kv_connector": connector, "kv_port": 0, "kv_buffer_size": 256e6}
+def test_log_probabilities_are_near_those_of_one_engine(
+    session: Any, model: str, connector: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("a secret that no request knows")
+    config = {
+        "kv_connector": connector, "kv_port": 0, "kv_buffer_size": 256e6,
+        "kv_connector_extra_config": {"secret_file": str(tmp_path / "secret")},
+    }  # fmt: skip
     flags = {"device": DEVICE, "dtype": DTYPE, "max_model_len": 320, "max_num_seqs": 4, **OWN[model]}
     plain = session(GOLDENS / model, **flags)
     prefill, decode = (
-        session(GOLDENS / model, kv_transfer_config=json.dumps(config), **flags) for _ in range(2)
+        session(GOLDENS / model, kv_transfer_config=json.dumps(config), kv_peer=["127.0.0.1:*"], **flags)
+        for _ in range(2)
     )
     until = time.monotonic() + 10
     while not all(

@@ -1,9 +1,12 @@
 """Prefill and decode on servers of their own: a proxy that sends each request to both, one after the other.
 
-    openinfer serve MODEL --port 8100 --kv-transfer-config '{"kv_connector": "TcpConnector", "kv_port": 5600}'
-    openinfer serve MODEL --port 8200 --kv-transfer-config '{"kv_connector": "TcpConnector", "kv_port": 5601}'
+    openinfer serve MODEL --port 8100 --kv-transfer-config '{"kv_connector": "TcpConnector", "kv_port": 5600,
+        "kv_connector_extra_config": {"secret_file": "kv-secret"}}'
+    openinfer serve MODEL --port 8200 --kv-transfer-config '{"kv_connector": "TcpConnector", "kv_port": 5601,
+        "kv_connector_extra_config": {"secret_file": "kv-secret"}}' --kv-peer '127.0.0.1:*'
     python examples/prefill_decode/proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
 
+kv-secret is a file of random bytes. The decode server takes KV only from where --kv-peer allows, as it serves all.
 The prefill server computes the prompt and keeps its KV. Its answer has kv_transfer_params, which say where the KV is.
 The decode server fetches the KV and generates. Without a prefill server the decode server computes the prompt too.
 Needs httpx, starlette and uvicorn.

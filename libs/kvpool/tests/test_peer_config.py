@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from openinfer.kvpool import InvalidConfig
-from openinfer.kvpool.tiers import Sharing, TransferConfig, parse_addresses
+from openinfer.kvpool.tiers import Sharing, TransferConfig, parse_peers
 from openinfer.kvpool.tiers.peers import nixl
 from openinfer.kvpool.tiers.testing import ABOUT, PAGES, transfer
 
@@ -89,10 +89,32 @@ def test_secrets_are_files_with_enough_in_them(tmp_path):
 
 
 def test_addresses():
-    assert parse_addresses(["a:1", "[::1]:2"]) == [("a", 1), ("::1", 2)]
-    for text in ("a", "a:", ":1", "a:0", "a:65536", "a:x"):
+    asked, allowed = parse_peers(["a:1", "[::1]:2", "b:*", "10.1.0.0/16:*", "[fd00::/8]:5"])
+    assert asked == [("a", 1), ("::1", 2)]
+
+    def admitted(host, port):
+        return [one.host for one in allowed if one.admits((host, port))]
+
+    assert admitted("b", 7) == ["b"]
+    assert admitted("10.1.255.3", 7) == ["10.1.0.0/16"]
+    assert admitted("fd00::1", 5) == ["fd00::/8"]
+    for address in (("a", 1), ("10.2.0.1", 7), ("fd00::1", 6), ("10.1.0.1.", 7), ("B", 7), ("", 0)):
+        assert admitted(*address) == []
+    for text in (
+        "a",
+        "a:",
+        ":1",
+        "a:0",
+        "a:65536",
+        "a:x",
+        "a:\u0661",
+        "10.1.0.1/16:*",
+        "a/8:*",
+        ":*",
+        "a:" + "9" * 5000,
+    ):
         with pytest.raises(InvalidConfig, match="give HOST:PORT"):
-            parse_addresses([text])
+            parse_peers([text])
 
 
 def test_an_address_that_is_taken_is_refused():

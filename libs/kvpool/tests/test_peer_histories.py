@@ -46,7 +46,7 @@ def history(engines, rng, count, cut):
             assert engine.pool.reset_prefix_cache()
         elif cut:
             for link in list(other.sharing._server._links):
-                link.close()
+                link.end()
         engine.pool.poll(0.0)
         engine.pool.check_integrity()
     return exports

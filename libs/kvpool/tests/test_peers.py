@@ -142,6 +142,27 @@ def test_leases_begin_anew_when_they_are_kept():
     assert (len(lending), lending.expired) == (0, 2)
 
 
+def test_what_is_on_its_way_to_host_memory_is_promised_to_nobody(engines):
+    """From the device, or from a disk or peer. A lease has landed once all of it is there, or lost."""
+    first = engines()
+    first.serve(TOKENS)
+    _, ((last,),) = first.sharing.export("lease", first.pool, first.tiers, TOKENS, b"", None)
+    lending, host = first.sharing.lending, first.tiers._host
+    names = [bytes.fromhex(last), b"n" * 32]
+    assert lending.has(0, names) == [False, False]
+    assert not lending.landed("lease")
+    first.tiers.collect()
+    assert lending.has(0, names) == [True, False]
+    assert lending.landed("lease")
+    slot = host.take(0, b"n" * 32)  # as for a read
+    assert lending.grant("read", [(0, b"n" * 32)]) == 1
+    assert lending.has(0, names) == [True, False]
+    assert not lending.landed("read")
+    host.forget(slot)  # it failed
+    assert lending.landed("read")
+    host.leave(slot)
+
+
 def test_a_reset_ends_leases_and_forgets_what_peers_have(engines):
     first = engines()
     first.serve(TOKENS)
@@ -165,7 +186,7 @@ def test_a_connection_that_was_closed_is_made_again(engines):
     for _ in range(2):
         assert second.ask(TOKENS, first.sharing.address) == ""
         for link in list(first.sharing._server._links):
-            link.close()
+            link.end()
         assert second.serve(TOKENS) == 16
         second.pool.reset_prefix_cache()
 

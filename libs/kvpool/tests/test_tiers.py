@@ -23,6 +23,8 @@ from openinfer.kvpool import (
 )
 from openinfer.kvpool.eviction import Lru
 from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers, host, room, tiers
+from openinfer.kvpool.tiers.disk import Done
+from openinfer.kvpool.tiers.host import Slot
 from openinfer.kvpool.tiers.moves import FIRST_PIECES, PIECES
 from openinfer.kvpool.tiers.room import KEPT_BYTES
 from openinfer.tensor import Device, Stream, Tensor
@@ -644,3 +646,38 @@ def test_a_file_system_without_o_direct_is_named(tmp_path, caplog, monkeypatch):
     settle(engine.tiers)
     assert engine.tiers.disk_bytes
     engine.close()
+
+
+def test_a_slot_that_was_cleared_while_it_was_read_is_free():
+    """Its record comes afterwards, and belongs to no name any more."""
+    memory = HostMemory([PAGES], 4 * 4096, Lru)
+    memory.grow(Device("cpu"))
+    until = time.monotonic() + 5
+    while not memory.has_room and time.monotonic() < until:
+        time.sleep(0.001)
+    room = memory.num_slots[0]
+    slot = memory.take(0, b"a" * 32)
+    memory.clear()
+    memory.fill(slot)
+    memory.leave(slot)
+    assert memory.used_bytes == 0
+    taken = [memory.take(0, bytes([number]) * 32) for number in range(room)]
+    assert None not in taken
+    assert memory.take(0, b"z" * 32) is None
+    assert memory.evicted == []
+    memory.close()
+
+
+def test_a_write_that_began_before_a_reset_makes_no_record(tmp_path):
+    """The same block is written again meanwhile: the disk has it when that write has ended, not before."""
+    disk = Disk(tmp_path, 1 << 20, [PAGES], b"f" * 32, {})
+    slots = [Slot(0, 0, memoryview(bytes(4096)), b"n" * 32) for _ in range(2)]
+    assert disk.write(slots[0])
+    disk.clear()
+    assert disk.write(slots[1])
+    for number, slot in enumerate(slots, 1):
+        assert not disk.has(0, b"n" * 32)
+        disk._done.put(Done(slot, number, None))
+        assert [one.ticket for one in disk.done(0.0)] == [number]
+    assert disk.has(0, b"n" * 32)
+    assert (disk.num_writing, disk.used_bytes) == (0, 8192)

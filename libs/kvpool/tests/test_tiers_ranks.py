@@ -1,7 +1,6 @@
 """Tiers of several ranks: each has its part of every record, and a copy has ended when all have made theirs."""
 
 import dataclasses
-import os
 import threading
 import time
 
@@ -26,9 +25,8 @@ class Rig:
         self.tiers = Tiers(groups, 64 * 4096, disk, parts=1 if alike else RANKS)
         self.pool = Pool([OWN], loader=self.tiers, saver=self.tiers)
         self.caches = [Tensor.empty((OWN.num_blocks, OWN.block_bytes), "uint8", CPU) for _ in range(RANKS)]
-        file = os.memfd_create("records")
-        shared = [SharedRecords(file, RANKS, sum(self.tiers.pieces)) for _ in range(RANKS)]
-        os.close(file)
+        first = SharedRecords.new(sum(self.tiers.pieces), RANKS)
+        shared = [first, *(SharedRecords(first.file, RANKS, sum(self.tiers.pieces)) for _ in range(1, RANKS))]
         self.late = []
         self.copiers = [
             Copier(Layout([OWN], [[self.caches[r]]], 0 if alike else r), Stream(CPU), shared[r], r,

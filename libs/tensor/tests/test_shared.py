@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from openinfer.tensor import (
     float32,
     load_tensors,
 )
+from openinfer.tensor.handover import Giver, sealed_file
 
 CPU, CUDA = Device("cpu"), Device("cuda")
 SHAPES: dict[str, Any] = {"table": ((40, 33), bfloat16), "norm": ((17,), float32), "bias": ((3,), "bfloat16")}
@@ -122,31 +124,36 @@ def test_no_giver_and_a_silent_one_are_refused(path: Path, monkeypatch: pytest.M
             SharedCheckpoint(path, CPU)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     ("size", "files", "words"),
     [
-        (0, 1, "claims a header"),
-        (64, 2, "in a GPU's memory, and the engine is on cpu"),
-        (64, 1, "gave no weights"),
-        (0, 0, "gave no weights"),
+        (b"\0" * 8, 1, "claims a header"),
+        (b"@" + b"\0" * 7, 2, "in a GPU's memory, and the engine is on cpu"),
+        (b"@" + b"\0" * 7, 1, "gave no weights"),
+        (b"\0" * 3, 1, "gave no weights"),
+        (b"\0" * 8, 0, "gave no memory"),
     ],
 )
-def test_nonsense_is_refused(path: Path, size: int, files: int, words: str) -> None:
-    with socket.socket(socket.AF_UNIX) as giver, (path.parent / "no checkpoint").open("w+b") as file:
-        file.write(b"12345678")
-        file.flush()
-        giver.bind(str(path))
-        giver.listen()
+def test_nonsense_is_refused(path: Path, size: bytes, files: int, words: str) -> None:
+    file = sealed_file("no checkpoint", 8)
+    os.pwrite(file, b"12345678", 0)
+    giver = Giver(str(path), lambda asking: socket.send_fds(asking, [size], [file] * files), "nonsense")
+    with pytest.raises((CheckpointError, OSError), match=words):
+        SharedCheckpoint(path, CPU)
+    giver.close()
+    os.close(file)
 
-        def answer() -> None:
-            with giver.accept()[0] as connection:
-                socket.send_fds(connection, [size.to_bytes(8, "little")], [file.fileno()] * files)
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(CheckpointError, match=words):
-            SharedCheckpoint(path, CPU)
-        thread.join()
+@pytest.mark.attack
+def test_weights_that_could_become_shorter_are_refused(path: Path) -> None:
+    file = os.memfd_create("weights", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, 1 << 20)
+    giver = Giver(str(path), lambda asking: socket.send_fds(asking, [b"\0" * 8], [file]), "weights")
+    with pytest.raises(PermissionError, match="F_SEAL_SHRINK"):
+        SharedCheckpoint(path, CPU)
+    giver.close()
+    os.close(file)
 
 
 def test_parts_in_device_memory_are_copied_there(fake: Any, tmp_path: Path) -> None:

@@ -7,13 +7,10 @@ a GPU's memory: a segment (cuMemExportToShareableHandle) with the file's data. T
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import mmap
 import os
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,14 +22,15 @@ from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError
+from openinfer.tensor.handover import Giver, receive_file, sealed_file
 from openinfer.tensor.memory import num_elements
 from openinfer.tensor.parts import copied
 from openinfer.tensor.peers import PeerMemory, PeerSegment
 from openinfer.tensor.stream import Stream
 from openinfer.tensor.tensor import Tensor
 
-CONNECT_S = 10.0
-"""Seconds that the other process has to answer."""
+CONNECT_S = 3.0
+"""Seconds that the other process has to give its memory. The engine stands still meanwhile."""
 _PAGE = 4096
 
 Shapes = Mapping[str, tuple[Sequence[int], DType | type | str]]
@@ -49,9 +47,7 @@ class SharedWeights:
     def __init__(self, path: str | os.PathLike[str], shapes: Shapes, device: Device | None = None) -> None:
         self.path, self.device = Path(path), device or Device("cpu")
         header, places, nbytes = _header(shapes)
-        self._memfd = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.truncate(self._memfd, len(header) + nbytes)
-        fcntl.fcntl(self._memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._memfd = sealed_file("weights", len(header) + nbytes)
         os.pwrite(self._memfd, header, 0)
         self._memory: PeerMemory | np.ndarray[Any, Any]
         if self.device.kind == "cuda":
@@ -65,42 +61,29 @@ class SharedWeights:
             name: Tensor(base + offset, shape, dtype, self.device, owner=self._memory, name=name)
             for name, (offset, shape, dtype) in places.items()
         }
-        self._socket = socket.socket(socket.AF_UNIX)
         try:
-            self._socket.bind(str(self.path))
-            os.chmod(self.path, 0o600)
-            self._socket.listen()
+            self._giver = Giver(str(self.path), self._send, "shared weights")
         except OSError:
-            self._socket.close()
             os.close(self._memfd)
             raise
-        self._thread = threading.Thread(target=self._serve, name="shared weights", daemon=True)
-        self._thread.start()
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor of this name. It shares the memory, and other libraries take it by DLPack."""
         return self._tensors[name]
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            with connection, contextlib.suppress(OSError):
-                segment = self._memory.export() if isinstance(self._memory, PeerMemory) else None
-                size = self._memory.nbytes if segment is not None else 0
-                fds = [self._memfd] if segment is None else [self._memfd, segment]
-                socket.send_fds(connection, [size.to_bytes(8, "little")], fds)
-                if segment is not None:
-                    os.close(segment)
+    def _send(self, connection: socket.socket) -> None:
+        segment = self._memory.export() if isinstance(self._memory, PeerMemory) else None
+        try:
+            size = self._memory.nbytes if segment is not None else 0
+            fds = [self._memfd] if segment is None else [self._memfd, segment]
+            socket.send_fds(connection, [size.to_bytes(8, "little")], fds)
+        finally:
+            if segment is not None:
+                os.close(segment)
 
     def close(self) -> None:
         """Take no more connections, and remove the socket. Tensors stay valid as long as someone holds them."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join()
+        self._giver.close()
         self.path.unlink(missing_ok=True)
         os.close(self._memfd)
         self._tensors = {}
@@ -115,15 +98,13 @@ class SharedWeights:
 class SharedCheckpoint(Checkpoint):
     """The weights that another process gives at the socket `path`, for an engine on `device`.
 
-    Its header is checked as a file's. Raises CheckpointError, and OSError where the other process gives nothing.
+    Its header is checked as a file's. Raises CheckpointError, and OSError where the other process gives nothing, is
+    another user's, or gives memory that could become shorter.
     """
 
     def __init__(self, path: str | os.PathLike[str], device: Device) -> None:
         self._segment: PeerSegment | None = None
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(CONNECT_S)
-            connection.connect(str(path))
-            size, self._received, _, _ = socket.recv_fds(connection, 8, 2)
+        size, self._received = receive_file(str(path), 8, 2, CONNECT_S)
         try:
             if len(size) != 8 or len(self._received) != 1 + any(size):
                 raise CheckpointError(Path(path), None, "the process at this socket gave no weights")

@@ -116,11 +116,9 @@ class Followers:
 
     def others(self, pieces: list[int]) -> Others:
         """The ranks that have parts of the records of tiers. pieces: bytes of each piece of their memory."""
-        file = os.memfd_create("openinfer-records")
-        shared = SharedRecords(file, self.ranks.size, sum(pieces))
+        shared = SharedRecords.new(sum(pieces), self.ranks.size)
         for link in self.ranks.links:
-            socket.send_fds(link, [b"r"], [file])
-        os.close(file)
+            socket.send_fds(link, [b"r"], [shared.file])
         self._command("records", pieces)
         return Others(shared, lambda *copies: self._command("copy", *copies), lambda: bool(self._reason))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openinfer.kvpool import Eviction, Group, Pool
-from openinfer.kvpool.tiers import Disk, Tiers, parse_addresses
+from openinfer.kvpool.tiers import Disk, Tiers, parse_peers
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.options import Options
@@ -55,7 +55,7 @@ class Cache:
 def check_offload(options: Options) -> None:
     """Raise SetupError or InvalidConfig for flags that do not fit each other."""
     transfer_config(options)
-    parse_addresses(options.kv_peer)
+    parse_peers(options.kv_peer)
     host, folder, disk_gb = options.kv_offload_gb, options.kv_offload_dir, options.kv_offload_disk_gb
     if host is None and folder is None and disk_gb is None:
         return

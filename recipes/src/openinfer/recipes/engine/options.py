@@ -171,7 +171,8 @@ class Options:
     )
     kv_peer: Sequence[str] = option(
         (),
-        "engines with --kv-transfer-config to ask for prefixes of prompts",
+        "engines with --kv-transfer-config to ask for prefixes of prompts; HOST:* or NETWORK/BITS:* allows requests to "
+        "name peers",
         metavar="HOST:PORT",
         many=True,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.kvpool import Group
-from openinfer.kvpool.tiers import Sharing, TransferConfig, parse_addresses
+from openinfer.kvpool.tiers import Sharing, TransferConfig, parse_peers
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
 
@@ -40,7 +40,7 @@ def open_sharing(
         return None
     files = sorted(model_dir.glob("*.safetensors"))
     about = about | {"weights": [[path.name, _sampled(path)] for path in files]}
-    return Sharing(config, groups, about, parse_addresses(options.kv_peer))
+    return Sharing(config, groups, about, *parse_peers(options.kv_peer))
 
 
 def _sampled(path: Path) -> str:

@@ -20,7 +20,7 @@ from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
 from .mover import Copier, Kind, Others, SharedRecords
-from .peers import Peers, Sharing, TransferConfig, parse_addresses
+from .peers import Peers, Sharing, TransferConfig, parse_peers
 from .stats import LoadTime, TierStats
 from .tiers import Tiers
 
@@ -39,5 +39,5 @@ __all__ = [
     "TierStats",
     "Tiers",
     "TransferConfig",
-    "parse_addresses",
+    "parse_peers",
 ]

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from openinfer.tensor import Device, Event, PinnedBuffer, Stream, TensorError
+from openinfer.tensor.handover import sealed_file
 
 from .layout import ALIGNMENT, Layout, huge
 
@@ -55,7 +56,7 @@ class Ticket:
 
 
 class SharedRecords:
-    """Memory for records that several processes map, behind a descriptor (os.memfd_create), which the class copies.
+    """Memory for records that several processes map, behind the descriptor of a sealed file, which the class copies.
 
     They are the processes of `ranks` ranks, or of engines of one host. `done`: the batches that each rank has done.
     `records`: uint8 [nbytes], at `offset` of the file. The class maps it, and the processes fill it.
@@ -64,7 +65,6 @@ class SharedRecords:
     offset = ALIGNMENT
 
     def __init__(self, file: int, ranks: int, nbytes: int) -> None:
-        os.ftruncate(file, self.offset + nbytes)  # the second process' call changes nothing
         self.file = os.dup(file)
         weakref.finalize(self, os.close, self.file)
         pages = mmap.mmap(file, self.offset + nbytes)
@@ -74,11 +74,11 @@ class SharedRecords:
         self.records = self._memory[self.offset :]
 
     @classmethod
-    def of_one(cls, nbytes: int) -> SharedRecords:
-        """Memory of an engine of one rank, which peers may map."""
-        file = os.memfd_create("openinfer-records")
+    def new(cls, nbytes: int, ranks: int = 1) -> SharedRecords:
+        """Fresh memory, whose size stays: a process that maps it is safe from the others."""
+        file = sealed_file("openinfer-records", cls.offset + nbytes)
         try:
-            return cls(file, 1, nbytes)
+            return cls(file, ranks, nbytes)
         finally:
             os.close(file)
 

@@ -83,7 +83,7 @@ class Tiers:
         self._mover, sharing = Mover(Layout(own, cache), stream, others), self.sharing
         shared = others.shared if others is not None else None
         if shared is None and sharing is not None and sharing.config.serves:
-            shared = SharedRecords.of_one(sum(self.pieces))
+            shared = SharedRecords.new(sum(self.pieces))
         register = sharing.register if sharing is not None else None
         self._host.grow(stream.device, register, shared.records if shared is not None else None)
         if sharing is not None and shared is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import msgspec
@@ -130,7 +131,9 @@ class Transfers:
             or self._tiers is None
         ):
             return [terminal]
-        lease, prompt = f"{sharing.config.engine_id}-{seq.id}", seq.tokens[: seq.prompt_len]
+        # Whoever knows the name of a lease can end it.
+        lease = f"{sharing.config.engine_id}-{seq.id}-{os.urandom(8).hex()}"
+        prompt = seq.tokens[: seq.prompt_len]
         num_tokens, names = sharing.export(lease, self._pool, self._tiers, prompt, seq.salt, seq.hashes)
         host, port = sharing.address or ("", 0)
         left = KVTransfer(

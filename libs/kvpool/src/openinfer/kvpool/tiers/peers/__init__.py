@@ -7,8 +7,8 @@ A block is asked for by its name, so it does not matter where either engine keep
 """
 
 from .client import Answer, Peers
-from .config import TransferConfig, parse_addresses
+from .config import TransferConfig, parse_peers
 from .lane import Address
 from .sharing import Sharing
 
-__all__ = ["Address", "Answer", "Peers", "Sharing", "TransferConfig", "parse_addresses"]
+__all__ = ["Address", "Answer", "Peers", "Sharing", "TransferConfig", "parse_peers"]

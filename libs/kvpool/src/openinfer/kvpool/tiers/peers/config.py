@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import InvalidConfig
 from .lane import Address
@@ -146,15 +146,48 @@ class TransferConfig:
         return secret
 
 
-def parse_addresses(texts: Sequence[str]) -> list[Address]:
-    """Host and port of each HOST:PORT. Raises InvalidConfig."""
-    found = []
+class PeerRange(NamedTuple):
+    """Peers that a request may name: a host or a network (10.1.0.0/16), and a port, 0 for any."""
+
+    host: str
+    port: int
+
+    def admits(self, address: Address) -> bool:
+        """Whether the address is of the range."""
+        host, port = address
+        if self.port not in (0, port):
+            return False
+        if "/" not in self.host:
+            return host == self.host
+        try:
+            return ipaddress.ip_address(host) in ipaddress.ip_network(self.host)
+        except ValueError:
+            return False
+
+
+def parse_peers(texts: Sequence[str]) -> tuple[list[Address], list[PeerRange]]:
+    """The peers of each HOST:PORT, which are asked for every prompt; and those of each HOST:*, NETWORK/BITS:PORT and
+    NETWORK/BITS:*, which requests may name. Raises InvalidConfig."""
+    asked: list[Address] = []
+    allowed: list[PeerRange] = []
     for text in texts:
         host, _, port = text.rpartition(":")
-        if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
-            raise InvalidConfig(f"{text!r} is no peer; give HOST:PORT")
-        found.append((host.strip("[]"), int(port)))
-    return found
+        host = host.replace("[", "").replace("]", "")
+        try:
+            number = int(port) if port.isascii() and port.isdecimal() else 0
+            network = ipaddress.ip_network(host) if "/" in host else None
+            if not host or not (port == "*" or 0 < number < 65536):
+                raise ValueError
+        except ValueError:
+            raise InvalidConfig(
+                f"{text!r} is no peer; give HOST:PORT to ask it for every prompt, or HOST:* or NETWORK/BITS:* for "
+                "peers that requests may name"
+            ) from None
+        if network is not None or port == "*":
+            allowed.append(PeerRange(host, number))
+        else:
+            asked.append((host, number))
+    return asked, allowed
 
 
 def is_loopback(host: str) -> bool:

@@ -14,17 +14,19 @@ from typing import Any, NamedTuple
 from ...errors import PeerRefused
 from ..disk import Done
 from ..host import Slot
-from .link import Link, differences, greet
+from .link import BRIEF, Link, differences, greet
 from .server import READ_AT_ONCE, READ_BYTES
-from .transport import Record, StillWriting, Transport
+from .transport import Record, StillWriting, Transport, transfer_s
 
 log = logging.getLogger("openinfer.kvpool")
 
 Address = tuple[str, int]
 """Host and port."""
 RETRY_S, RETRY_TIMES = 5.0, 10
-"""Seconds without an attempt after a peer could not be reached; and how many times as long as the attempt, if that is
-more. Requests wait for an attempt."""
+"""Seconds without an attempt after a peer could not be reached, or was slow; and how many times as long as the attempt,
+if that is more. Requests wait for an attempt."""
+SLOW = 0.25
+"""An exchange that takes this part of the time that it may take is slow."""
 _KEEP_EVERY_S = 5.0
 
 
@@ -68,7 +70,7 @@ class Own:
 
 @dataclass(slots=True)
 class Outage:
-    """No lane of a peer connects to it until this time (time.monotonic()), for this reason."""
+    """No lane of a peer talks to it until this time (time.monotonic()), for this reason."""
 
     until: float = 0.0
     why: str = ""
@@ -115,34 +117,42 @@ class Lane:
                 case Slot():
                     self._read(job)
 
-    def _attempt(self, talk: Callable[[Link], None]) -> str:
-        """Talk to the peer. Returns why that was not possible; "" if it was."""
-        now = time.monotonic()
-        if self._link is None and now < self._outage.until:
+    def _attempt(self, talk: Callable[[Link], None], more_s: float = 0.0) -> str:
+        """Talk to the peer, which may take timeout_s, connecting included, and more_s for records. Returns why that was
+        not possible; "" if it was. Whatever a peer says ends the conversation at worst, never the thread."""
+        start = time.monotonic()
+        if start < self._outage.until:
             return self._outage.why
         try:
-            if not self._again(talk):
-                talk(self._connect())
+            until = start + self._own.timeout_s
+            if not self._again(talk, until):
+                talk(self._connect(until))
+            taken = time.monotonic() - start
+            if taken > SLOW * self._own.timeout_s + more_s:
+                self._pause(f"{self._name} is slow: an exchange took {taken:.1f} s", taken)
             return ""
-        except (OSError, KeyError, ValueError, TypeError) as error:
+        except Exception as error:
             self._drop()
             if self._closing:
                 return "the engine ends"
             why = f"{self._name}: {error or type(error).__name__}"
-            told, self._outage.why = self._outage.why, why
-            failed = time.monotonic()
-            self._outage.until = failed + max(RETRY_S, RETRY_TIMES * (failed - now))
-            if why != told:
-                log.warning("KV peers: %s; tokens are computed", why)
+            self._pause(why, time.monotonic() - start)
             if isinstance(error, StillWriting):
                 raise
             return why
 
-    def _again(self, talk: Callable[[Link], None]) -> bool:
+    def _pause(self, why: str, taken: float) -> None:
+        said, self._outage.why = self._outage.why, why
+        self._outage.until = time.monotonic() + max(RETRY_S, RETRY_TIMES * taken)
+        if why != said:
+            log.warning("KV peers: %s; tokens are computed", why[:400])
+
+    def _again(self, talk: Callable[[Link], None], until: float) -> bool:
         """Talk over the connection that is there. False: it is lost, which may be for its long silence only."""
         if self._link is None:
             return False
         try:
+            self._link.begin(until - time.monotonic())
             talk(self._link)
             return True
         except ConnectionError as error:
@@ -151,10 +161,10 @@ class Lane:
             self._drop()
             return False
 
-    def _connect(self) -> Link:
-        connected = socket.create_connection(self._address, self._own.timeout_s)
+    def _connect(self, until: float) -> Link:
+        connected = socket.create_connection(self._address, max(0.001, until - time.monotonic()))
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = self._link = Link(connected, self._own.timeout_s)
+        link = self._link = Link(connected, until - time.monotonic())
         card = greet(link, self._own.secret, {}, server=False)
         differs = differences(self._own.about, card.get("about"))
         if differs:
@@ -170,8 +180,9 @@ class Lane:
             if transport.name not in self._offered or (transport.local and not link.within_host):
                 continue
             link.say(op="transport", transport=transport.name)
+            card = link.hear()["transport"]
             try:
-                self._far = transport.meet(link.hear()["transport"])
+                self._far = transport.meet(card)
             except OSError as error:
                 log.warning("KV peers: %s is not reached by %s: %s", self._name, transport.name, error)
                 continue
@@ -190,7 +201,7 @@ class Lane:
 
     def _ask(self, link: Link, names: Sequence[Sequence[bytes]], found: list[tuple[int, bytes]]) -> None:
         link.say(op="ask", names=["".join(name.hex() for name in group) for group in names])
-        has = link.hear()["has"]
+        has = link.hear(BRIEF + 8 * sum(map(len, names)))["has"]
         for group, (asked, there) in enumerate(zip(names, has, strict=True)):
             found += [(group, name) for name, mark in zip(asked, there, strict=True) if mark == "1"]
 
@@ -210,21 +221,23 @@ class Lane:
                 last = True
         come: set[int] = set()
         try:
-            problem = self._attempt(lambda link: self._receive(link, slots, come))
+            rooms = [Record(slot.ptr, slot.memory[: self._own.sizes[slot.group]]) for slot in slots]
+            problem = self._attempt(lambda link: self._receive(link, slots, rooms, come), transfer_s(rooms))
         except StillWriting:
             return  # the slots stay in use for ever, because bytes may still arrive in them
         for slot in slots:
             missing = None if id(slot) in come else problem or f"{self._name} has it no more"
             self._own.tell(Done(slot, 0, missing))
 
-    def _receive(self, link: Link, slots: Sequence[Slot], come: set[int]) -> None:
+    def _receive(self, link: Link, slots: Sequence[Slot], rooms: Sequence[Record], come: set[int]) -> None:
         transport = self._transport = self._transport or self._choose(link)
         link.say(op="read", wants=[[slot.group, slot.name.hex()] for slot in slots])
-        found = [slot for slot, there in zip(slots, link.hear()["found"], strict=True) if there]
-        rooms = [Record(slot.ptr, slot.memory[: self._own.sizes[slot.group]]) for slot in found]
-        if rooms:
-            transport.receive(link, self._far, rooms)
-        come.update(map(id, found))
+        there = link.hear(BRIEF + 8 * len(slots))["found"]
+        wanted = [room for room, is_there in zip(rooms, there, strict=True) if is_there]
+        if wanted:
+            link.begin(self._own.timeout_s + transfer_s(wanted))
+            transport.receive(link, self._far, wanted)
+        come.update(id(slot) for slot, is_there in zip(slots, there, strict=True) if is_there)
 
     @property
     def runs(self) -> bool:
@@ -236,5 +249,5 @@ class Lane:
         self._closing = True
         link = self._link
         if link is not None:
-            link.close()
+            link.end()
         self._thread.join()

@@ -45,9 +45,11 @@ class Lending:
         return len(slots)
 
     def landed(self, lease: str) -> bool:
-        """Whether all records of a lease can be lent; True once it has ended."""
+        """Whether all records of a lease can be lent, but for those that were lost; True once it has ended."""
         found = self._leases.get(lease)
-        return found is None or all(slot.whole or not slot.readable for slot in found.slots)
+        return found is None or all(
+            slot.whole or self._host.find(slot.group, slot.name) is not slot for slot in found.slots
+        )
 
     def keep(self, leases: Sequence[str]) -> None:
         """Begin the time of these leases anew."""

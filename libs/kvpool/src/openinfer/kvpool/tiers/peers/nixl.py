@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import InvalidConfig
-from .link import Link
-from .transport import Record, Run, StillWriting, runs
+from .link import MAX_WORDS, Link
+from .transport import Record, Run, StillWriting, hear_places, runs, transfer_s
 
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api")
 _TICK_S = 0.0005
@@ -70,25 +70,25 @@ class Nixl:
 
     def _send(self, link: Link, records: Sequence[Record]) -> None:
         link.say(regions=len(self._regions), at=[record.ptr for record in records])
+        until = time.monotonic() + self._timeout_s + transfer_s(records)
         while True:
-            until = time.monotonic() + self._timeout_s
             while not link.heard(_TICK_S):
                 self._agent.get_new_notifs()  # makes progress
                 if time.monotonic() > until:
-                    raise TimeoutError(f"the receiver has read nothing for {self._timeout_s:g} s")
+                    raise TimeoutError("the receiver takes too long")
             if not link.hear().get("metadata"):
                 link.say(kept=True)
                 return
             link.say(metadata=self._agent.get_agent_metadata().hex())
 
     def receive(self, link: Link, far: str, rooms: Sequence[Record]) -> None:
-        offer = link.hear()
+        offer = hear_places(link, len(rooms))
         try:
             with self._lock:
                 if self._known.get(far) != offer["regions"]:
                     link.say(metadata=True)
-                    self._learn(far, bytes.fromhex(link.hear()["metadata"]), offer["regions"])
-            self._read(far, runs(rooms, offer["at"]))
+                    self._learn(far, bytes.fromhex(link.hear(MAX_WORDS)["metadata"]), offer["regions"])
+            self._read(far, runs(rooms, offer["at"]), self._timeout_s + transfer_s(rooms))
         except StillWriting:
             raise
         except (*self._errors, KeyError, ValueError, TypeError) as error:
@@ -112,8 +112,8 @@ class Nixl:
             except self._errors:
                 pass  # it is gone already
 
-    def _read(self, name: str, wanted: Sequence[Run]) -> None:
-        agent, until = self._agent, time.monotonic() + self._timeout_s
+    def _read(self, name: str, wanted: Sequence[Run], timeout_s: float) -> None:
+        agent, until = self._agent, time.monotonic() + timeout_s
         local = agent.get_xfer_descs([(run.ptr, run.nbytes, 0) for run in wanted], "DRAM")
         remote = agent.get_xfer_descs([(run.at, run.nbytes, 0) for run in wanted], "DRAM")
         handle = agent.initialize_xfer("READ", local, remote, name)
@@ -128,7 +128,7 @@ class Nixl:
             except self._errors as error:
                 raise StillWriting(f"NIXL cannot stop a transfer: {error}") from None
         if state != "DONE":
-            raise TimeoutError(f"a transfer is in state {state} after {self._timeout_s:g} s")
+            raise TimeoutError(f"a transfer is in state {state} after {timeout_s:g} s")
 
     def close(self) -> None:
         for name in list(self._known):

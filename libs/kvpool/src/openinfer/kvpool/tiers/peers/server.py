@@ -5,25 +5,31 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import index
 from typing import Any
 
+from openinfer.tensor.handover import accepted
+
 from ...errors import InvalidConfig, PeerRefused
 from ...group import Group
 from .lending import Lending
-from .link import Link, greet
-from .transport import Record, Tcp, Transport
+from .link import MAX_WORDS, Link, greet
+from .transport import Record, Tcp, Transport, transfer_s
 
 log = logging.getLogger("openinfer.kvpool")
 
 MAX_LINKS = 512
-"""Connections at once; a peer has several."""
+"""Connections at once; a peer has several. A quarter is the share of strangers, who have proved nothing yet: of these
+one more takes the place of the oldest."""
 READ_AT_ONCE, READ_BYTES = 1024, 32 << 20
 """Records in an answer at most, and their bytes, if they are more than one."""
 GREETING_S = 5.0
-"""A stranger that has not said who it is by then is left."""
+"""A stranger that has not proved itself by then is left."""
+EXCHANGE_S = 5.0
+"""Seconds that a peer's question and its answer may take, beside those of records' bytes."""
 IDLE_S = 600.0
 """A peer that says nothing for so long is taken for lost."""
 _TICK_S = 0.5
@@ -47,6 +53,8 @@ class Server:
         self._lending, self._sizes, self._transports = lending, [g.block_bytes for g in groups], transports
         self._secret, self._card = secret, card
         self._links: set[Link] = set()
+        self._strangers: OrderedDict[Link, None] = OrderedDict()  # the oldest first
+        self._lock = threading.Lock()  # of both
         self._closing = False
         self._listener = listener
         self._listener.settimeout(_TICK_S)
@@ -66,53 +74,66 @@ class Server:
             ) from None
 
     def _accept(self) -> None:
-        while not self._closing:
-            self._lending.expire()
-            try:
-                connected, address = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
+        for found in accepted(self._listener, "KV peers"):
+            if self._closing:
                 return
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            if len(self._links) >= MAX_LINKS:
-                log.warning("KV peers: %s is turned away, because %d are here already", address, MAX_LINKS)
-                connected.close()
+            self._lending.expire()
+            if found is None:
                 continue
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected, address = found
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
             link = Link(connected, GREETING_S)
-            self._links.add(link)
             thread = threading.Thread(target=self._serve, args=(link, address), name="kv-serve", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            with self._lock:
+                while len(self._strangers) >= max(1, MAX_LINKS // 4):
+                    self._strangers.popitem(last=False)[0].end()
+                self._strangers[link] = None
+                self._links.add(link)
+            try:
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                thread.start()
+                self._threads.append(thread)
+            except (OSError, RuntimeError) as error:  # it has gone, or no thread can be started
+                log.warning("KV peers: %s is turned away: %s", address, error)
+                self._leave(link)
+
+    def _leave(self, link: Link) -> None:
+        link.close()
+        with self._lock:
+            self._links.discard(link)
+            self._strangers.pop(link, None)
 
     def _serve(self, link: Link, address: tuple[str, int]) -> None:
-        """Answer one peer until it leaves."""
+        """Answer one peer until it leaves. Whatever it says ends its connection at worst."""
         try:
             greet(link, self._secret, self._card, server=True)
-            link.wait_for(IDLE_S)
+            with self._lock:
+                self._strangers.pop(link, None)
+                known = len(self._links) - len(self._strangers)
+            if known > MAX_LINKS - MAX_LINKS // 4:
+                raise PeerRefused(f"{known - 1} connections of peers are here already")
             transport: Transport = Tcp()
             while True:
-                words = link.hear()
+                link.begin(IDLE_S)
+                words = link.hear(MAX_WORDS, EXCHANGE_S)
                 if words["op"] == "transport":
                     transport = self._choose(link, words)
                 else:
                     self._answer(link, words, transport)
         except PeerRefused as error:
             log.warning("KV peers: %s is refused: %s", address, error)
-        except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
+        except Exception as error:
             if not self._closing and not isinstance(error, OSError):
-                log.warning("KV peers: %s sent what cannot be read: %r", address, error)
+                log.warning("KV peers: %s sent what cannot be read: %s", address, repr(error)[:400])
         finally:
-            link.close()
-            self._links.discard(link)
+            self._leave(link)
 
     def _choose(self, link: Link, words: dict[str, Any]) -> Transport:
         """The transport that a peer wants."""
         transport = self._transports.get(str(words["transport"]))
         if transport is None:
             raise PeerRefused(
-                f"it wants transport {words['transport']!r}, here are {', '.join(self._transports)}"
+                f"it wants transport {str(words['transport'])[:40]!r}, here are {', '.join(self._transports)}"
             )
         link.say(transport=transport.card())
         return transport
@@ -139,9 +160,9 @@ class Server:
         try:
             link.say(found=[slot is not None for slot in slots])
             if lent:
-                transport.send(
-                    link, [Record(slot.ptr, slot.memory[: self._sizes[slot.group]]) for slot in lent]
-                )
+                records = [Record(slot.ptr, slot.memory[: self._sizes[slot.group]]) for slot in lent]
+                link.begin(EXCHANGE_S + transfer_s(records))
+                transport.send(link, records)
         finally:
             for slot in lent:
                 self._lending.back(slot)
@@ -152,8 +173,9 @@ class Server:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._acceptor.join()  # before the links are closed, because it could add one more
-        for link in list(self._links):
-            link.close()
+        with self._lock:
+            for link in self._links:
+                link.end()
         for thread in self._threads:
             thread.join()
         self._listener.close()

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 import socket
-import struct
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from openinfer.tensor.handover import Giver, receive_file
+
 from ..mover import Array, SharedRecords
 from .link import Link
-from .transport import Record, runs
+from .transport import Record, hear_places, runs
 
-log = logging.getLogger("openinfer.kvpool")
-
-MEET_S = 5.0
-_CREDENTIALS = struct.Struct("iII")  # process, user, group
+MEET_S = 1.0
+"""Seconds that a process of this host has to hand out its memory."""
 
 
 class Shared:
@@ -37,8 +34,7 @@ class Shared:
 
     def __init__(self) -> None:
         self._file, self._start = -1, 0
-        self._listener: socket.socket | None = None
-        self._thread: threading.Thread | None = None
+        self._giver: Giver | None = None
         self._maps: weakref.WeakValueDictionary[str, Array] = weakref.WeakValueDictionary()  # by socket
         self._lock = threading.Lock()  # of the maps
 
@@ -46,39 +42,25 @@ class Shared:
         """Peers may read this memory, and not write to it. Call it once."""
         self._start = records.ptr - records.offset
         self._file = os.open(f"/proc/self/fd/{records.file}", os.O_RDONLY)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(f"\0openinfer-kv-{os.urandom(16).hex()}")
-        self._listener.listen()
-        self._thread = threading.Thread(
-            target=self._hand_out, args=(self._listener,), name="kv-memory", daemon=True
-        )
-        self._thread.start()
+        name = f"openinfer-kv-{os.urandom(16).hex()}"
+        self._giver = Giver("\0" + name, self._hand_out, "KV peers of this host")
 
-    def _hand_out(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                asking, _ = listener.accept()
-            except OSError:
-                return  # closed
-            with asking, suppress(OSError):
-                packed = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                user = _CREDENTIALS.unpack(packed)[1]
-                if user == os.getuid():
-                    socket.send_fds(asking, [b"m"], [self._file])
-                else:
-                    log.warning("KV peers: user %d asks for the memory of user %d", user, os.getuid())
+    def _hand_out(self, asking: socket.socket) -> None:
+        socket.send_fds(asking, [b"m"], [self._file])
 
     def card(self) -> dict[str, Any]:
-        return {"socket": str(self._listener.getsockname()[1:], "ascii") if self._listener else ""}
+        return {"socket": self._giver.address[1:] if self._giver is not None else ""}
 
     def meet(self, card: dict[str, Any]) -> Array:
         """The other engine's memory, uint8 [bytes of the file]. All conversations with it share one mapping."""
         name = str(card.get("socket"))
         with self._lock:
             found = self._maps.get(name)
-            if found is None:
-                found = self._maps[name] = _map(name)
-            return found
+        if found is None:
+            fresh = _map(name)  # without the lock: the process behind the socket may be silent
+            with self._lock:
+                found = self._maps.setdefault(name, fresh)
+        return found
 
     def register(self, ptr: int, nbytes: int) -> None:
         pass
@@ -89,7 +71,7 @@ class Shared:
         link.say(kept=True)
 
     def receive(self, link: Link, far: Array, rooms: Sequence[Record]) -> None:
-        wanted = runs(rooms, link.hear()["at"])
+        wanted = runs(rooms, hear_places(link, len(rooms))["at"])
         if any(not 0 <= run.at <= len(far) - run.nbytes for run in wanted):
             raise ValueError("a place is not in the memory of the other engine")
         base = int(far.ctypes.data)
@@ -99,25 +81,18 @@ class Shared:
         link.hear()  # the sender has kept the records until now, so their bytes are those of their names
 
     def close(self) -> None:
-        if self._listener is not None and self._thread is not None:
-            with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            self._thread.join()
-            self._listener.close()
+        if self._giver is not None:
+            self._giver.close()
             os.close(self._file)
-            self._listener = None  # the next call does nothing
+            self._giver = None  # the next call does nothing
 
 
 def _map(name: str) -> Array:
     """The memory that the socket of this name hands out. Raises OSError."""
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.settimeout(MEET_S)
-        asking.connect("\0" + name)
-        _, files, _, _ = socket.recv_fds(asking, 1, 1)
-    if not files:
-        raise ConnectionError("it gave no descriptor of its memory")
+    _, (file,) = receive_file("\0" + name, 1, 1, MEET_S)
     try:
-        return np.frombuffer(mmap.mmap(files[0], 0, prot=mmap.PROT_READ), np.uint8)
+        return np.frombuffer(mmap.mmap(file, 0, prot=mmap.PROT_READ), np.uint8)
+    except ValueError as error:  # it is empty
+        raise ConnectionError(f"its memory cannot be mapped: {error}") from None
     finally:
-        for file in files:
-            os.close(file)
+        os.close(file)

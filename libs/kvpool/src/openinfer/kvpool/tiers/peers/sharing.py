@@ -13,7 +13,7 @@ from ...saving import Saver
 from ..host import HostMemory
 from ..mover import SharedRecords
 from .client import Peers
-from .config import TransferConfig, is_loopback
+from .config import PeerRange, TransferConfig
 from .lane import Address
 from .lending import Lending
 from .nixl import Nixl
@@ -31,7 +31,8 @@ class Sharing:
     """The peers of an engine, for its `Tiers`, which open and close this object. One thread calls it.
 
     about: all that blocks depend on besides tokens and salt, for JSON; engines of another are refused. addresses: peers
-    that are asked for every prompt. Raises InvalidConfig for an address that cannot be had, and where NIXL is missing.
+    that are asked for every prompt. allowed: others that a request may name. Raises InvalidConfig for an address that
+    cannot be had, and where NIXL is missing.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Sharing:
         groups: Sequence[Group],
         about: dict[str, Any],
         addresses: Sequence[Address] = (),
+        allowed: Sequence[PeerRange] = (),
     ) -> None:
         self.config, self._groups, self._about, self._secret = config, groups, about, config.secret()
         self._shared = Shared() if config.share_memory else None
         own = Nixl(config.backends, TIMEOUT_S) if config.kv_connector == "NixlConnector" else Tcp()
         asks: list[Transport] = [own] if self._shared is None else [self._shared, own]
         self._transports = {one.name: one for one in (Tcp(), *asks)}
+        self._addresses, self._allowed = frozenset(addresses), allowed
         self.peers = Peers(groups, asks, self._secret, about, addresses, TIMEOUT_S)
         self.lending: Lending | None = None
         """The records that peers may read; None before the tiers are attached, and in a kv_consumer."""
@@ -61,10 +64,16 @@ class Sharing:
         return self.config.kv_ip, int(self._listener.getsockname()[1])
 
     def check(self, address: Address) -> None:
-        """Raise InvalidConfig for a peer that a request may not name: one beyond this host, without a secret."""
-        if not self._secret and not is_loopback(address[0]):
+        """Raise InvalidConfig for a peer that a request may not name. Its blocks serve all requests, so it must be one
+        that the operator allows, and prove that it knows the secret."""
+        if not self._secret:
             raise InvalidConfig(
-                f"remote_host is {address[0]!r}; without a secret_file it must be a loopback address"
+                "a request may name a peer only where kv_connector_extra_config has a secret_file"
+            )
+        if address not in self._addresses and not any(one.admits(address) for one in self._allowed):
+            raise InvalidConfig(
+                f"remote_host {address[0][:80]!r}, remote_port {address[1]} is no peer that --kv-peer allows; give it "
+                "HOST:PORT, HOST:* or NETWORK/BITS:*"
             )
 
     def register(self, ptr: int, nbytes: int) -> None:

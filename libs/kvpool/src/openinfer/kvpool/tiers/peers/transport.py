@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from .link import Link
+from .link import BRIEF, Link
+
+SLOWEST = 8e6
+"""Bytes of records a second; a peer that sends fewer counts as lost."""
 
 
 class Record(NamedTuple):
@@ -76,6 +79,16 @@ class Tcp:
 
     def close(self) -> None:
         pass
+
+
+def transfer_s(records: Sequence[Record]) -> float:
+    """Seconds that their bytes may take, beside those of any exchange."""
+    return sum(len(record.memory) for record in records) / SLOWEST
+
+
+def hear_places(link: Link, count: int) -> dict[str, Any]:
+    """What a sender says of its records: their places, one for each of `count` rooms."""
+    return link.hear(BRIEF + 24 * count)
 
 
 class Run(NamedTuple):
