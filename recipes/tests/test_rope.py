@@ -168,7 +168,7 @@ def test_a_head_that_drafts_rotates_as_its_config_says(tmp_path: Path) -> None:
     head["eagle_aux_hidden_state_layer_ids"] = [0, 1, 1]
     for rope in ({"rope_theta": 1e6, "rope_scaling": YARN}, {"rope_parameters": YARN | {"rope_theta": 1e6}}):
         (tmp_path / "config.json").write_text(json.dumps(head | rope))
-        made = Head.read(tmp_path, target, 1).rope
+        made = Head.read(tmp_path, target).rope
         np.testing.assert_allclose(made.inv_freq, yarn(), rtol=1e-5)
         assert made.rope_scale == pytest.approx(scale_of(4))
 

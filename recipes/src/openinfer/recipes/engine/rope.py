@@ -117,7 +117,7 @@ def _of_layer_types(section: Fields, layer_types: Sequence[str]) -> Iterable[tup
 
 
 def _llama3(rope: Fields, plain: Floats, factor: float, original: int) -> Floats:
-    """Llama 3.1's scaling: long wavelengths are `factor` times as long, short ones stay."""
+    """The scaling `llama3`: long wavelengths are `factor` times as long, short ones stay."""
     low, high = (rope.number(f"{name}_freq_factor", most=1e6) for name in ("low", "high"))
     if not low < high:
         raise rope.wrong("low_freq_factor", f"it must be below high_freq_factor, which is {high:g}")
