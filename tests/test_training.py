@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from openinfer.recipes.engine.startup import build
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3_5 import RECIPE as HYBRID
 from openinfer.sampler import SamplingParams
-from openinfer.tensor import Checkpoint, SharedWeights
+from openinfer.tensor import Checkpoint, OutOfMemory, SharedWeights
+from openinfer.tensor.mapped import MappedMemory
 
 GOLDENS = Path(__file__).parent / "goldens"
 TINY = GOLDENS / "qwen3-tiny"
@@ -122,6 +124,116 @@ def test_a_checkpoint_of_another_model_changes_nothing(engine: Engine, tmp_path:
     assert engine.stats().weights_version == ""
 
 
+def cached_tokens(engine: Engine) -> int:
+    """Of PROMPT, twice as long; it is not asked for, so the next look finds as many."""
+    lease = engine.pool.acquire([*PROMPT, *PROMPT])
+    found = lease.num_cached + lease.num_loadable
+    lease.release()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_refused_command_changes_nothing(ranks: int, tmp_path: Path) -> None:
+    """Cached prefixes stay, in the pool, in host memory and on the disk; and so does all else."""
+    made = build(
+        RECIPE, TINY, **FLAGS, tensor_parallel_size=ranks, enable_sleep_mode=True, kv_offload_gb=0.05,
+        kv_offload_dir=str(tmp_path / "tier"), kv_offload_disk_gb=0.1,
+    ).engine  # fmt: skip
+    wait_for_room(made)
+    before = generate(made, [request([*PROMPT, *PROMPT])])
+    tiers = made._cache.tiers
+    assert tiers is not None
+    tiers.take_all(made.pool)
+    until = time.monotonic() + 30
+    while not tiers.disk_bytes and time.monotonic() < until:
+        made.step(0.01)
+    generate(made, [request([*PROMPT, *PROMPT])])
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "model.safetensors").write_bytes(b"no tensors")
+    held = cached_tokens(made), tiers.host_bytes, tiers.disk_bytes
+    assert all(held)
+    for command in (
+        UpdateWeights(str(tmp_path / "nowhere"), "1"),
+        UpdateWeights(str(GOLDENS / "qwen3_5-tiny"), "1"),
+        UpdateWeights(str(damaged), "1"),
+        UpdateWeights(str(TINY), ""),
+        UpdateWeights("\0", "1"),
+        Sleep(0),
+        Sleep(7),
+        Sleep(-(2**63)),
+        WakeUp(),
+    ):
+        with pytest.raises(Unsupported):
+            made.control(command)
+        assert (cached_tokens(made), tiers.host_bytes, tiers.disk_bytes) == held, command
+    stats = made.stats()
+    assert (stats.asleep, stats.refusal, stats.weights_version) == (False, "", "")
+    assert generate(made, [request([*PROMPT, *PROMPT])]) == before
+    made.close()
+
+
+def test_a_sleep_without_its_flag_keeps_cached_prefixes() -> None:
+    made = build(RECIPE, TINY, **FLAGS).engine
+    generate(made, [request([*PROMPT, *PROMPT])])
+    held = cached_tokens(made)
+    assert held
+    with pytest.raises(Unsupported, match="--enable-sleep-mode"):
+        made.control(Sleep())
+    assert cached_tokens(made) == held
+    made.close()
+
+
+def test_a_wake_that_finds_no_memory_can_be_tried_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer may still have the GPU."""
+    before = generate(engine, [request(PROMPT)])
+    engine.control(Sleep())
+    with monkeypatch.context() as full:
+        full.setattr(MappedMemory, "take_back", no_memory)
+        for _ in range(2):
+            with pytest.raises(Unsupported, match="try again later: the device is full"):
+                engine.control(WakeUp())
+            assert engine.stats().asleep
+    engine.control(WakeUp())
+    assert generate(engine, [request(PROMPT)]) == before
+
+
+def no_memory(memory: MappedMemory) -> None:
+    raise OutOfMemory("the device is full")
+
+
+def no_array(*size: Any) -> None:
+    raise MemoryError
+
+
+def test_a_sleep_that_finds_no_memory_changes_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = generate(engine, [request(PROMPT)])
+    held = cached_tokens(engine)
+    with monkeypatch.context() as full:
+        full.setattr("openinfer.graph.runner.weights_desk.np.empty", no_array)
+        with pytest.raises(Unsupported, match="the host has no memory"):
+            engine.control(Sleep())
+    assert not engine.stats().asleep
+    assert cached_tokens(engine) == held
+    assert generate(engine, [request(PROMPT)]) == before
+
+
+def test_a_deep_sleep_stays_deep_through_another_one(engine: Engine) -> None:
+    """Else weights that are zero would answer."""
+    engine.control(Sleep(2))
+    engine.control(WakeUp())
+    engine.control(Sleep(1))
+    engine.control(WakeUp())
+    engine.submit(request(PROMPT))
+    (refused,) = engine.step(0.0).updates
+    assert isinstance(refused, Rejected)
+    assert "POST /update_weights" in refused.reason
+
+
 def test_nothing_changes_while_requests_run(engine: Engine) -> None:
     engine.submit(request(PROMPT))
     for command in (UpdateWeights(str(TINY), "1"), Sleep()):
@@ -178,6 +290,52 @@ def test_ranks_take_weights_and_sleep_together(tmp_path: Path) -> None:
     alone.close()
 
 
+@pytest.mark.parametrize("command", ["wake", "sleep", "update"])
+def test_ranks_carry_out_a_command_together_or_not_at_all(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 cannot: its host or its GPU has no memory, or it cannot read the folder."""
+    site, flag = tmp_path / "site", tmp_path / "refuse"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(REFUSING.format(flag=str(flag)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    engine = build(RECIPE, TINY, **FLAGS, enable_sleep_mode=True, tensor_parallel_size=2).engine
+    before = generate(engine, [request(PROMPT)])
+    if command == "wake":
+        engine.control(Sleep())
+    held = cached_tokens(engine)
+    flag.write_text(command)
+    asked = {"wake": WakeUp(), "sleep": Sleep(), "update": UpdateWeights(str(TINY), "1")}[command]
+    for _ in range(2):
+        with pytest.raises(Unsupported, match="rank 1 cannot"):
+            engine.control(asked)
+        assert engine.stats().asleep == (command == "wake")
+        assert cached_tokens(engine) == held
+    flag.unlink()
+    engine.control(asked)
+    if command == "sleep":
+        engine.control(WakeUp())
+    assert generate(engine, [request(PROMPT)]) == before
+    engine.check()
+    engine.close()
+
+
+REFUSING = """
+import sys, pathlib
+if any("follower_process" in one for one in sys.orig_argv):
+    from openinfer.graph import NotPossible
+    from openinfer.graph.runner import WeightsDesk
+    for name in ("wake", "sleep", "update"):
+        def half(desk, *args, name=name, inner=getattr(WeightsDesk, "_" + name)):
+            flag = pathlib.Path({flag!r})
+            if flag.exists() and flag.read_text() == name:
+                raise NotPossible("rank 1 cannot")
+            return inner(desk, *args)
+        setattr(WeightsDesk, "_" + name, half)
+"""
+"""A start of Python where the desk of another rank refuses a command as long as a file names it."""
+
+
 def _tensors(engine: Engine) -> list[Any]:
     """The weights of the first layer, and the batch's words."""
     model = engine.runner.model
@@ -186,13 +344,6 @@ def _tensors(engine: Engine) -> list[Any]:
     found = [getattr(layer, name) for name in names]
     found += [getattr(part, n) for part in found for n in getattr(type(part), "__dataclass_fields__", ())]
     return [one for one in found if hasattr(one, "numpy")] + [model.batch.rows.words]
-
-
-def test_sleep_wants_its_flag() -> None:
-    engine = build(RECIPE, TINY, **FLAGS).engine
-    with pytest.raises(Unsupported, match="--enable-sleep-mode"):
-        engine.control(Sleep())
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -207,7 +358,6 @@ def test_a_deep_sleep_drops_the_weights(recipe: Any, name: str) -> None:
     engine = build(recipe, GOLDENS / name, **FLAGS, enable_sleep_mode=True).engine
     before = generate(engine, [request(PROMPT)])
     desk = engine.training.desk
-    assert desk is not None
     engine.control(Sleep(1))
     whole = _kept_bytes(desk)
     engine.control(WakeUp())

@@ -11,7 +11,7 @@ import numpy as np
 from openinfer.tensor import cuda
 from openinfer.tensor.cuda import check
 from openinfer.tensor.device import Device
-from openinfer.tensor.errors import DeviceError, OutOfMemory
+from openinfer.tensor.errors import CudaError, DeviceError, OutOfMemory
 from openinfer.tensor.memory import Memory
 
 
@@ -88,13 +88,22 @@ class _Handle:
             raise OutOfMemory(
                 f"cuMemCreate of {self.size} bytes on {device}: too few are free; stop other processes on this device"
             )
-        self.handle = check(made, "cuMemCreate")
-        check(cu.cuMemMap(self.address, self.size, 0, self.handle, 0), "cuMemMap")
+        handle = check(made, "cuMemCreate")
+        try:
+            check(cu.cuMemMap(self.address, self.size, 0, handle, 0), "cuMemMap")
+        except CudaError:
+            check(cu.cuMemRelease(handle), "cuMemRelease")  # so that a later try finds the range as it was
+            raise
+        self.handle = handle
         access = cu.CUmemAccessDesc()
         access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = device.index
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        check(cu.cuMemSetAccess(self.address, self.size, [access], 1), "cuMemSetAccess")
+        try:
+            check(cu.cuMemSetAccess(self.address, self.size, [access], 1), "cuMemSetAccess")
+        except CudaError:
+            self.unmap()
+            raise
 
     def unmap(self) -> None:
         if self.handle is not None:

@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +106,20 @@ class Followers:
         self.ranks.staged[place - 1] = values
         self._command("adapter", place)
 
-    @contextmanager
-    def together(self, command: str, *args: str | int) -> Iterator[None]:
-        """All ranks carry out a command of the desk of weights. Raises RankLost."""
-        self._command(command, *args)
-        with self.ranks.all_done():
-            yield
+    def agree(self, problem: str, command: str, *args: str | int) -> str:
+        """See graph.runner.AllRanks. A problem of rank 0 is not known to the others. Raises RankLost."""
+        if problem:
+            return problem
+        self._command("prepare", command, *args)
+        return self.ranks.agree("")
+
+    def commit(self) -> None:
+        """See graph.runner.AllRanks. Raises RankLost."""
+        self._command("commit")
+
+    def done(self) -> None:
+        """See graph.runner.AllRanks. Raises RankLost."""
+        self.ranks.serve()
 
     def others(self, pieces: list[int]) -> Others:
         """The ranks that have parts of the records of tiers. pieces: bytes of each piece of their memory."""
@@ -196,9 +203,16 @@ class NoFollowers:
     def put_adapter(self, place: int, values: Array) -> None:
         """See Followers."""
 
-    def together(self, command: str, *args: str | int) -> AbstractContextManager[None]:
-        """See Followers."""
-        return nullcontext()
+    def agree(self, problem: str, command: str, *args: str | int) -> str:
+        """See graph.runner.AllRanks."""
+        return self.ranks.agree(problem)
+
+    def commit(self) -> None:
+        """See graph.runner.AllRanks."""
+
+    def done(self) -> None:
+        """See graph.runner.AllRanks."""
+        self.ranks.serve()
 
     def others(self, pieces: list[int]) -> None:
         """See Followers."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
+from openinfer.graph import NotPossible
 from openinfer.graph.runner import Runner, WeightsDesk
 from openinfer.kvpool import Group
 from openinfer.kvpool.tiers import Copier, Kind, Layout, SharedRecords
@@ -25,7 +27,7 @@ class Following:
         *,
         alike: bool,
     ) -> None:
-        self.runner, self._ranks = runner, ranks
+        self.runner, self._desk, self._ranks = runner, desk, ranks
         self._layout = Layout(groups, cache, 0 if alike else ranks.rank)
         self._saves = not alike
         self._copier: Copier | None = None
@@ -33,7 +35,8 @@ class Following:
             "adapter": self._put_adapter,
             "records": self._open_records,
             "copy": self._copy,
-            **{one.__name__: self._together(one) for one in (desk.update, desk.sleep, desk.wake)},
+            "prepare": self._prepare,
+            "commit": desk.commit,
         }
 
     def _put_adapter(self, place: int) -> None:
@@ -41,12 +44,9 @@ class Following:
         if adapters is not None:
             adapters.put(place, self._ranks.staged[place - 1], self.runner.stream)
 
-    def _together(self, method: Callable[..., None]) -> Callable[..., None]:
-        def command(*args: str | int) -> None:
-            with self._ranks.all_done():
-                method(*args)
-
-        return command
+    def _prepare(self, command: str, *args: str | int) -> None:
+        with suppress(NotPossible):  # rank 0 has the answer
+            self._desk.prepare(command, *args)
 
     def _open_records(self, pieces: list[int]) -> None:
         _, files, *_ = socket.recv_fds(self._ranks.links[0], 1, 1)

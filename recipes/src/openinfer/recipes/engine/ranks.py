@@ -5,8 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,8 @@ Array = np.ndarray[Any, Any]
 START_TIMEOUT_S = 3600.0
 """How long a rank waits for the others at start-up, where one may load or compile much longer than another."""
 STEP_TIMEOUT_S = 60.0
+PROBLEM_BYTES = 1024
+"""Of the text of a problem that all ranks hear."""
 
 
 @dataclass(slots=True)
@@ -82,13 +83,20 @@ class Ranks:
         if self.shared is not None:
             self.shared.exchange(np.zeros(1))
 
-    @contextmanager
-    def all_done(self) -> Iterator[None]:
-        """Work of every rank that may take long; at its end all ranks have done it. Raises RankLost."""
-        if self.shared is not None:
-            self.shared.timeout_s = START_TIMEOUT_S
-        yield
-        self.serve()
+    def agree(self, problem: str) -> str:
+        """The problem of the first rank that has one, the same on all ranks; "" for none. A rank may take long to know
+        its own, and to do what all have agreed on: until `serve`. Raises RankLost."""
+        if self.shared is None:
+            return problem
+        self.shared.timeout_s = START_TIMEOUT_S
+        text = np.zeros(PROBLEM_BYTES, np.uint8)
+        mine = np.frombuffer(problem.encode()[:PROBLEM_BYTES], np.uint8)
+        text[: len(mine)] = mine
+        texts = [one.tobytes().rstrip(b"\0").decode(errors="ignore") for one in self.shared.exchange(text)]
+        found = next(filter(None, texts), "")
+        if found:
+            self.shared.timeout_s = STEP_TIMEOUT_S
+        return found
 
     def serve(self) -> None:
         """Wait until all ranks are ready to serve; from then on a rank that is late is lost. Raises RankLost."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openinfer.frontend.contract import EngineStats, Rejected, Sleep, UpdateWeights, WakeUp
@@ -35,9 +34,7 @@ def desk_of(
     the bar of an update."""
     cache = [tensor for group in blueprint.cache(model) for tensor in group]
     check, load = partial(_validate, blueprint, limits), partial(blueprint.load, model)
-    return WeightsDesk(
-        check, load, arena, stream, cache, weights, together=followers.together, progress=progress
-    )
+    return WeightsDesk(check, load, arena, stream, cache, weights, ranks=followers, progress=progress)
 
 
 def _validate(blueprint: Blueprint[Any], limits: Limits, checkpoint: Checkpoint) -> None:
@@ -53,25 +50,32 @@ class Training:
 
     def carry_out(self, command: UpdateWeights | Sleep | WakeUp, requests: int) -> None:
         """Raises Unsupported while requests run or wait, and for what the desk cannot do."""
-        pool = self._pool
-        if requests or not pool.idle:
+        if requests or not self._pool.idle:
             raise Unsupported(f"{requests} requests run or wait; this is possible only while none does")
-        if self._tiers is not None and isinstance(command, Sleep) and command.level == 1:
-            self._tiers.take_all(pool)  # the weights come again, so these prefixes stay true
-        elif not isinstance(command, WakeUp):
-            pool.reset_prefix_cache()
-        if self._tiers is not None:
-            self._tiers.settle()
         try:
             match command:
                 case UpdateWeights():
-                    self.desk.update(Path(command.path), command.version)
+                    self.desk.update(command.path, command.version, self._forget)
                 case Sleep():
-                    self.desk.sleep(command.level)
+                    self.desk.sleep(command.level, self._keep if command.level == 1 else self._forget)
                 case WakeUp():
                     self.desk.wake()
         except NotPossible as error:
             raise Unsupported(str(error)) from error
+
+    def _forget(self) -> None:
+        """Drop all cached prefixes."""
+        self._pool.reset_prefix_cache()
+        if self._tiers is not None:
+            self._tiers.settle()
+
+    def _keep(self) -> None:
+        """Move cached prefixes to the tiers: the weights come again, so they stay true."""
+        if self._tiers is None:
+            self._forget()
+        else:
+            self._tiers.take_all(self._pool)
+            self._tiers.settle()
 
     def salt(self, salt: bytes) -> bytes:
         """The salt of prefixes that these weights made: blocks outside the pool must not match others."""

@@ -15,7 +15,7 @@ try:
     from openinfer.graph.runner.scoring import PromptScore, Scores
     from openinfer.graph.runner.segments import readback_bytes, segments, step_keys
     from openinfer.graph.runner.verifying import DraftCounts
-    from openinfer.graph.runner.weights_desk import Progress, WeightsDesk
+    from openinfer.graph.runner.weights_desk import AllRanks, OneRank, Progress, WeightsDesk
 except ModuleNotFoundError as error:
     if error.name not in ("openinfer.kernels", "openinfer.sampler", "openinfer.scheduler"):
         raise
@@ -25,6 +25,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "AdapterQueue",
+    "AllRanks",
     "Batch",
     "Constraint",
     "DraftCounts",
@@ -37,6 +38,7 @@ __all__ = [
     "Model",
     "NoDrafts",
     "NoStates",
+    "OneRank",
     "Payload",
     "Progress",
     "PromptScore",

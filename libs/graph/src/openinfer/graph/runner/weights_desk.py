@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from openinfer.tensor import (
     Checkpoint,
     CheckpointError,
     LoadReport,
+    OutOfMemory,
     ProgressBar,
     SharedCheckpoint,
     Stream,
@@ -24,14 +25,51 @@ from openinfer.tensor import (
 Progress = Callable[[int, int], None]
 
 
+class AllRanks(Protocol):
+    """The ranks of an engine, as one of them has them: a command has two halves, `prepare` and `commit`."""
+
+    def agree(self, problem: str, command: str, *args: str | int) -> str:
+        """This rank has prepared a command, or cannot (`problem`). Returns a problem of any rank, the same on all; ""
+        where all have prepared it. The first rank has the others prepare first."""
+
+    def commit(self) -> None:
+        """The first rank has the others commit."""
+
+    def done(self) -> None:
+        """Wait until all ranks have committed."""
+
+
+class OneRank:
+    """AllRanks where there is one."""
+
+    def agree(self, problem: str, command: str, *args: str | int) -> str:
+        """See AllRanks."""
+        return problem
+
+    def commit(self) -> None:
+        """See AllRanks."""
+
+    def done(self) -> None:
+        """See AllRanks."""
+
+
+class _Prepared(NamedTuple):
+    """A command that can be carried out without fail, or taken back."""
+
+    commit: Callable[[], None]
+    undo: Callable[[], None]
+
+
 class WeightsDesk:
     """Changes an engine's memory while no request runs; the caller sees to that.
 
     check: raises CheckpointError for a checkpoint of another model. load: fills the weights, on a stream.
     cache: the tensors whose content need not survive a sleep.
     weights: the tensors that the first load filled, which a sleep of level 2 drops.
-    together: the first of several ranks tells the others to do the same, by the name of the method and its arguments;
-    at the end it waits for them. progress: makes the bar of an update.
+    progress: makes the bar of an update.
+
+    `update`, `sleep` and `wake` raise NotPossible with nothing changed on any rank: each first checks everything and
+    takes all that it needs, then calls `reset`, which forgets what will be untrue, and then changes the memory.
     """
 
     def __init__(
@@ -43,12 +81,13 @@ class WeightsDesk:
         cache: Sequence[Tensor],
         weights: Sequence[Tensor] = (),
         *,
-        together: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext(),
+        ranks: AllRanks | None = None,
         progress: Callable[[], Progress] = lambda: ProgressBar("updating weights"),
     ) -> None:
         self._check_model, self._load, self._arena, self._stream = check, load, arena, stream
-        self._cache, self.weights, self._all_ranks, self._progress = cache, weights, together, progress
+        self._cache, self.weights, self._ranks, self._progress = cache, weights, ranks or OneRank(), progress
         self._saved: list[tuple[int, np.ndarray[Any, Any]]] | None = None
+        self._prepared: _Prepared | None = None
         self.version = ""
         self.dropped = False
         """Whether the weights were dropped, and none have come yet."""
@@ -69,31 +108,75 @@ class WeightsDesk:
             else ""
         )
 
-    def update(self, path: Path | str, version: str) -> None:
+    def update(self, path: Path | str, version: str, reset: Callable[[], None] = lambda: None) -> None:
         """Take all weights from another checkpoint of the same model; `version` names them from now on. path: its
-        folder, or the socket of a process that shares them (tensor.SharedWeights).
+        folder, or the socket of a process that shares them (tensor.SharedWeights). Raises NotPossible; any other error
+        leaves weights of two checkpoints."""
+        self._carry_out(reset, "update", str(path), version)
 
-        Raises NotPossible before anything has changed. Any other error leaves weights of two checkpoints."""
+    def sleep(self, level: int = 1, reset: Callable[[], None] = lambda: None) -> None:
+        """Copy what is kept to the host, and give the memory back. level: 1 keeps all but the cache, 2 drops the
+        weights too. Raises NotPossible."""
+        self._carry_out(reset, "sleep", level)
+
+    def wake(self) -> None:
+        """Take the memory again, with what was kept; the rest is zero. Raises NotPossible, where others have the memory
+        too: it can be tried again."""
+        self._carry_out(lambda: None, "wake")
+
+    def _carry_out(self, reset: Callable[[], None], command: str, *args: str | int) -> None:
+        self.prepare(command, *args)
+        reset()
+        self.commit()
+
+    def prepare(self, command: str, *args: Any) -> None:
+        """The first half of a command by its name. Raises NotPossible on all ranks where one of them cannot."""
+        halves: dict[str, Callable[..., _Prepared]] = {
+            "update": self._update, "sleep": self._sleep, "wake": self._wake
+        }  # fmt: skip
+        prepared, problem = None, ""
+        try:
+            prepared = halves[command](*args)
+        except NotPossible as error:
+            problem = str(error)
+        if problem := self._ranks.agree(problem, command, *args):
+            if prepared is not None:
+                prepared.undo()
+            raise NotPossible(problem)
+        self._prepared = prepared
+
+    def commit(self) -> None:
+        """The second half of the command that was prepared, on all ranks."""
+        self._ranks.commit()
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            raise TypeError("no command was prepared")
+        prepared.commit()
+        self._ranks.done()
+
+    def _update(self, path: str, version: str) -> _Prepared:
         self._check(asleep=False)
         if not version:
             raise NotPossible("the new weights need a version, which answers name")
         with ExitStack() as stack:
             try:
-                path = Path(path)
-                shared = path.is_socket()
-                opened = SharedCheckpoint(path, self._arena.device) if shared else Checkpoint(path)
+                shared = Path(path).is_socket()
+                opened = SharedCheckpoint(Path(path), self._arena.device) if shared else Checkpoint(path)
                 checkpoint = stack.enter_context(opened)
                 self._check_model(checkpoint)
             except (CheckpointError, OSError, ValueError) as error:
                 raise NotPossible(f"{path} has no weights for this model: {error}") from error
-            self._stream.synchronize()
-            stack.enter_context(self._all_ranks("update", str(path), version))
-            self._load(checkpoint, stack.enter_context(Stream(self._arena.device)), self._progress())
-        self.version, self.dropped = version, False
+            kept = stack.pop_all()
 
-    def sleep(self, level: int = 1) -> None:
-        """Copy what is kept to the host, and give the memory back. level: 1 keeps all but the cache, 2 drops the
-        weights too. Raises NotPossible."""
+        def commit() -> None:
+            with kept, Stream(self._arena.device) as stream:
+                self._stream.synchronize()
+                self._load(checkpoint, stream, self._progress())
+            self.version, self.dropped = version, False
+
+        return _Prepared(commit, kept.close)
+
+    def _sleep(self, level: int) -> _Prepared:
         self._check(asleep=False)
         if level not in (1, 2):
             raise NotPossible(
@@ -101,27 +184,37 @@ class WeightsDesk:
             )
         if not self._arena.mapped:
             raise NotPossible("the memory cannot be given back; start the server with --enable-sleep-mode")
-        with self._all_ranks("sleep", level):
+        gone = [*self._cache, *(self.weights if level == 2 else ())]
+        try:
+            saved = [(start, np.empty(end - start, np.uint8)) for start, end in self._without(gone)]
+        except MemoryError as error:
+            raise NotPossible(f"the host has no memory for what is kept: {error}") from error
+
+        def commit() -> None:
             self._stream.synchronize()
-            saved, gone = [], [*self._cache, *(self.weights if level == 2 else ())]
-            for start, end in self._without(gone):
-                buffer = np.empty(end - start, np.uint8)
-                self._stream.copy_async(buffer.ctypes.data, start, end - start, "d2h")
-                saved.append((start, buffer))
+            for start, buffer in saved:
+                self._stream.copy_async(buffer.ctypes.data, start, len(buffer), "d2h")
             self._stream.synchronize()
             self._arena.give_back()
             self._saved, self.dropped = saved, self.dropped or level == 2
 
-    def wake(self) -> None:
-        """Take the memory again, with what was kept; the rest is zero. Raises NotPossible, OutOfMemory."""
+        return _Prepared(commit, saved.clear)
+
+    def _wake(self) -> _Prepared:
         self._check(asleep=True)
-        with self._all_ranks("wake"):
+        try:
             self._arena.take_back()
+        except OutOfMemory as error:
+            raise NotPossible(f"the engine sleeps on, try again later: {error}") from error
+
+        def commit() -> None:
             self._stream.memset_async(self._arena.base, 0, self._arena.used)
             for start, buffer in self._saved or ():
                 self._stream.copy_async(start, buffer.ctypes.data, len(buffer), "h2d")
             self._stream.synchronize()
             self._saved = None
+
+        return _Prepared(commit, self._arena.give_back)
 
     def _check(self, *, asleep: bool) -> None:
         if self.asleep != asleep:
