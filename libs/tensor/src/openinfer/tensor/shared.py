@@ -123,7 +123,8 @@ class SharedCheckpoint(Checkpoint):
                 os.close(descriptor)
 
     def _open(self) -> None:
-        self._add(Path(f"/proc/self/fd/{self._received[0]}"))
+        found = self._add(Path(f"/proc/self/fd/{self._received[0]}"))
+        self._tensors = {one.name: one for one in found}
 
     def address(self, name: str) -> int | None:
         """See Checkpoint."""
