@@ -324,4 +324,6 @@ def test_no_schema_breaks_the_server(schema: Any, properties: Any, name: str) ->
             "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>",
             '{"name": "f", "arguments": {}}',
         ):
-            TOOL_FORMATS[name].parse(text, {"f": parameters})
+            parser = OutputParser(tools=TOOL_FORMATS[name], schemas={"f": parameters})
+            parser.push(f"{TOOL_FORMATS[name].opening}\n{text}")
+            parser.flush()

@@ -124,11 +124,11 @@ def test_a_length_cut_stays_length(speak: Any) -> None:
     assert whole["calls"] == streamed["calls"][:whole_calls] == [ARGUMENTS] * whole_calls != []
 
 
-def test_a_call_that_is_cut_off_is_content_unless_it_was_told(speak: Any) -> None:
+def test_a_call_that_is_cut_off_ends_as_json(speak: Any) -> None:
     whole, streamed = whole_and_streamed(speak(CALL[:-20]))
-    assert (whole["content"], whole["calls"], whole["finish"]) == (CALL[:-20], [], "stop")
-    assert (streamed["content"], streamed["finish"]) == ("", "tool_calls")
-    assert streamed["calls"] == [("weather", '{"city": "Bonn", "day')]
+    assert whole == streamed
+    assert whole["calls"] == [("weather", '{"city": "Bonn"}')]
+    assert (whole["content"], whole["finish"]) == (', "day', "tool_calls")
 
 
 def test_the_other_formats(speak: Any) -> None:

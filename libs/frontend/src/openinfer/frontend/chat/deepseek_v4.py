@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openinfer.frontend.chat.dsml import DSML
+from openinfer.frontend.chat.formats import DSML
 from openinfer.frontend.chat.renderer import Message, RendererSpec, text_of
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.model_files import read_text

@@ -1,21 +1,263 @@
-"""The formats by the names of the command line, and which a model speaks."""
+"""The formats in which models write calls. Each is one value, which the readers and the forced grammars follow."""
 
+from __future__ import annotations
+
+import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
-from openinfer.frontend.chat.dsml import DsmlFormat
-from openinfer.frontend.chat.hermes import HermesFormat
-from openinfer.frontend.chat.output import ToolFormat
-from openinfer.frontend.chat.qwen_xml import QwenXmlFormat
+from openinfer.frontend.chat.forced import HELD, any_arguments, bare_value, each_argument
+from openinfer.frontend.chat.json_calls import JsonReader
+from openinfer.frontend.chat.parts import Schemas
+from openinfer.frontend.chat.tag_calls import TagReader
+from openinfer.sampler.lark import Lark
 
-__all__ = ["REASONING_FORMATS", "TOOL_FORMATS", "default_formats"]
+__all__ = [
+    "DSML",
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "JsonFormat",
+    "TagFormat",
+    "ToolFormat",
+    "default_formats",
+]
 
+DSML = "｜DSML｜"
+NAME, TEXT = "{name}", "{text}"
+_MEMBER = r'\s*,\s*"(?:id|type|index)"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)'
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonFormat:
+    """Calls as JSON objects, each with its own markers or all in one list.
+
+    opening, closing: around a call, or a list of calls. head: what stands before the arguments. wrapped: it opens an
+    object, which is closed behind them. listed: the calls between the markers are a JSON list. bare: a call may begin a
+    line without an opening.
+    """
+
+    opening: str
+    closing: str = ""
+    line: str = "\n"
+    call: str = '{"name": {name}, "arguments": '
+    listed: bool = False
+
+    @cached_property
+    def wrapped(self) -> bool:
+        return self.call.startswith('{"')
+
+    @cached_property
+    def head(self) -> re.Pattern[str]:
+        """The beginning of a call up to its arguments, with the name as first group."""
+        if self.wrapped:
+            return re.compile(
+                r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+            )
+        return re.compile(re.escape(self.call).replace(re.escape(NAME), r"\s*([\w.-]+)") + r"\s*(?=\{)")
+
+    @cached_property
+    def tail(self) -> re.Pattern[str]:
+        """What stands behind the arguments of a call."""
+        return re.compile(rf"(?:{_MEMBER})*\s*\}}")
+
+    @cached_property
+    def bare(self) -> re.Pattern[str] | None:
+        """Where a call without opening may begin."""
+        return re.compile(r"^[ \t]*(?=\{)", re.MULTILINE) if self.wrapped else None
+
+    @cached_property
+    def between(self) -> re.Pattern[str]:
+        """What stands between the calls of a block."""
+        return re.compile(r"[\s,;\[]*" if self.listed else r"\s*")
+
+    @cached_property
+    def end(self) -> re.Pattern[str]:
+        """The end of a block."""
+        return re.compile((r"\s*\]?\s*" if self.listed else r"\s*") + re.escape(self.closing))
+
+    def reader(self, schemas: Schemas, *, bare: bool, marked: bool) -> JsonReader:
+        """A reader of one call, of a tool on offer where it is bare. marked: its opening was there."""
+        return JsonReader(self, schemas, bare=bare, marked=marked)
+
+    def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
+        """The grammar after `opening` for a forced call of one of these tools, `closing` included.
+
+        With `many` any number of further calls may follow, in as many blocks as the format takes. Raises
+        InvalidGrammar for a schema that cannot be forced."""
+        calls = [
+            f"{lark.text(self.line + self.call.replace(NAME, json.dumps(name) if self.wrapped else name))} "
+            f"{any_arguments(lark, name, schema)} {lark.text('}' * self.wrapped + self.line + self.closing)}"
+            for name, schema in schemas.items()
+        ]
+        call = lark.any_of(calls)
+        if not many:
+            return call
+        return f"{call} {lark.rule(f'{lark.text(self.line + self.opening)} {call}')}*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TagFormat:
+    """Calls whose arguments stand between tags, as bare text without escapes.
+
+    opening, closing: around a block. call, end_call: around a call, with `{name}` for its name. parameter,
+    end_parameter: around a value, with `{name}`, and `{text}` where the format says whether it is text or JSON. pad: a
+    line break on each side of a value, which is no part of it. shared: all calls of a turn stand in one block.
+    """
+
+    opening: str
+    closing: str
+    call: str
+    end_call: str
+    parameter: str
+    end_parameter: str
+    pad: str = ""
+    shared: bool = False
+
+    @cached_property
+    def says_text(self) -> bool:
+        return TEXT in self.parameter
+
+    @cached_property
+    def call_start(self) -> str:
+        return self.call.partition(NAME)[0]
+
+    @cached_property
+    def parameter_start(self) -> str:
+        return self.parameter.partition(NAME)[0]
+
+    @cached_property
+    def call_tag(self) -> re.Pattern[str]:
+        return re.compile(r"\s*" + self._pattern(self.call))
+
+    @cached_property
+    def parameter_tag(self) -> re.Pattern[str]:
+        return re.compile(r"\s*" + self._pattern(self.parameter))
+
+    @cached_property
+    def bare(self) -> re.Pattern[str] | None:
+        return re.compile(f"(?={re.escape(self.call_start)})")
+
+    @cached_property
+    def between(self) -> re.Pattern[str]:
+        return re.compile(r"\s*")
+
+    @cached_property
+    def end(self) -> re.Pattern[str]:
+        return re.compile(r"\s*" + re.escape(self.closing))
+
+    @cached_property
+    def marks(self) -> tuple[tuple[str, str], ...]:
+        """The beginnings of all tags, by name."""
+        return (
+            ("parameter", self.parameter_start),
+            ("end_parameter", self.end_parameter),
+            ("call", self.call_start),
+            ("end_call", self.end_call),
+            ("opening", self.opening),
+            ("closing", self.closing),
+        )
+
+    @cached_property
+    def tags(self) -> re.Pattern[str]:
+        """Any whole tag, in a group of its name."""
+        written = {
+            "parameter": re.sub(r"\((?!\?)", "(?:", self._pattern(self.parameter)),
+            "call": re.sub(r"\((?!\?)", "(?:", self._pattern(self.call)),
+        }
+        return re.compile(
+            "|".join(f"(?P<{name}>{written.get(name, re.escape(mark))})" for name, mark in self.marks)
+        )
+
+    def before_tag(self, text: str, start: int) -> int:
+        """Where a tag may have begun that ends behind the text; the text's length if none has."""
+        at = text.find("<", max(start, len(text) - MAX_TAG))
+        while at >= 0:
+            rest = text[at:]
+            if any(mark.startswith(rest) for _, mark in self.marks) or (
+                rest.startswith((self.call_start, self.parameter_start))
+                and ">" not in rest
+                and "\n" not in rest
+            ):
+                return at
+            at = text.find("<", at + 1)
+        return len(text)
+
+    def reader(self, schemas: Schemas, *, bare: bool, marked: bool) -> TagReader:
+        """As JsonFormat.reader."""
+        return TagReader(self, schemas, bare=bare, marked=marked)
+
+    def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
+        """As JsonFormat.grammar."""
+
+        def write(name: str, schema: Mapping[str, Any]) -> str:
+            text, other = bare_value(lark, schema, self.end_parameter, self.closing, before=self.pad)
+            if not self.says_text:
+                # Free text may read as another type of the schema's, and then is that: it needs no expression.
+                if text and other and schema.keys() & HELD:
+                    text = lark.any_of([text, other])
+                opened = lark.text(self.parameter.replace(NAME, name) + self.pad)
+                return f"{opened} {text or other} {lark.text(NEWLINE)}"
+            values = [
+                f"{lark.text(self.parameter.replace(NAME, name).replace(TEXT, flag) + self.pad)} {value}"
+                for flag, value in (("true", text), ("false", other))
+                if value
+            ]
+            return f"{lark.any_of(values)} {lark.text(NEWLINE)}"
+
+        calls = [
+            f"{lark.text(self.call.replace(NAME, name) + NEWLINE)} {each_argument(lark, name, schema, write)} "
+            f"{lark.text(self.end_call + NEWLINE)}"
+            for name, schema in schemas.items()
+        ]
+        call, begin, end = lark.any_of(calls), lark.text(NEWLINE), lark.text(self.closing)
+        if self.shared or not many:
+            return f"{begin} {call}{'+' if many else ''} {end}"
+        return f"{begin} {call} {end} {lark.rule(f'{lark.text(NEWLINE + self.opening + NEWLINE)} {call} {end}')}*"
+
+    def _pattern(self, tag: str) -> str:
+        """The expression of an opening tag: its name is a group, and so is its flag, which may be left out."""
+        before, _, after = tag.partition(NAME)
+        before, after = re.escape(before), re.escape(after)
+        if self.says_text and re.escape(TEXT) in after:
+            after = re.sub(
+                r'\\?"\\ (\w+)=\\?"' + re.escape(re.escape(TEXT)) + r'\\?"',
+                r'"(?: \1="(true|false)")?',
+                after,
+            )
+        return f'{before}([^">\\n]+){after}'
+
+
+ToolFormat = JsonFormat | TagFormat
+MAX_TAG = 256
+NEWLINE = "\n"
+_HERMES = JsonFormat(opening="<tool_call>", closing="</tool_call>")
+_QWEN_XML = TagFormat(
+    opening="<tool_call>",
+    closing="</tool_call>",
+    call="<function={name}>",
+    end_call="</function>",
+    parameter="<parameter={name}>",
+    end_parameter="</parameter>",
+    pad="\n",
+)
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
-        "deepseek_v4": DsmlFormat(),
-        "hermes": HermesFormat(),
-        "qwen3_coder": QwenXmlFormat(),
-        "qwen3_xml": QwenXmlFormat(),
+        "deepseek_v4": TagFormat(
+            opening=f"<{DSML}tool_calls>",
+            closing=f"</{DSML}tool_calls>",
+            call=f'<{DSML}invoke name="{{name}}">',
+            end_call=f"</{DSML}invoke>",
+            parameter=f'<{DSML}parameter name="{{name}}" string="{{text}}">',
+            end_parameter=f"</{DSML}parameter>",
+            shared=True,
+        ),
+        "hermes": _HERMES,
+        "qwen3_coder": _QWEN_XML,
+        "qwen3_xml": _QWEN_XML,
     }
 )
 """--tool-call-parser: name to format, under the names that users of vLLM know."""

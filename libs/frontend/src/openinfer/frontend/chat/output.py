@@ -1,53 +1,30 @@
 """A model's text, a piece at a time, to reasoning, content and tool calls.
 
-One machine serves every format. A format is a pair of markers and a function that reads the text between them. The
-parts depend on the text alone, never on the pieces that it came in. So text that may still become a marker, and
-whitespace that a marker would swallow, are held back until that is decided.
+One machine serves every format. The parts depend on the text alone, never on the pieces that it came in, nor on whether
+calls are streamed. So text that may still become a marker, and whitespace that a marker would swallow, are held back
+until that is decided.
 
-A call is handed out when it is complete. Text that only resembles a call, or a call that is cut off, is content,
-verbatim. Where calls are streamed, a call is handed out once it names a tool on offer, and its arguments as they come.
+Where a call is:
+- Behind its opening marker, a call of a tool on offer is one as soon as it names the tool, and its arguments are handed
+  out as they come. If it goes wrong, or is cut, its arguments are ended as JSON, and the rest of the text is content.
+- Within thoughts, without its opening marker, or of a tool that is not on offer, it is one once it is whole.
+All other text that resembles a call stays where it is, verbatim.
 """
 
-from typing import Protocol
+from __future__ import annotations
 
-from openinfer.frontend.chat.parts import (
-    Content,
-    Part,
-    Reasoning,
-    Schemas,
-    ToolCall,
-    overlap,
-)
-from openinfer.frontend.chat.streams import CallStream
-from openinfer.sampler.lark import Lark
+import re
 
-__all__ = ["OutputParser", "ToolFormat", "repeated"]
+from openinfer.frontend.chat.formats import ToolFormat
+from openinfer.frontend.chat.json_calls import JsonReader
+from openinfer.frontend.chat.parts import Arguments, Content, Part, Reasoning, Schemas, ToolCall, overlap
+from openinfer.frontend.chat.tag_calls import TagReader
 
-THINK, END_THINK, NEWLINE = "<think>", "</think>", "\n"
+__all__ = ["OutputParser"]
 
-
-class ToolFormat(Protocol):
-    """How a model writes its calls: between `opening` and `closing`."""
-
-    opening: str
-    closing: str
-
-    def parse(self, body: str, schemas: Schemas) -> list[ToolCall] | None:
-        """The calls in the text between the markers; None when it is malformed. Never raises."""
-
-    def stream(self, schemas: Schemas) -> CallStream:
-        """A new reader of the text between two markers."""
-
-    def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
-        """The grammar after `opening` for a forced call of one of these tools, `closing` included.
-
-        With `many` any number of further calls may follow, in as many blocks as the format takes. Raises
-        InvalidGrammar for a schema that cannot be forced."""
-
-
-def repeated(lark: Lark, form: ToolFormat, call: str, many: bool) -> str:
-    """`call`, and with `many` further ones, each in a block on a line of its own."""
-    return f"{call} {lark.rule(f'{lark.text(NEWLINE + form.opening)} {call}')}*" if many else call
+THINK, END_THINK = "<think>", "</think>"
+MAX_TRIES = 16
+"""What looks like a call and ends without being one is read again, as text that may hold a call. This often."""
 
 
 class OutputParser:
@@ -55,7 +32,8 @@ class OutputParser:
 
     reasoning: whether `<think>...</think>` at the start is reasoning. tools: None leaves calls in the content.
     schemas: parameters of the tools on offer. in_reasoning: the prompt ended inside `<think>`.
-    max_calls: later calls are dropped (1 for parallel_tool_calls: false). streams: give calls as they come.
+    max_calls: later calls are dropped (1 for parallel_tool_calls: false). streams: give calls as they come; otherwise
+    each is one part, when it is complete.
     """
 
     def __init__(
@@ -73,18 +51,22 @@ class OutputParser:
         self._calls_left = max_calls
         self.thought = reasoning and in_reasoning
         """Whether what came so far has thoughts, or goes on with those of the prompt."""
+        self._thinking = self.thought
         self._held = ""
         self._parts: list[Part] = []
         self._begun = False  # something was said in the reasoning
-        self._space = ""  # whitespace before a call, dropped if it is one
-        self._body: list[str] = []
+        self._at_line = True  # held text begins a line
         self._streams = streams
-        self._stream: CallStream | None = None  # of the call that is being read
-        self._dropped = False  # the call that is being streamed is one too many
+        self._whole: list[str] = []  # the call that is not streamed: its name and arguments so far
+        self._reader: TagReader | JsonReader | None = None  # of the call that is being read
+        self._raw: list[str] = []  # text of a call that may turn out to be none
+        self._before = self._marker = ""  # whitespace and marker before it
+        self._bare = False  # it must be whole, and of a tool on offer
+        self._sure = False  # it was handed out
+        self._dropped = False  # it is one too many
         self._after_call = False  # nothing but whitespace was said since a call
-        self._state = self._text
-        if reasoning:
-            self._state = self._think if in_reasoning else self._start
+        self._tries = 0
+        self._state = self._start if reasoning and not in_reasoning else self._text
 
     def push(self, text: str) -> list[Part]:
         """The parts that are certain after this text."""
@@ -101,114 +83,194 @@ class OutputParser:
         parts, self._parts = self._parts, []
         return parts
 
-    def _say(self, part: Part) -> None:
-        if isinstance(part, ToolCall) or part.text:
-            self._parts.append(part)
+    # -- text --
 
     def _start(self, final: bool) -> bool:
         text = self._held.lstrip()
         if text.startswith(THINK):
             self._held = text[len(THINK) :]
-            self._state = self._think
-            self.thought = True
+            self._state = self._text
+            self.thought = self._thinking = True
             return True
         if THINK.startswith(text) and not final:
             return False
         self._state = self._text
         return True
 
-    def _think(self, final: bool) -> bool:
-        if not self._begun:
-            self._held = self._held.lstrip("\n")
-        end = self._held.find(END_THINK)
-        if end >= 0:
-            self._say(Reasoning(self._held[:end].rstrip("\n")))
-            self._held = self._held[end + len(END_THINK) :]
-            self._state = self._after_think
-            return True
-        keep = 0 if final else overlap(self._held, END_THINK)
-        said = self._held[: len(self._held) - keep]
-        said = said if final else said.rstrip("\n")
-        self._begun = self._begun or bool(said)
-        self._say(Reasoning(said))
-        self._held = self._held[len(said) :]
-        return False
-
     def _after_think(self, final: bool) -> bool:
         self._held = self._held.lstrip("\n")
         if not self._held:
             return False
-        self._state = self._text
+        self._state, self._at_line = self._text, True
         return True
 
     def _text(self, final: bool) -> bool:
-        if self._tools is None:
-            self._say(Content(self._held))
-            self._held = ""
-            return False
-        start = self._held.find(self._tools.opening)
-        if start >= 0:
+        """Thoughts or content, up to a marker."""
+        if self._thinking and not self._begun:
+            self._held = self._held.lstrip("\n")
+        end = self._held.find(END_THINK) if self._thinking else -1
+        call = self._call_in(self._held if end < 0 else self._held[:end])
+        if call is not None:
+            start, marker = call
             before = self._held[:start]
-            self._say_content(before.rstrip())
-            self._space = before[len(before.rstrip()) :]
-            self._held = self._held[start + len(self._tools.opening) :]
-            self._stream = self._tools.stream(self._schemas) if self._streams else None
-            self._state = self._call
+            said = before.rstrip("\n") if self._thinking else before.rstrip()
+            self._say_text(said)
+            self._bare = self._thinking or not marker
+            self._before, self._marker, self._sure = before[len(said) :] + marker, marker, False
+            self._move(start + len(marker))
+            self._begin_call()
             return True
-        keep = 0 if final else overlap(self._held, self._tools.opening)
-        said = self._held[: len(self._held) - keep]
-        if not final or self._after_call:
+        if end >= 0:
+            self._say_text(self._held[:end].rstrip("\n"))
+            self._move(end + len(END_THINK))
+            self._thinking, self._state = False, self._after_think
+            return True
+        said = self._held if final else self._held[: self._certain()]
+        if self._thinking:
+            said = said if final else said.rstrip("\n")
+        elif not final or self._after_call:
             said = said.rstrip()
-        self._say_content(said)
-        self._held = "" if final else self._held[len(said) :]
+        self._say_text(said)
+        self._move(len(self._held) if final else len(said))
         return False
 
-    def _say_content(self, text: str) -> None:
-        self._after_call = self._after_call and not text
-        self._say(Content(text))
+    def _call_in(self, text: str) -> tuple[int, str] | None:
+        """Where a call may begin, and with which marker; no marker for one without its opening."""
+        form = self._tools
+        if form is None or self._tries > MAX_TRIES:
+            return None
+        found = text.find(form.opening)
+        start, marker = (len(text), "") if found < 0 else (found, form.opening)
+        if self._schemas and form.bare is not None:
+            for bare in form.bare.finditer(text, 0, start):
+                if bare.start() or self._at_line or not form.bare.flags & re.MULTILINE:
+                    return bare.end(), ""
+        return None if found < 0 else (start, marker)
+
+    def _certain(self) -> int:
+        """How much of the held text cannot be the beginning of a marker."""
+        markers = [END_THINK] if self._thinking else []
+        if self._tools is not None and self._tries <= MAX_TRIES:
+            markers.append(self._tools.opening)
+            if self._schemas and isinstance(call := getattr(self._tools, "call_start", None), str):
+                markers.append(call)
+        return len(self._held) - max((overlap(self._held, marker) for marker in markers), default=0)
+
+    def _move(self, count: int) -> None:
+        if count:
+            self._at_line = self._held[count - 1] == "\n"
+            self._held = self._held[count:]
+
+    def _say_text(self, text: str) -> None:
+        if not text:
+            return
+        self._end_whole()
+        if self._thinking:
+            self._begun = True
+            self._parts.append(Reasoning(text))
+        else:
+            self._after_call = False
+            self._parts.append(Content(text))
+
+    # -- calls --
+
+    def _begin_call(self) -> None:
+        assert self._tools is not None
+        marked = bool(self._marker)
+        self._reader, self._raw = self._tools.reader(self._schemas, bare=self._bare, marked=marked), []
+        self._state = self._call
 
     def _call(self, final: bool) -> bool:
-        assert self._tools is not None
-        closing = self._tools.closing
-        end = self._held.find(closing)
-        if end < 0:
-            keep = 0 if final else overlap(self._held, closing)
-            cut = len(self._held) - keep
-            self._read(self._held[:cut])  # so that a long call is not searched again and again
-            self._held = self._held[cut:]
-            if final:
-                self._end_call("")
+        reader = self._reader
+        assert reader is not None
+        if self._bare or not reader.offered:
+            self._raw.append(self._held)
+        reader.text += self._held
+        self._held = ""
+        found = reader.run(final)
+        sure = reader.offered and not self._bare
+        if found and not sure and reader.mended:
+            found = False
+        if found or sure:
+            self._give(reader.parts)
+        if found is None:
             return False
-        self._read(self._held[:end])
-        self._held = self._held[end + len(closing) :]
-        self._end_call(closing)
-        self._state = self._text
+        rest, self._reader = reader.text, None
+        if found:
+            self._end_whole()
+            self._held, self._state = rest, self._between
+            self._sure = self._after_call = True
+        elif sure:
+            self._end_whole()
+            self._held, self._state, self._after_call = rest, self._text, True
+        else:
+            self._refuse(final)
         return True
 
-    def _read(self, text: str) -> None:
-        """More of a call."""
-        self._body.append(text)
-        for part in self._stream.push(text) if self._stream is not None else ():
+    def _refuse(self, final: bool) -> None:
+        """What was read is no call."""
+        text = "".join(self._raw)
+        self._tries += final
+        self._held, self._state = text, self._text
+        if self._sure:  # other text behind a call, within its markers
+            self._held = self._before + text
+            return
+        if self._before:
+            self._say_text(self._before)
+            self._at_line = False
+        else:  # nothing was read of it yet: its first character is text
+            self._say_text(text[:1])
+            self._at_line, self._held = False, text[1:]
+
+    def _between(self, final: bool) -> bool:
+        """Behind a call: its closing marker, another call within the same markers, or text."""
+        form = self._tools
+        assert form is not None
+        ended = form.end.match(self._held)
+        if ended is not None and form.closing:
+            self._held = self._held[ended.end() :]
+            self._state, self._at_line = self._text, False
+            return True
+        gap = form.between.match(self._held)
+        assert gap is not None
+        rest = self._held[gap.end() :]
+        if not final and (not rest or form.closing.startswith(rest) or self._call_may_begin(rest) is None):
+            return False
+        self._state = self._text
+        if not self._call_may_begin(rest):
+            self._held = self._held[ended.end() :] if ended is not None else self._held
+            self._at_line = False
+            return True
+        self._before, self._held = self._held[: gap.end()], rest
+        self._begin_call()
+        return True
+
+    def _call_may_begin(self, text: str) -> bool | None:
+        assert self._tools is not None
+        start = getattr(self._tools, "call_start", "{" if getattr(self._tools, "wrapped", False) else "")
+        if not start or not text:
+            return False
+        return True if text.startswith(start) else None if start.startswith(text) else False
+
+    def _give(self, parts: list[Part]) -> None:
+        """Hand out parts of a call."""
+        for part in parts:
             if isinstance(part, ToolCall):
+                self._end_whole()
                 self._dropped = self._calls_left == 0
                 self._calls_left = self._calls_left and self._calls_left - 1
-            if not self._dropped:
-                self._say(part)
+            if self._dropped:
+                continue
+            if self._streams:
+                self._parts.append(part)
+            elif isinstance(part, ToolCall):
+                self._whole = [part.name, part.arguments]
+            elif isinstance(part, Arguments):
+                self._whole.append(part.text)
+        parts.clear()
 
-    def _end_call(self, closing: str) -> None:
-        assert self._tools is not None
-        body = "".join(self._body)
-        self._body = []
-        if self._stream is not None and self._stream.begun:
-            self._after_call = True
-            return
-        calls = self._tools.parse(body, self._schemas)
-        if calls is None:
-            self._say_content(self._space + self._tools.opening + body + closing)
-            return
-        self._after_call = True
-        if self._calls_left is not None:
-            calls = calls[: self._calls_left]
-            self._calls_left -= len(calls)
-        for call in calls:
-            self._say(call)
+    def _end_whole(self) -> None:
+        if self._whole:
+            name, *arguments = self._whole
+            self._parts.append(ToolCall(name, "".join(arguments)))
+            self._whole = []

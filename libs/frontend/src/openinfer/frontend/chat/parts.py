@@ -1,10 +1,13 @@
 """The parts of a model's text: content, reasoning and tool calls."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Arguments", "Content", "Part", "Reasoning", "Schemas", "ToolCall", "overlap"]
+__all__ = ["TOOL_NAME", "Arguments", "Content", "Part", "Reasoning", "Schemas", "ToolCall", "overlap"]
 
+TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
+"""What a tool may be called that is not on offer."""
 Schemas = Mapping[str, Mapping[str, Any] | None]
 """Name of a tool -> JSON schema of its parameters; None for a tool without."""
 

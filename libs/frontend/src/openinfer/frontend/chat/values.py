@@ -1,12 +1,15 @@
-"""Parsing argument values that a model wrote, and writing JSON that is safe to send on."""
+"""Values of arguments that a model wrote: their types by the tool's schema, and JSON that is safe to send on."""
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Malformed", "decode", "encode", "kinds", "resolved", "typed"]
+__all__ = ["Malformed", "child", "decode", "encode", "fitted", "kinds", "resolved", "written_as"]
 
 MAX_HOPS = 8
+MAX_LITERAL_CHARS = 1 << 16
+"""Longer texts are not read as Python literals."""
 
 
 class Malformed(Exception):
@@ -16,7 +19,7 @@ class Malformed(Exception):
 def decode(text: str) -> Any:
     """JSON, forgiving raw line breaks in strings. Raises Malformed."""
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse)
+        return json.loads(text, strict=False, parse_constant=_refuse, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise Malformed from error
 
@@ -26,27 +29,59 @@ def encode(value: Any) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()  # half a surrogate pair decodes from JSON, but is no text
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise Malformed from error
     return text
 
 
-def typed(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """A value written as bare text, read as the schema's type; text where it is not of that type. root: what the
-    schema's references are resolved in."""
-    wanted = kinds(schema, root)
-    if not wanted or wanted == {"string"}:
-        return text
-    word = text.strip()
-    if "boolean" in wanted and word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    if "null" in wanted and word.lower() in ("null", "none"):
-        return None
+def written_as(
+    text: str, schema: Mapping[str, Any], root: Mapping[str, Any], *, says_json: bool = False
+) -> str:
+    """The JSON of a value written as bare text, read as the schema's type: JSON or a Python literal. Text where it is
+    not of that type.
+
+    root: what the schema's references are resolved in. says_json: the format says that the text is JSON; so it is where
+    the schema does not say otherwise."""
     try:
-        value = decode(word)
+        return encode(_typed(text, schema, root, says_json))
     except Malformed:
-        return text
+        return json.dumps(text, ensure_ascii=False)
+
+
+def _typed(text: str, schema: Mapping[str, Any], root: Mapping[str, Any], says_json: bool) -> Any:
+    wanted = kinds(schema, root)
+    if wanted <= {"string"}:
+        value = _read(text) if says_json else text
+        return value if isinstance(value, str) or not wanted else text
+    value = _read(text.strip())
+    if isinstance(value, str) and "string" not in wanted:
+        value = _read(value.strip())  # a number in quotes, JSON within JSON
+    value = fitted(value, schema, root)
     return value if _kind(value) & wanted else text
+
+
+def fitted(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 32) -> Any:
+    """The value with whole numbers where the schema has integers (5.0 is 5), at any depth."""
+    if (
+        isinstance(value, float)
+        and value.is_integer()
+        and kinds(schema, root) & {"integer", "number"} == {"integer"}
+    ):
+        return int(value)
+    if depth and isinstance(value, dict):
+        return {key: fitted(one, child(schema, key, root), root, depth - 1) for key, one in value.items()}
+    if depth and isinstance(value, list):
+        return [fitted(one, child(schema, None, root), root, depth - 1) for one in value]
+    return value
+
+
+def child(schema: Mapping[str, Any], key: str | None, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a property, or of a list's items (None); empty where the schema does not say."""
+    schema = resolved(schema, root)
+    found: Any = schema.get("items") if key is None else schema.get("properties")
+    if key is not None and isinstance(found, Mapping):
+        found = found.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,12 +118,30 @@ def kinds(schema: Mapping[str, Any], root: Mapping[str, Any], hops: int = MAX_HO
     if isinstance(kind, list):
         return {one for one in kind if isinstance(one, str)}
     found: set[str] = set()
-    for name in ("anyOf", "oneOf"):
+    for name in ("anyOf", "oneOf", "allOf"):
         options = schema.get(name)
         for option in options if isinstance(options, list) and hops else ():
             if isinstance(option, Mapping):
                 found |= kinds(option, root, hops - 1)
     return found
+
+
+def _read(text: str) -> Any:
+    """JSON, else a word or literal of Python's, else the text."""
+    word = {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
+    if word is not text:
+        return word
+    try:
+        return decode(text)
+    except Malformed:
+        pass
+    if len(text) > MAX_LITERAL_CHARS or text[:1] not in tuple("[{('\"-+.0123456789"):
+        return text
+    try:
+        value = json.loads(encode(ast.literal_eval(text)))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, Malformed):
+        return text
+    return value
 
 
 def _kind(value: Any) -> set[str]:
@@ -98,6 +151,13 @@ def _kind(value: Any) -> set[str]:
         return {"integer", "number"}
     names = {float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
     return {names[type(value)]}
+
+
+def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(members)
+    if len(found) < len(members):
+        raise ValueError("a key stands twice: one of the values would be lost")
+    return found
 
 
 def _refuse(word: str) -> None:
