@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import mmap
 import os
 import shutil
 import time
@@ -553,21 +554,102 @@ def test_old_files_go_when_the_disk_is_used_up(tmp_path):
     assert len(list(tmp_path.glob("*/??/*"))) <= 6
 
 
-def test_unfinished_and_foreign_files_are_removed_at_start(tmp_path):
-    shard = tmp_path / (b"f" * 32).hex()[:16] / "ab"
-    shard.mkdir(parents=True)
-    for name in ("ab.part", "ab" * 32 + ".0", "ab" * 32 + ".7", "zz" * 32 + ".0"):
-        (shard / name).write_bytes(b"\0" * 8192)
-    (shard / ("zz" * 32 + ".0")).write_bytes(b"\0" * 8192)
-    (shard / "folder").mkdir()
+@pytest.mark.attack
+def test_foreign_files_are_left_alone_at_start(tmp_path):
+    """Records that are unfinished, or of another group or size, go; whatever else there is stays, also behind links."""
+    folder = tmp_path / (b"f" * 32).hex()[:16]
+    shard, precious = folder / "ab", tmp_path / "precious"
+    for one in (shard, precious, shard / "folder", folder / "backup", folder / "zz"):
+        one.mkdir(parents=True, mode=0o700)
+    name = "ab" * 32
+    ours = [f"{name}.part", f"{name}.7", "ab" + "c" * 62 + ".0"]
+    for text in (f"{name}.0", *ours[:2], "notes", "cd" * 32 + ".0", f"{name}.0.bak", "AB" * 32 + ".0"):
+        (shard / text).write_bytes(b"\0" * 8192)
+    (shard / ours[2]).write_bytes(b"short")
+    for place in (precious, folder / "backup", folder / "zz"):
+        for text in ("1.txt", "cd" * 32 + ".7", f"{name}.part"):
+            (place / text).write_text("x")
+    (folder / "cd").symlink_to(precious)
+    (folder / "link").symlink_to(precious)
+    (shard / ("ab" + "e" * 62 + ".9")).symlink_to(precious / "1.txt")
+    (shard / ("ab" + "d" * 62 + ".9")).mkdir()
+    os.mkfifo(shard / ("ab" + "f" * 62 + ".9"))
+    before = {path for path in tmp_path.rglob("*") if path.name not in ours or path.parent != shard}
     engine = Engine(disk=disk_in(tmp_path))
     engine.serve(FIRST[:12])
     engine.serve(OTHER[:12])
     settle(engine.tiers)
     assert engine.tiers.stats.to_disk
     engine.close()
-    assert sorted(path.name for path in shard.iterdir()) == ["ab" * 32 + ".0", "folder"]
-    assert disk_in(tmp_path).close() is None
+    assert before <= set(tmp_path.rglob("*"))
+    assert not [text for text in ours if (shard / text).exists()]
+    disk = disk_in(tmp_path)
+    disk.start()
+    until = time.monotonic() + 5
+    while not disk.found and time.monotonic() < until:
+        disk.done(0.1)
+    assert (0, bytes.fromhex(name)) in disk.found
+    disk.close()
+
+
+@pytest.mark.attack
+def test_a_shard_that_is_a_link_is_not_followed(tmp_path):
+    """Neither to read nor to write nor to remove."""
+    disk, slot = disk_in(tmp_path), Slot(0, 0, memoryview(mmap.mmap(-1, 4096)), b"\xab" * 32)
+    precious, record = tmp_path / "precious", disk.folder / "ab" / ("ab" * 32 + ".0")
+    disk.start()
+
+    def ended():
+        (one,) = disk.done(10.0)
+        return one.problem
+
+    assert disk.write(slot)
+    assert ended() is None
+    record.parent.rename(precious)
+    record.parent.symlink_to(precious)
+    disk.read(slot)
+    assert "is a link" in ended()
+    assert disk.write(slot)
+    assert "is a link" in ended()
+    record.parent.unlink()
+    precious.rename(record.parent)
+    record.rename(tmp_path / "moved")
+    record.symlink_to(tmp_path / "moved")
+    disk.read(slot)
+    assert "symbolic links" in ended()
+    disk.close()
+    assert (tmp_path / "moved").stat().st_size == 8192
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("which", ["folder", "subfolder"])
+@pytest.mark.parametrize("kind", ["of another user", 0o777, 0o775, 0o1777, "link"])
+def test_a_folder_that_others_can_write_to_is_refused(which, kind, tmp_path, monkeypatch):
+    """Records of others would become answers."""
+    base = tmp_path / "kv"
+    disk_in(base).close()
+    (subfolder,) = base.iterdir()
+    one = base if which == "folder" else subfolder
+    words = "has mode"
+    if kind == "link":
+        words = "is a link"
+        one.rename(tmp_path / "elsewhere")
+        one.symlink_to(tmp_path / "elsewhere")
+    elif kind == "of another user":
+        words, real, number = "belongs to user 12345", Path.stat, os.stat(one).st_ino
+
+        def stat(path, **how):
+            found = real(path, **how)
+            return os.stat_result((*found[:4], 12345, *found[5:])) if found.st_ino == number else found
+
+        monkeypatch.setattr(Path, "stat", stat)
+    else:
+        one.chmod(kind)
+    if which == "folder" and kind in (0o1777, "link"):  # as /tmp; and an operator may name a link
+        disk_in(base).close()
+        return
+    with pytest.raises(InvalidTiers, match=f"{one.name} {words}"):
+        disk_in(base)
 
 
 def test_a_tier_leaves_the_host_room_for_all_else(tmp_path, caplog, monkeypatch):

@@ -1,4 +1,4 @@
-"""Handover: memory that one process of a host gives to another, as descriptors over a Unix socket.
+"""Handover: what one process of a host takes from others: memory, as descriptors over a Unix socket, and folders.
 
 The receiver maps what it gets, and a file that became shorter afterwards would end it by SIGBUS. So it takes only files
 that are sealed against that, and only from processes of its own user.
@@ -11,11 +11,13 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("openinfer.tensor")
@@ -128,6 +130,21 @@ def accepted(listener: socket.socket, name: str) -> Iterator[tuple[socket.socket
             quiet_until = now + _QUIET_S
             time.sleep(_PAUSE_S)
         yield found
+
+
+def distrust(folder: Path, *, sticky: bool = False) -> str:
+    """Why the files of a folder could be another user's; "" where they are this user's or root's, or it is not there.
+    sticky: what others cannot replace in it counts as theirs alone, as in /tmp."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return ""
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if others_write and not (sticky and found.st_mode & stat.S_ISVTX):
+        return f"has mode {stat.S_IMODE(found.st_mode):04o}, so other users can write to it"
+    return ""
 
 
 def _user(connection: socket.socket) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from openinfer.kernels.errors import UntrustedCache
+from openinfer.tensor.handover import distrust
 
 
 def make_private(folder: Path) -> None:
@@ -28,19 +27,10 @@ def check_owner(folder: Path) -> None:
 
     Raises UntrustedCache.
     """
-    try:
-        found = folder.stat()
-    except FileNotFoundError:
-        return
-    if found.st_uid not in (os.geteuid(), 0):
+    why = distrust(folder)
+    if why:
         raise UntrustedCache(
-            f"{folder} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}: its files would "
-            "be run as code. Remove the folder, or name another one in OPENINFER_CACHE"
-        )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UntrustedCache(
-            f"{folder} has mode {stat.S_IMODE(found.st_mode):04o}, so other users can write to it, and its files would "
-            "be run as code. Remove the folder, or name another one in OPENINFER_CACHE"
+            f"{folder} {why}: its files would be run as code. Remove the folder, or name another one in OPENINFER_CACHE"
         )
 
 

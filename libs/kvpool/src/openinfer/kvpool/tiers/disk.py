@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from openinfer.tensor.handover import distrust
+
 from ..errors import InvalidTiers
 from ..group import Group
 from .host import Slot
@@ -76,8 +78,18 @@ class Disk:
         """The records are in its subfolders."""
         try:
             self.folder.mkdir(0o700, parents=True, exist_ok=True)
+            for one in (folder, self.folder):
+                why = (
+                    "is a link"
+                    if one is self.folder and one.is_symlink()
+                    else distrust(one, sticky=one is folder)
+                )
+                if why:
+                    raise InvalidTiers(
+                        f"{one} {why}: its blocks would become answers. Give another folder, as a new one in it"
+                    )
             _describe(self.folder / "about.json", json.dumps(about, indent=1).encode())
-            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise InvalidTiers(f"the folder {folder} for KV blocks cannot be used: {error}") from None
         try:
@@ -169,8 +181,7 @@ class Disk:
             del self._index[group, name]
             self.used_bytes -= file_bytes(self._sizes[group])
             self.evicted.append((group, name))
-            path = self._path(group, name)
-            self._writes.put(lambda files: path.unlink(missing_ok=True))
+            self._remove(group, name)
 
     def done(self, wait_s: float) -> list[Done]:
         """Reads and writes that have ended. Waits up to wait_s seconds for the first."""
@@ -205,7 +216,7 @@ class Disk:
         self.num_writing -= 1
         if self._writing.get(key) != one.ticket:  # cleared meanwhile; a later write replaces the file
             if key not in self._writing and key not in self._index:
-                self._writes.put(lambda files: self._path(*key).unlink(missing_ok=True))
+                self._remove(*key)
             return
         del self._writing[key]
         if one.problem is None:
@@ -248,11 +259,18 @@ class Disk:
             thread.join()
         self._unlock()
 
-    def _path(self, group: int, name: bytes) -> Path:
-        text = name.hex()
-        return self.folder / text[:2] / f"{text}.{group}"
+    def _remove(self, group: int, name: bytes) -> None:
+        self._writes.put(lambda files: self._path(group, name).unlink(missing_ok=True))
 
     # -- in the threads --
+
+    def _path(self, group: int, name: bytes) -> Path:
+        """The file of a record. Raises OSError where its shard is a link, whose files are not the tier's."""
+        text = name.hex()
+        shard = self.folder / text[:2]
+        if shard.is_symlink():
+            raise OSError(f"{shard} is a link, which is not followed")
+        return shard / f"{text}.{group}"
 
     def _work(self, jobs: queue.SimpleQueue[Callable[[Files], None] | None]) -> None:
         files = Files(self._fingerprint, direct=self._direct)
@@ -262,8 +280,9 @@ class Disk:
         files.close()
 
     def _run(self, files: Files, act: Callable[..., None], slot: Slot, ticket: int) -> None:
-        path, problem = self._path(slot.group, slot.name), None
+        problem = None
         try:
+            path = self._path(slot.group, slot.name)
             if ticket:
                 path.parent.mkdir(exist_ok=True)
             act(files, path, slot.group, slot.name, slot.memory, self._sizes[slot.group])
@@ -274,6 +293,8 @@ class Disk:
 
 def _describe(path: Path, text: bytes) -> None:
     """Write a file that is not there or says something else. A full disk takes not even the same text again."""
+    if path.is_symlink():
+        raise OSError(f"{path.name} is a link")
     if not path.exists() or path.read_bytes() != text:
         path.write_bytes(text)
 
@@ -284,23 +305,21 @@ def _unlock(lock: int) -> None:
 
 
 def _records(folder: Path, sizes: Sequence[int]) -> list[tuple[int, bytes]]:
-    """The records in a folder, the oldest first. Removes unfinished files, and files of another size. Leaves alone what
-    it can neither read nor remove."""
+    """The records in a folder, the oldest first. Removes unfinished ones, and those of another size or group. Other
+    files are somebody's: it follows no link, and leaves alone what has another name."""
     found = []
-    for shard in folder.iterdir():
+    for shard in os.scandir(folder):
+        if not re.fullmatch("[0-9a-f]{2}", shard.name) or not shard.is_dir(follow_symlinks=False):
+            continue
         with contextlib.suppress(OSError):
             for entry in os.scandir(shard):
+                match = re.fullmatch("([0-9a-f]{64})[.]([0-9]{1,3}|part)", entry.name)
+                if not match or match[1][:2] != shard.name or not entry.is_file(follow_symlinks=False):
+                    continue
                 with contextlib.suppress(OSError):
-                    record, status = _record(entry.name, sizes), entry.stat()
-                    if record is not None and status.st_size == file_bytes(sizes[record[0]]):
-                        found.append((status.st_mtime_ns, record))
+                    status, group = entry.stat(), len(sizes) if match[2] == "part" else int(match[2])
+                    if group < len(sizes) and status.st_size == file_bytes(sizes[group]):
+                        found.append((status.st_mtime_ns, (group, bytes.fromhex(match[1]))))
                     else:
                         os.unlink(entry.path)
     return [record for _, record in sorted(found)]
-
-
-def _record(name: str, sizes: Sequence[int]) -> tuple[int, bytes] | None:
-    """Group and name of the record in a file of this name; None for other files."""
-    match = re.fullmatch("([0-9a-f]{64})[.]([0-9]{1,3})", name)
-    known = match is not None and int(match[2]) < len(sizes)
-    return (int(match[2]), bytes.fromhex(match[1])) if match is not None and known else None

@@ -24,7 +24,9 @@ class Files:
     """Reads and writes records in one thread. direct: without the page cache (O_DIRECT)."""
 
     def __init__(self, fingerprint: bytes, *, direct: bool) -> None:
-        self._fingerprint, self._flags = fingerprint, os.O_DIRECT if direct else 0
+        # No link is followed, and no pipe waited for.
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._fingerprint, self._flags = fingerprint, flags | (os.O_DIRECT if direct else 0)
         self._header = mmap.mmap(-1, ALIGNMENT)  # page-aligned, as O_DIRECT wants it
 
     def write(self, path: Path, group: int, name: bytes, record: memoryview, nbytes: int) -> None:
@@ -73,7 +75,7 @@ def takes_direct(folder: Path) -> str | None:
     """Why the file system takes no O_DIRECT; None if it does."""
     path, page = folder / "probe.part", mmap.mmap(-1, ALIGNMENT)
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_NOFOLLOW, 0o600)
         try:
             os.pwritev(fd, [page], 0)
         finally:
