@@ -5,8 +5,8 @@
 of .ci/constraints.txt. In each environment the suites of every project with such a dependency run, and every kernel
 of every recipe is compiled for sm_90. `make test` runs with the versions of constraints.txt.
 
---quick, for CI: every fourth kernel, beginning by the day; and libs/kernels with the newest versions alone, because
-make test runs it with the oldest Triton.
+--quick, for CI: one end, the other one at the next commit; every fourth kernel, beginning by the day; and libs/kernels
+only with the newest versions, because make test runs it with the oldest Triton.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from check_wheels import INSTALL
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from run_tests import commits
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
@@ -48,6 +49,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="run only the part that fits into CI's time")
     args = parser.parse_args()
     ends = args.ends or ["oldest", "newest"]
+    if args.quick and not args.ends:
+        ends = [ends[commits() % 2]]
     with (
         tempfile.TemporaryDirectory(prefix="openinfer-ranges-") as temporary,
         ThreadPoolExecutor(1) as installer,  # the second environment is made while the first one is used

@@ -149,9 +149,13 @@ def ended(running: Mapping[Future[T], str]) -> Iterator[Future[T]]:
 
 def in_turn() -> str:
     """The suite of the library whose wheel is tested at this commit: one, because all seven take long."""
+    return f"libs/{LIBRARIES[commits() % len(LIBRARIES)]}"
+
+
+def commits() -> int:
+    """How many commits led to this checkout; 0 where git cannot say."""
     command = ["git", "-C", str(ROOT), "rev-list", "--count", "HEAD"]
-    count = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return f"libs/{LIBRARIES[int(count or 0) % len(LIBRARIES)]}"
+    return int(subprocess.run(command, capture_output=True, text=True, check=False).stdout or 0)
 
 
 def run(name: str, *, slow: bool, from_wheel: bool) -> tuple[Outcome, str]:
