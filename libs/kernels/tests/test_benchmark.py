@@ -97,7 +97,7 @@ def test_a_variant_is_timed_if_its_output_is_the_same(unwritten):
     meter = Meter()
     variants = [
         ("same", same),
-        ("wrong", lambda args: linear_add.plan(INTERPRETED, linear_add.args(**{**args, "weight": wrong}))),
+        ("wrong", lambda args: linear_add.plan(INTERPRETED, replace(args, weight=wrong))),
         ("broken", broken),
     ]
     found = list(measure(meter, case, variants))

@@ -25,7 +25,7 @@ ROUTERS = ("route", "route_topk")
 
 def chosen(pack: Pack, stream: Stream, op: Op[Any], args: Any) -> Array:
     """The experts of a router's call, those of other ranks too. The caller runs the call itself afterwards."""
-    op(pack, **{**args, "first_expert": 0, "num_experts": args.logits.shape[1]})
+    pack.run(op, replace(args, first_expert=0, num_experts=args.logits.shape[1]))
     stream.synchronize()
     return np.array(args.expert_ids.numpy())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -32,6 +32,12 @@ class Lora(TypedDict, total=False):
     """int32 [S]"""
     token_slots: Tensor
     """int32 [T]"""
+
+
+def lora_of(args: Any) -> Any:
+    """The adapters of a call as a Lora, of tensors or of arrays, as far as they are given."""
+    found = {name: getattr(args, name) for name in Lora.__annotations__}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def expect_lora(x: Tensor, columns: int, **lora: Unpack[Lora]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -71,21 +70,6 @@ class Cost:
         return max(self.bytes / bandwidth, self.flops / flops_per_s, self.link / link_bytes_per_s)
 
 
-def _arguments(contract: Callable[..., Any]) -> str:
-    """The names of a contract's arguments; those that may be left out have a question mark, and a group of others has
-    two stars."""
-    known = inspect.signature(contract).parameters.values()
-    return ", ".join(
-        f"**{one.name}" if _is_group(one) else one.name + "?" * (one.default is not inspect.Parameter.empty)
-        for one in known
-    )
-
-
-def _is_group(argument: inspect.Parameter) -> bool:
-    """Whether it stands for any number of arguments, such as adapters or the state by slot."""
-    return argument.kind is inspect.Parameter.VAR_KEYWORD
-
-
 class Pack(Protocol):
     """One way to run ops. `run` gets the op and the arguments of a call, as `Op.args` makes them."""
 
@@ -120,39 +104,27 @@ class Op(Generic[P]):
         name: str,
         args: Callable[P, A],
         *,
+        check: Callable[[A], None],
         reference: Callable[..., None],
-        launches: Callable[..., Iterable[Command]],
-        cost: Callable[..., Cost],
-        check: Callable[[A], None] | None = None,
+        launches: Callable[[Target, A], Iterable[Command]],
+        cost: Callable[[Workload, A], Cost],
         collective: bool = False,
     ) -> None:
         self.name = name
         self.type: Any = get_origin(args) or args
         self.reference = reference
-        self.launches = launches
-        self.cost = cost
+        self.launches: Callable[[Target, Any], Iterable[Command]] = launches
+        self.cost: Callable[[Workload, Any], Cost] = cost
         self.collective = collective
         self._check = check
-        if check is None:
-            self._adapt()
-            self.__doc__ = f"{name}(pack, {_arguments(args)})\n\n    {args.__doc__ or ''}"
-        else:
-            documented = check.__doc__ or self.type.__doc__
-            self.__doc__ = f"{name}(pack, {', '.join(self._fields())})\n\n    {documented}"
-
-    def _adapt(self) -> None:
-        reference, launches, cost = self.reference, self.launches, self.cost
-        self.reference = lambda a, c=None: reference(**a, **({} if c is None else {"communicator": c}))
-        self.launches = lambda target, a: launches(target, **a)
-        self.cost = lambda workload, a: cost(workload, **a)
+        documented = check.__doc__ or self.type.__doc__
+        self.__doc__ = f"{name}(pack, {', '.join(self._fields())})\n\n    {documented}"
 
     def __call__(self, pack: Pack, /, *args: P.args, **kwargs: P.kwargs) -> None:
         pack.run(self, self.args(*args, **kwargs))
 
     def args(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The arguments of a call as one value. Raises ContractError for ones that are missing or not known."""
-        if self._check is None:
-            return Keywords(kwargs)
         try:
             return self.type(*args, **kwargs)
         except TypeError:
@@ -166,7 +138,9 @@ class Op(Generic[P]):
 
     def _fields(self) -> list[str]:
         """The names of the arguments; those that may be left out have a question mark."""
-        return [field.name + "?" * (field.default is not dataclasses.MISSING) for field in fields(self.type)]
+        missing = dataclasses.MISSING
+        optional = [f.default is not missing or f.default_factory is not missing for f in fields(self.type)]
+        return [field.name + "?" * may for field, may in zip(fields(self.type), optional, strict=True)]
 
     def plan(self, target: Target, args: Any) -> list[Command]:
         """Check the contract and return the commands a device of this kind would run."""
@@ -175,9 +149,6 @@ class Op(Generic[P]):
 
     def check(self, args: Any) -> None:
         """Raise ContractError for arguments that the contract does not allow."""
-        if self._check is None:
-            self.check_keywords(args)
-            return
         try:
             self._check(args)
         except (TypeError, AttributeError):
@@ -188,35 +159,8 @@ class Op(Generic[P]):
                 f"{self.name}: {', '.join(arrays)} must be a Tensor; Tensor.from_numpy(array) shares the memory"
             ) from None
 
-    def check_keywords(self, args: Any) -> None:
-        try:
-            self.type(**args)
-        except (TypeError, AttributeError):
-            given, known = args.keys(), inspect.signature(self.type).parameters
-            single = {name: one for name, one in known.items() if not _is_group(one)}
-            needed = {name for name, one in single.items() if one.default is inspect.Parameter.empty}
-            unknown = given - single.keys() if len(single) == len(known) else set()
-            arrays = [name for name, value in args.items() if isinstance(value, np.ndarray)]
-            if unknown or not needed <= given:
-                raise ContractError(
-                    f"{self.name} takes {_arguments(self.type)} by keyword, given {', '.join(given) or 'none'}"
-                ) from None
-            if arrays:
-                raise ContractError(
-                    f"{self.name}: {', '.join(arrays)} must be a Tensor; Tensor.from_numpy(array) shares the memory"
-                ) from None
-            raise
-
     def __repr__(self) -> str:
         return f"Op({self.name})"
-
-
-class Keywords(dict[str, Any]):
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 def tensors(args: Any, *names: str) -> dict[str, Tensor]:

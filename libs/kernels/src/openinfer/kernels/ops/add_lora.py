@@ -3,91 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Unpack
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.lora.launches import low_rank_product
-from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
+from openinfer.kernels.lora.low_rank import expect_lora, lora_numbers, lora_of, lora_sums
 from openinfer.kernels.norms import Norm
 from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, expect_norm, require
-from openinfer.kernels.op.launch import Command, Scratch
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.launch import Command
+from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, normed
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16
 
 
-def _contract(
-    *,
-    out: Tensor,
-    x: Tensor,
-    add: bool,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    **lora: Unpack[Lora],
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """out += what the adapters `lora` (low_rank.Lora) add to a product of x or, with norm_weight, of rms_norm(x;
     norm_weight, eps).
 
     x [T, K], K a multiple of 16; out [T, N], rows at any stride; all of one float dtype, norm_weight also float32.
     `add` false: out is set, to zeros for tokens without an adapter.
     """
-    expect("x", x, (-1, -1), *FLOATS)
+
+    out: T
+    x: T
+    add: bool
+    norm_weight: T | None = None
+    eps: float | None = None
+    lora_a: T | None = None
+    lora_b: T | None = None
+    lora_parts: tuple[int, ...] | None = None
+    adapters: T | None = None
+    token_slots: T | None = None
+
+
+def _check(a: _Args[Tensor]) -> None:
+    lora = lora_of(a)
+    expect("x", a.x, (-1, -1), *FLOATS)
     require(bool(lora), "no adapters are given")
     columns = sum(lora["lora_parts"])
-    expect_lora(x, columns, **lora)
-    expect_columns("out", out, (x.shape[0], columns), x.dtype)
-    expect_norm(norm_weight, eps, x.shape[1], x.dtype)
+    expect_lora(a.x, columns, **lora)
+    expect_columns("out", a.out, (a.x.shape[0], columns), a.x.dtype)
+    expect_norm(a.norm_weight, a.eps, a.x.shape[1], a.x.dtype)
 
 
-def _reference(
-    *,
-    out: Array,
-    x: Array,
-    add: bool,
-    norm_weight: Array | None = None,
-    eps: float | None = None,
-    **lora: Any,
-) -> None:
-    sums = lora_sums(normed(x, norm_weight, eps), **lora)
-    out[:] = f32(out) + sums if add else sums
+def _reference(a: _Args[Array]) -> None:
+    lora = lora_of(a)
+    sums = lora_sums(normed(a.x, a.norm_weight, a.eps), **lora)
+    a.out[:] = f32(a.out) + sums if a.add else sums
 
 
-def _launches(
-    target: Target,
-    *,
-    out: Tensor | Scratch,
-    x: Tensor | Scratch,
-    add: bool,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    **lora: Unpack[Lora],
-) -> Iterator[Command]:
-    if x.dtype != bfloat16:
-        raise ContractError(f"x is {x.dtype.name}; adapters on a GPU are bfloat16 (float32: the cpu pack)")
-    yield from low_rank_product(target, out, x, Norm.of(norm_weight, eps), lora, add=add)
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    lora = lora_of(a)
+    if a.x.dtype != bfloat16:
+        raise ContractError(f"x is {a.x.dtype.name}; adapters on a GPU are bfloat16 (float32: the cpu pack)")
+    yield from low_rank_product(target, a.out, a.x, Norm.of(a.norm_weight, a.eps), lora, add=a.add)
 
 
-def _cost(
-    workload: Workload,
-    *,
-    out: Tensor,
-    x: Tensor,
-    add: bool,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    **lora: Unpack[Lora],
-) -> Cost:
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     """The floor if all tokens have one adapter."""
+    lora = lora_of(a)
     tokens, one = workload.tokens, lora_numbers(**lora)
-    activations = tokens * (x.shape[1] + (2 if add else 1) * out.shape[1])
-    return Cost((one + activations) * x.itemsize, 2 * tokens * one)
+    activations = tokens * (a.x.shape[1] + (2 if a.add else 1) * a.out.shape[1])
+    return Cost((one + activations) * a.x.itemsize, 2 * tokens * one)
 
 
-add_lora = Op("add_lora", _contract, reference=_reference, launches=_launches, cost=_cost)
+add_lora = Op("add_lora", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

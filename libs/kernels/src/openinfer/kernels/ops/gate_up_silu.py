@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Unpack
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
@@ -11,28 +12,18 @@ from openinfer.kernels.formats.codes import SCALE_BLOCK, Coding, coded, halves, 
 from openinfer.kernels.formats.int4 import is_int4
 from openinfer.kernels.linear.adapted_products import adapted_product
 from openinfer.kernels.linear.products import normed_product
-from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
+from openinfer.kernels.lora.low_rank import expect_lora, lora_numbers, lora_of, lora_sums
 from openinfer.kernels.norms import Norm
 from openinfer.kernels.op.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
 from openinfer.kernels.op.launch import Command
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, matmul_nt, normed, rounded, silu
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
 
 
-def _contract(
-    *,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    scales: Tensor | None = None,
-    coding: Coding | None = None,
-    x_scale: Tensor | None = None,
-    **lora: Unpack[Lora],
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """out = silu(g) * u with [g, u] = rms_norm(x; norm_weight, eps) @ weight^T.
 
     x [T, H], norm_weight [H], weight [2 I, H] (the gate's rows, then the up projection's), out [T, I], of one float
@@ -44,109 +35,102 @@ def _contract(
     lora: adapters of the product of the normalised x, before it is quantised, two parts (low_rank.Lora). With scales of
     blocks, I is then a multiple of 128.
     """
-    expect("x", x, (-1, -1), *FLOATS)
-    tokens, hidden = x.shape
-    expect_norm(norm_weight, eps, hidden, x.dtype)
-    expect("out", out, (tokens, -1), x.dtype)
-    expect_weight("weight", weight, scales, (2 * out.shape[1], hidden), x.dtype, parts=2, rows=True)
-    expect_coding(coding, x_scale, weight, scales)
+
+    out: T
+    x: T
+    weight: T
+    norm_weight: T | None = None
+    eps: float | None = None
+    scales: T | None = None
+    coding: Coding | None = None
+    x_scale: T | None = None
+    lora_a: T | None = None
+    lora_b: T | None = None
+    lora_parts: tuple[int, ...] | None = None
+    adapters: T | None = None
+    token_slots: T | None = None
+
+
+def _check(a: _Args[Tensor]) -> None:
+    lora = lora_of(a)
+    expect("x", a.x, (-1, -1), *FLOATS)
+    tokens, hidden = a.x.shape
+    expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
+    expect("out", a.out, (tokens, -1), a.x.dtype)
+    expect_weight("weight", a.weight, a.scales, (2 * a.out.shape[1], hidden), a.x.dtype, parts=2, rows=True)
+    expect_coding(a.coding, a.x_scale, a.weight, a.scales)
     require(
-        hidden % 16 == 0 and out.shape[1] % 16 == 0,
-        f"weight is {weight.shape}; sizes must be multiples of 16",
+        hidden % 16 == 0 and a.out.shape[1] % 16 == 0,
+        f"weight is {a.weight.shape}; sizes must be multiples of 16",
     )
-    expect_lora(x, weight.shape[0], **lora)
+    expect_lora(a.x, a.weight.shape[0], **lora)
     if lora:
-        require(lora["lora_parts"] == out.shape[1:] * 2, f"two parts of {out.shape[1]} columns are possible")
         require(
-            scales is None or out.shape[1] % SCALE_BLOCK == 0 or of_rows(weight, scales) or is_int4(scales),
-            f"weight is {weight.shape} in float8; adapters are possible where each half is of whole blocks",
+            lora["lora_parts"] == a.out.shape[1:] * 2, f"two parts of {a.out.shape[1]} columns are possible"
+        )
+        require(
+            a.scales is None
+            or a.out.shape[1] % SCALE_BLOCK == 0
+            or of_rows(a.weight, a.scales)
+            or is_int4(a.scales),
+            f"weight is {a.weight.shape} in float8; adapters are possible where each half is of whole blocks",
         )
 
 
-def _reference(
-    *,
-    out: Array,
-    x: Array,
-    weight: Array,
-    norm_weight: Array | None = None,
-    eps: float | None = None,
-    scales: Array | None = None,
-    coding: Coding | None = None,
-    x_scale: Array | None = None,
-    **lora: Any,
-) -> None:
-    h = normed(x, norm_weight, eps)
-    both = [matmul_nt(coded(h, coding, x_scale), half) for half in halves(weight, scales)]
+def _reference(a: _Args[Array]) -> None:
+    lora = lora_of(a)
+    h = normed(a.x, a.norm_weight, a.eps)
+    both = [matmul_nt(coded(h, a.coding, a.x_scale), half) for half in halves(a.weight, a.scales)]
     if lora:
         sums = np.split(lora_sums(h, **lora), 2, axis=1)
         both = [half + more for half, more in zip(both, sums, strict=True)]
-    gate, up = (rounded(half, x.dtype) for half in both)
-    out[:] = rounded(silu(gate), x.dtype) * up
+    gate, up = (rounded(half, a.x.dtype) for half in both)
+    a.out[:] = rounded(silu(gate), a.x.dtype) * up
 
 
-def _launches(
-    target: Target,
-    *,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    scales: Tensor | None = None,
-    coding: Coding | None = None,
-    x_scale: Tensor | None = None,
-    **lora: Unpack[Lora],
-) -> Iterator[Command]:
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    lora = lora_of(a)
     if lora:
-        own = Norm.of(norm_weight, eps)
+        own = Norm.of(a.norm_weight, a.eps)
         yield from adapted_product(
             target,
             "gate_up_silu",
-            out,
-            x,
-            weight,
-            scales,
+            a.out,
+            a.x,
+            a.weight,
+            a.scales,
             lora,
             normed=own,
-            coding=coding,
-            x_scale=x_scale,
+            coding=a.coding,
+            x_scale=a.x_scale,
             gated=True,
         )
         return
     yield from normed_product(
         target,
         "gate_up_silu",
-        out,
-        x,
-        norm_weight,
-        eps,
-        weight,
-        scales,
+        a.out,
+        a.x,
+        a.norm_weight,
+        a.eps,
+        a.weight,
+        a.scales,
         gated=True,
-        coding=coding,
-        x_scale=x_scale,
+        coding=a.coding,
+        x_scale=a.x_scale,
     )
 
 
-def _cost(
-    workload: Workload,
-    *,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    scales: Tensor | None = None,
-    coding: Coding | None = None,
-    x_scale: Tensor | None = None,
-    **lora: Unpack[Lora],
-) -> Cost:
-    n, h = weight.shape[0], x.shape[1]
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
+    lora = lora_of(a)
+    n, h = a.weight.shape[0], a.x.shape[1]
     tokens = workload.tokens
-    weights = sum(t.nbytes for t in (weight, norm_weight, scales) if t is not None)
-    weights += lora_numbers(**lora) * x.itemsize
+    weights = sum(t.nbytes for t in (a.weight, a.norm_weight, a.scales) if t is not None)
+    weights += lora_numbers(**lora) * a.x.itemsize
     numbers = n * h + lora_numbers(**lora)
-    return Cost(weights + tokens * (h + n // 2) * x.itemsize, 2 * tokens * numbers)
+    return Cost(weights + tokens * (h + n // 2) * a.x.itemsize, 2 * tokens * numbers)
 
 
-gate_up_silu = Op("gate_up_silu", _contract, reference=_reference, launches=_launches, cost=_cost)
+gate_up_silu = Op(
+    "gate_up_silu", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
+)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Unpack
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
@@ -11,12 +12,12 @@ from openinfer.kernels.formats.codes import Coding, coded, dequantized
 from openinfer.kernels.formats.int4 import group_words
 from openinfer.kernels.linear.adapted_products import adapted_product
 from openinfer.kernels.linear.products import product
-from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
+from openinfer.kernels.lora.low_rank import expect_lora, lora_numbers, lora_of, lora_sums
 from openinfer.kernels.norms import norm
 from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_coding, expect_normed, expect_weight, require
 from openinfer.kernels.op.launch import Collective, Command, Scratch
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rounded
 from openinfer.kernels.op.reference import normed as normed_of
 from openinfer.kernels.op.target import Target
@@ -25,20 +26,8 @@ from openinfer.kernels.ranks.exchange import Normed, sum_of_ranks
 from openinfer.tensor import Tensor, bfloat16, float32
 
 
-def _contract(
-    *,
-    x: Tensor,
-    h: Tensor,
-    weight: Tensor,
-    scales: Tensor | None = None,
-    ranks: int = 1,
-    coding: Coding | None = None,
-    x_scale: Tensor | None = None,
-    normed: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    **lora: Unpack[Lora],
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Args(Generic[T]):
     """x += h @ weight^T, in place. With several ranks, h and weight are a rank's part of K, and x gets the sum of all.
 
     x [T, H], h [T, K], weight [H, K] of one float dtype. The product accumulates in float32; the published models round
@@ -51,99 +40,104 @@ def _contract(
     normed [T, H] gets rms_norm(x; norm_weight, eps) of the new x, as norm_linear normalises. With several ranks it can
     be part of the sum's kernel.
     """
-    expect("x", x, (-1, -1), *FLOATS)
-    tokens, hidden = x.shape
-    expect("h", h, (tokens, -1), x.dtype)
-    expect_weight("weight", weight, scales, (hidden, h.shape[1]), x.dtype, rows=True)
-    expect_coding(coding, x_scale, weight, scales)
+
+    x: T
+    h: T
+    weight: T
+    scales: T | None = None
+    ranks: int = 1
+    coding: Coding | None = None
+    x_scale: T | None = None
+    normed: T | None = None
+    norm_weight: T | None = None
+    eps: float | None = None
+    lora_a: T | None = None
+    lora_b: T | None = None
+    lora_parts: tuple[int, ...] | None = None
+    adapters: T | None = None
+    token_slots: T | None = None
+
+
+def _check(a: _Args[Tensor]) -> None:
+    lora = lora_of(a)
+    expect("x", a.x, (-1, -1), *FLOATS)
+    tokens, hidden = a.x.shape
+    expect("h", a.h, (tokens, -1), a.x.dtype)
+    expect_weight("weight", a.weight, a.scales, (hidden, a.h.shape[1]), a.x.dtype, rows=True)
+    expect_coding(a.coding, a.x_scale, a.weight, a.scales)
     require(
-        hidden % 16 == 0 and h.shape[1] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16"
+        hidden % 16 == 0 and a.h.shape[1] % 16 == 0,
+        f"weight is {a.weight.shape}; sizes must be multiples of 16",
     )
-    expect_lora(h, hidden, **lora)
+    expect_lora(a.h, hidden, **lora)
     require(not lora or lora["lora_parts"] == (hidden,), f"one part of {hidden} columns is possible")
-    expect_normed(normed, norm_weight, eps, x)
+    expect_normed(a.normed, a.norm_weight, a.eps, a.x)
 
 
-def _reference(
-    *,
-    x: Array,
-    h: Array,
-    weight: Array,
-    scales: Array | None = None,
-    ranks: int = 1,
-    coding: Coding | None = None,
-    x_scale: Array | None = None,
-    normed: Array | None = None,
-    norm_weight: Array | None = None,
-    eps: float | None = None,
-    communicator: Communicator | None = None,
-    **lora: Any,
-) -> None:
-    y = matmul_nt(coded(h, coding, x_scale), dequantized(weight, scales))
+def _reference(a: _Args[Array], communicator: Communicator | None) -> None:
+    lora = lora_of(a)
+    y = matmul_nt(coded(a.h, a.coding, a.x_scale), dequantized(a.weight, a.scales))
     if lora:
-        y += lora_sums(h, **lora)
-    x[:] = f32(x) + sum_over(communicator, rounded(y, x.dtype))
-    if normed is not None:
-        normed[:] = normed_of(x, norm_weight, eps)
+        y += lora_sums(a.h, **lora)
+    a.x[:] = f32(a.x) + sum_over(communicator, rounded(y, a.x.dtype))
+    if a.normed is not None:
+        a.normed[:] = normed_of(a.x, a.norm_weight, a.eps)
 
 
-def _launches(
-    target: Target,
-    *,
-    x: Tensor,
-    h: Tensor,
-    weight: Tensor,
-    scales: Tensor | None = None,
-    ranks: int = 1,
-    coding: Coding | None = None,
-    x_scale: Tensor | None = None,
-    normed: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    **lora: Unpack[Lora],
-) -> Iterator[Command]:
-    own = Normed.of(normed, norm_weight, eps)
-    y = x if ranks == 1 else Scratch(x.shape, x.dtype)
+def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+    lora = lora_of(a)
+    own = Normed.of(a.normed, a.norm_weight, a.eps)
+    y = a.x if a.ranks == 1 else Scratch(a.x.shape, a.x.dtype)
     if lora:
         yield from adapted_product(
-            target, "linear_add", y, h, weight, scales, lora, add=ranks == 1, coding=coding, x_scale=x_scale
+            target,
+            "linear_add",
+            y,
+            a.h,
+            a.weight,
+            a.scales,
+            lora,
+            add=a.ranks == 1,
+            coding=a.coding,
+            x_scale=a.x_scale,
         )
     else:
         yield from product(
-            target, "linear_add", y, h, weight, scales, add=ranks == 1, coding=coding, x_scale=x_scale
+            target,
+            "linear_add",
+            y,
+            a.h,
+            a.weight,
+            a.scales,
+            add=a.ranks == 1,
+            coding=a.coding,
+            x_scale=a.x_scale,
         )
     if isinstance(y, Scratch):
-        yield from sum_of_ranks(target, x, y, ranks, normed=own)
+        yield from sum_of_ranks(target, a.x, y, a.ranks, normed=own)
     elif own is not None:
-        yield norm(own.out, x, own.weight, own.eps)
+        yield norm(own.out, a.x, own.weight, own.eps)
 
 
-def _cost(
-    workload: Workload,
-    *,
-    x: Tensor,
-    h: Tensor,
-    weight: Tensor,
-    scales: Tensor | None = None,
-    ranks: int = 1,
-    coding: Coding | None = None,
-    x_scale: Tensor | None = None,
-    normed: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float | None = None,
-    **lora: Unpack[Lora],
-) -> Cost:
-    n, k = weight.shape[0], h.shape[1]
-    weights = sum(t.nbytes for t in (weight, scales, norm_weight) if t is not None)
-    columns = k + (2 if normed is None else 3) * n
-    link = Collective("all_reduce", x, x, ranks).link_bytes
-    weights += lora_numbers(**lora) * x.itemsize
+def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
+    lora = lora_of(a)
+    n, k = a.weight.shape[0], a.h.shape[1]
+    weights = sum(t.nbytes for t in (a.weight, a.scales, a.norm_weight) if t is not None)
+    columns = k + (2 if a.normed is None else 3) * n
+    link = Collective("all_reduce", a.x, a.x, a.ranks).link_bytes
+    weights += lora_numbers(**lora) * a.x.itemsize
     numbers = n * k + lora_numbers(**lora)
-    return Cost(weights + workload.tokens * columns * x.itemsize, 2 * workload.tokens * numbers, link)
+    return Cost(weights + workload.tokens * columns * a.x.itemsize, 2 * workload.tokens * numbers, link)
 
 
 linear_add = Op(
-    "linear_add", _contract, reference=_reference, launches=_launches, cost=_cost, collective=True
+    "linear_add",
+    _Args[Tensor],
+    check=_check,
+    reference=_reference,
+    launches=_launches,
+    cost=_cost,
+    collective=True,
 )
 
 

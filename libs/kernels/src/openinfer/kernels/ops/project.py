@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import numpy as np
 
@@ -12,22 +13,14 @@ from openinfer.kernels.linear import packed_products as linear
 from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, expect_packed, require
 from openinfer.kernels.op.launch import Command, Scratch
-from openinfer.kernels.op.op import Cost, Op, Workload
+from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32
 
 
-def _project_contract(
-    *,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor | None,
-    groups: int,
-    rounded_x: bool,
-    quantized: bool,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ProjectArgs(Generic[T]):
     """out = x @ weight^T; in `groups`, each with an equal part of the columns of x and of the rows of weight.
 
     x [T, G K], rows at any stride; weight [N, K] of x's dtype, or packed float8 with scales (contract.expect_packed);
@@ -37,17 +30,33 @@ def _project_contract(
     `rounded_x`: the caller has put x through q8, in blocks of 128 of its columns; products with float8 weights may then
     be of codes.
     """
-    expect_columns("x", x, (-1, -1), *FLOATS)
-    tokens, width = x.shape
-    require(groups >= 1 and width % groups == 0, f"x has {width} columns, which {groups} groups cannot share")
-    expect_packed("weight", weight, scales, (-1, width // groups), x.dtype)
-    rows = weight.shape[0]
-    expect("out", out, (tokens, rows), x.dtype, float32)
+
+    out: T
+    x: T
+    weight: T
+    scales: T | None
+    groups: int
+    rounded_x: bool
+    quantized: bool
+
+
+def _project_check(a: _ProjectArgs[Tensor]) -> None:
+    expect_columns("x", a.x, (-1, -1), *FLOATS)
+    tokens, width = a.x.shape
     require(
-        rows % (16 * groups) == 0 and width // groups % 16 == 0,
-        f"weight is {weight.shape} in {groups} groups; rows of a group and columns must be multiples of 16",
+        a.groups >= 1 and width % a.groups == 0,
+        f"x has {width} columns, which {a.groups} groups cannot share",
     )
-    require(not quantized or _in_blocks(rows), f"out has {rows} columns; q8 takes multiples of {SCALE_BLOCK}")
+    expect_packed("weight", a.weight, a.scales, (-1, width // a.groups), a.x.dtype)
+    rows = a.weight.shape[0]
+    expect("out", a.out, (tokens, rows), a.x.dtype, float32)
+    require(
+        rows % (16 * a.groups) == 0 and width // a.groups % 16 == 0,
+        f"weight is {a.weight.shape} in {a.groups} groups; rows of a group and columns must be multiples of 16",
+    )
+    require(
+        not a.quantized or _in_blocks(rows), f"out has {rows} columns; q8 takes multiples of {SCALE_BLOCK}"
+    )
 
 
 def _in_blocks(size: int) -> bool:
@@ -55,57 +64,41 @@ def _in_blocks(size: int) -> bool:
     return size % SCALE_BLOCK == 0 or SCALE_BLOCK % size == 0
 
 
-def _project_reference(
-    *,
-    out: Array,
-    x: Array,
-    weight: Array,
-    scales: Array | None,
-    groups: int,
-    rounded_x: bool,
-    quantized: bool,
-) -> None:
-    wide, (n, k) = dequantized(weight, scales), weight.shape
-    each = n // groups
-    y = np.empty(out.shape, np.float32)
-    for g in range(groups):
+def _project_reference(a: _ProjectArgs[Array]) -> None:
+    wide, (n, k) = dequantized(a.weight, a.scales), a.weight.shape
+    each = n // a.groups
+    y = np.empty(a.out.shape, np.float32)
+    for g in range(a.groups):
         part = slice(g * each, (g + 1) * each)
-        y[:, part] = matmul_nt(x[:, g * k : (g + 1) * k], wide[part])
-    y = rounded(y, out.dtype)
-    out[:] = q8(y, min(n, SCALE_BLOCK)) if quantized else y
+        y[:, part] = matmul_nt(a.x[:, g * k : (g + 1) * k], wide[part])
+    y = rounded(y, a.out.dtype)
+    a.out[:] = q8(y, min(n, SCALE_BLOCK)) if a.quantized else y
 
 
-def _project_launches(
-    target: Target,
-    *,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor | None,
-    groups: int,
-    rounded_x: bool,
-    quantized: bool,
-) -> Iterator[Command]:
-    linear.expect_q8(target, quantized)
-    yield from linear.projection(target, out, x, weight, scales, groups=groups, rounded=rounded_x)
-    if quantized:
-        yield linear.q8_rows(out)
+def _project_launches(target: Target, a: _ProjectArgs[Tensor]) -> Iterator[Command]:
+    linear.expect_q8(target, a.quantized)
+    yield from linear.projection(target, a.out, a.x, a.weight, a.scales, groups=a.groups, rounded=a.rounded_x)
+    if a.quantized:
+        yield linear.q8_rows(a.out)
 
 
 def _weight_bytes(weight: Tensor, scales: Tensor | None) -> int:
     return weight.nbytes + (scales.nbytes if scales else 0)
 
 
-def _project_cost(
-    workload: Workload, *, out: Tensor, x: Tensor, weight: Tensor, scales: Tensor | None, **_: object
-) -> Cost:
-    (n, k), width = weight.shape, x.shape[1]
-    activations = workload.tokens * (width * x.itemsize + n * out.itemsize)
-    return Cost(_weight_bytes(weight, scales) + activations, 2 * workload.tokens * n * k)
+def _project_cost(workload: Workload, a: _ProjectArgs[Tensor]) -> Cost:
+    (n, k), width = a.weight.shape, a.x.shape[1]
+    activations = workload.tokens * (width * a.x.itemsize + n * a.out.itemsize)
+    return Cost(_weight_bytes(a.weight, a.scales) + activations, 2 * workload.tokens * n * k)
 
 
 project = Op(
-    "project", _project_contract, reference=_project_reference, launches=_project_launches, cost=_project_cost
+    "project",
+    _ProjectArgs[Tensor],
+    check=_project_check,
+    reference=_project_reference,
+    launches=_project_launches,
+    cost=_project_cost,
 )
 
 
@@ -115,9 +108,8 @@ def clamped_product(gate: Array, up: Array, limit: float) -> Array:
     return np.asarray(silu(np.minimum(gate, top)) * np.clip(up, -top, top))
 
 
-def _gate_contract(
-    *, out: Tensor, x: Tensor, weight: Tensor, scales: Tensor | None, limit: float, quantized: bool
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GateUpClampedArgs(Generic[T]):
     """out = silu(min(g, limit)) * clamp(u, -limit, limit) with [g, u] = x @ weight^T.
 
     x [T, K]. weight [2 I, K]: the gate's rows, then the up projection's; of x's dtype, or packed float8 with parts=2
@@ -125,90 +117,106 @@ def _gate_contract(
     in float32 and rounded. With `quantized` it then goes through q8 in blocks of 128 (formats.q8), as x has
     (`rounded_x` of project). K is a multiple of 16. I is a multiple of 128, or 16, 32 or 64.
     """
-    expect("x", x, (-1, -1), *FLOATS)
-    expect("out", out, (x.shape[0], -1), x.dtype)
-    expect_packed("weight", weight, scales, (2 * out.shape[1], x.shape[1]), x.dtype, parts=2)
-    require(x.shape[1] % 16 == 0, f"x has {x.shape[1]} columns; it must be a multiple of 16")
+
+    out: T
+    x: T
+    weight: T
+    scales: T | None
+    limit: float
+    quantized: bool
+
+
+def _gate_check(a: _GateUpClampedArgs[Tensor]) -> None:
+    expect("x", a.x, (-1, -1), *FLOATS)
+    expect("out", a.out, (a.x.shape[0], -1), a.x.dtype)
+    expect_packed("weight", a.weight, a.scales, (2 * a.out.shape[1], a.x.shape[1]), a.x.dtype, parts=2)
+    require(a.x.shape[1] % 16 == 0, f"x has {a.x.shape[1]} columns; it must be a multiple of 16")
     require(
-        out.shape[1] % 16 == 0 and _in_blocks(out.shape[1]),
-        f"out has {out.shape[1]} columns; it must be a multiple of {SCALE_BLOCK}",
+        a.out.shape[1] % 16 == 0 and _in_blocks(a.out.shape[1]),
+        f"out has {a.out.shape[1]} columns; it must be a multiple of {SCALE_BLOCK}",
     )
-    require(limit > 0, f"limit is {limit}; it must be positive")
+    require(a.limit > 0, f"limit is {a.limit}; it must be positive")
 
 
-def _gate_reference(
-    *, out: Array, x: Array, weight: Array, scales: Array | None, limit: float, quantized: bool
-) -> None:
-    wide, inter = dequantized(weight, scales, parts=2), out.shape[1]
-    gate, up = (rounded(matmul_nt(x, half), x.dtype) for half in (wide[:inter], wide[inter:]))
-    y = rounded(clamped_product(gate, up, limit), x.dtype)
-    out[:] = q8(y, min(inter, SCALE_BLOCK)) if quantized else y
+def _gate_reference(a: _GateUpClampedArgs[Array]) -> None:
+    wide, inter = dequantized(a.weight, a.scales, parts=2), a.out.shape[1]
+    gate, up = (rounded(matmul_nt(a.x, half), a.x.dtype) for half in (wide[:inter], wide[inter:]))
+    y = rounded(clamped_product(gate, up, a.limit), a.x.dtype)
+    a.out[:] = q8(y, min(inter, SCALE_BLOCK)) if a.quantized else y
 
 
-def _gate_launches(
-    target: Target,
-    *,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor | None,
-    limit: float,
-    quantized: bool,
-) -> Iterator[Command]:
-    linear.expect_q8(target, quantized)
-    both, rows = Scratch((x.shape[0], weight.shape[0]), bfloat16), min(out.shape[1], SCALE_BLOCK)
-    yield from linear.projection(target, both, x, weight, scales, rounded=quantized, scale_rows=rows)
-    yield linear.clamped_gate(out, both, limit, quantized)
+def _gate_launches(target: Target, a: _GateUpClampedArgs[Tensor]) -> Iterator[Command]:
+    linear.expect_q8(target, a.quantized)
+    both, rows = Scratch((a.x.shape[0], a.weight.shape[0]), bfloat16), min(a.out.shape[1], SCALE_BLOCK)
+    yield from linear.projection(target, both, a.x, a.weight, a.scales, rounded=a.quantized, scale_rows=rows)
+    yield linear.clamped_gate(a.out, both, a.limit, a.quantized)
 
 
-def _gate_cost(
-    workload: Workload, *, out: Tensor, x: Tensor, weight: Tensor, scales: Tensor | None, **_: object
-) -> Cost:
-    n, k = weight.shape
-    activations = workload.tokens * (k + n // 2) * x.itemsize
-    return Cost(_weight_bytes(weight, scales) + activations, 2 * workload.tokens * n * k)
+def _gate_cost(workload: Workload, a: _GateUpClampedArgs[Tensor]) -> Cost:
+    n, k = a.weight.shape
+    activations = workload.tokens * (k + n // 2) * a.x.itemsize
+    return Cost(_weight_bytes(a.weight, a.scales) + activations, 2 * workload.tokens * n * k)
 
 
 gate_up_clamped = Op(
-    "gate_up_clamped", _gate_contract, reference=_gate_reference, launches=_gate_launches, cost=_gate_cost
+    "gate_up_clamped",
+    _GateUpClampedArgs[Tensor],
+    check=_gate_check,
+    reference=_gate_reference,
+    launches=_gate_launches,
+    cost=_gate_cost,
 )
 
 
-def _norm_contract(*, out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized: bool) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _NormRowsArgs(Generic[T]):
     """out = norm_weight * x / rms(x), rounded once, then q8 in blocks of 128 with `quantized` (formats.q8).
 
     x and out [T, D] of one float dtype, norm_weight float32 [D]; with `quantized` D is a multiple of 128.
     """
-    expect("x", x, (-1, -1), *FLOATS)
-    expect("out", out, x.shape, x.dtype)
-    expect("norm_weight", norm_weight, (x.shape[1],), float32)
+
+    out: T
+    x: T
+    norm_weight: T
+    eps: float
+    quantized: bool
+
+
+def _norm_check(a: _NormRowsArgs[Tensor]) -> None:
+    expect("x", a.x, (-1, -1), *FLOATS)
+    expect("out", a.out, a.x.shape, a.x.dtype)
+    expect("norm_weight", a.norm_weight, (a.x.shape[1],), float32)
     require(
-        not quantized or x.shape[1] % SCALE_BLOCK == 0,
-        f"x has {x.shape[1]} columns; q8 takes multiples of {SCALE_BLOCK}",
+        not a.quantized or a.x.shape[1] % SCALE_BLOCK == 0,
+        f"x has {a.x.shape[1]} columns; q8 takes multiples of {SCALE_BLOCK}",
     )
-    require(eps > 0, f"eps is {eps}; it must be positive")
+    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
 
 
-def _norm_reference(*, out: Array, x: Array, norm_weight: Array, eps: float, quantized: bool) -> None:
-    y = rms_norm(x, norm_weight, eps)
-    out[:] = q8(f32(y), SCALE_BLOCK) if quantized else y
+def _norm_reference(a: _NormRowsArgs[Array]) -> None:
+    y = rms_norm(a.x, a.norm_weight, a.eps)
+    a.out[:] = q8(f32(y), SCALE_BLOCK) if a.quantized else y
 
 
-def _norm_launches(
-    target: Target, *, out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized: bool
-) -> Iterator[Command]:
-    linear.expect_q8(target, quantized)
-    yield linear.norm_rows(out, x, norm_weight, eps, quantized)
+def _norm_launches(target: Target, a: _NormRowsArgs[Tensor]) -> Iterator[Command]:
+    linear.expect_q8(target, a.quantized)
+    yield linear.norm_rows(a.out, a.x, a.norm_weight, a.eps, a.quantized)
 
 
-def _norm_cost(workload: Workload, *, x: Tensor, **_: object) -> Cost:
+def _norm_cost(workload: Workload, a: _NormRowsArgs[Tensor]) -> Cost:
     return Cost(
-        4 * x.shape[1] + 2 * workload.tokens * x.shape[1] * x.itemsize, 4 * workload.tokens * x.shape[1]
+        4 * a.x.shape[1] + 2 * workload.tokens * a.x.shape[1] * a.x.itemsize,
+        4 * workload.tokens * a.x.shape[1],
     )
 
 
 norm_rows = Op(
-    "norm_rows", _norm_contract, reference=_norm_reference, launches=_norm_launches, cost=_norm_cost
+    "norm_rows",
+    _NormRowsArgs[Tensor],
+    check=_norm_check,
+    reference=_norm_reference,
+    launches=_norm_launches,
+    cost=_norm_cost,
 )
 
 
