@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+import openinfer.frontend.http.body as bodies
 import openinfer.frontend.http.text.chat_format as chat_format
 from openinfer.frontend import APIError, render_pool
 from openinfer.frontend.chat.parts import overlap
@@ -87,6 +88,72 @@ def test_what_the_client_sent_is_not_sent_back_at_length(live: Any) -> None:
 def test_messages_are_counted(live: Any) -> None:
     error = refused(live, "/v1/chat/completions", {"messages": [HI] * 4097})
     assert (error["param"], "4096" in error["message"]) == ("messages", True)
+
+
+MANY = bodies.MAX_OBJECTS
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"[" + b"[]," * (MANY - 1) + b"0]",
+        b"[" + b"[[]]," * (MANY // 2) + b"0]",
+        b"[" + b"{}," * MANY + b"0]",
+        b"[" + b'{"a":0},' * (MANY // 2) + b"0]",
+        b"[" + b'"",' * MANY + b"0]",
+        b'["\\\\",' + b'"a",' * MANY + b"0]",
+        b'{"a":' * MANY + b"0" + b"}" * MANY,
+        b"[" + b"5," * (bodies.MAX_VALUES + 1) + b"0]",
+    ],
+    ids=range(8),
+)
+def test_values_of_a_body_are_counted_before_they_are_made(
+    live: Any, value: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    monkeypatch.setattr(bodies, "_decode", lambda *_: decoded.append(1))
+    for raw in (b'{"prompt": [5], "unknown": %b}' % value, b'{"messages": [{"role": %b}]}' % value):
+        with pytest.raises(APIError, match="more than 262144 objects, arrays and strings") as caught:
+            bodies._check_count(raw)
+        assert (caught.value.status, caught.value.code) == (413, "body_too_large")
+        answer = live.http.post("/v1/completions", content=raw)
+        assert (answer.status_code, decoded) == (413, [])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"[" + b"[]," * (MANY - 10) + b"0]",
+        b"[" + b"5," * (bodies.MAX_VALUES - 10) + b"0]",
+        b'"' + b'[{,\\"' * 2_000_000 + b'"',
+        b'"' + b"\\\\" * 3_000_000 + b'"',
+    ],
+    ids=["just enough lists", "just enough numbers", "a text with marks", "a text of backslashes"],
+)
+def test_what_is_within_a_text_does_not_count(value: bytes) -> None:
+    bodies._check_count(b'{"prompt": %b}' % value)
+    assert json.loads(b'{"prompt": %b}' % value)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/sleep", "/v1/load_lora_adapter"]
+)
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
+def test_a_body_that_is_not_json_by_its_type_is_415(live: Any, path: str, kind: str) -> None:
+    answer = live.http.post(path, content=b'{"prompt": [5]}', headers={"content-type": kind})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "Application/JSON; charset=utf-8", "application/json ;x", None]
+)
+def test_json_by_any_spelling_is_taken(live: Any, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    assert (
+        live.http.post("/v1/completions", content=json.dumps(P).encode(), headers=headers).status_code == 200
+    )
 
 
 @pytest.mark.parametrize("depth", [100, 900, 5000])

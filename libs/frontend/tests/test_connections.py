@@ -20,7 +20,7 @@ def live(request: pytest.FixtureRequest, start: Any, monkeypatch: pytest.MonkeyP
     """A server with that parser, impatient."""
     monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.4)
     monkeypatch.setattr(connections, "SWEEP_S", 0.05)
-    monkeypatch.setattr("openinfer.frontend.http.service.BODY_TIMEOUT_S", 0.4)
+    monkeypatch.setattr("openinfer.frontend.http.body.BODY_TIMEOUT_S", 0.4)
     if request.param == "h11":
         monkeypatch.setitem(sys.modules, "uvicorn.protocols.http.httptools_impl", None)
     else:

@@ -211,7 +211,7 @@ def test_a_slow_reader_gets_fewer_larger_events_and_all_the_text(start: Any, tok
 
 
 def test_a_body_that_stops_coming_is_given_up(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openinfer.frontend.http.service.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("openinfer.frontend.http.body.BODY_TIMEOUT_S", 0.1)
     live = start(app=NO_CHATS)
     connection = socket.create_connection(("127.0.0.1", live.port), timeout=10)
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

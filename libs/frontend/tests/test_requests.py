@@ -10,6 +10,7 @@ import pytest
 
 from openinfer.frontend import APIError
 from openinfer.frontend.http import SamplingDefaults, Tokenizer
+from openinfer.frontend.http.body import _decode
 from openinfer.frontend.http.openai.chat_body import ChatBody
 from openinfer.frontend.http.openai.completions import CompletionBody
 from openinfer.frontend.http.params import make_plan
@@ -295,7 +296,7 @@ ABLE = {"features": ["penalties", "logit_bias", "allowed_token_ids", "bad_words"
 
 def sampling(**fields: Any) -> SamplingParams:
     """What an engine with every feature is asked."""
-    body = msgspec.convert(fields, CompletionBody)
+    body = _decode(msgspec.json.encode(fields), CompletionBody, {})
     defaults = SamplingDefaults(repetition_penalty=1.5)
     return make_plan(body, None, defaults, FakeEngine(**ABLE).info, Tokenizer.load(DATA)).sampling  # type: ignore[arg-type]
 
@@ -328,7 +329,13 @@ def test_what_the_sampler_is_asked() -> None:
         ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "300"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
         ({"allowed_token_ids": [1024]}, "allowed_token_ids", "below 1024"),
-        ({"bad_words": ["x"] * 65}, "bad_words", "at most 64"),
+        ({"bad_words": ["x"] * 65}, "bad_words", "64"),
+        ({"allowed_token_ids": [5] * 4097}, "allowed_token_ids", "4096"),
+        (
+            {"allowed_token_ids": ["a"] * 1_000_000},
+            "allowed_token_ids",
+            "4096",
+        ),  # counted before they are read
         ({"bad_words": ["x y " * 64]}, "bad_words", "32"),
     ],
 )

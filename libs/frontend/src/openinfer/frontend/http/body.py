@@ -4,16 +4,20 @@ Unknown fields are ignored, as clients expect. A field that is known and would c
 or answered with 400.
 """
 
+import asyncio
 import re
+import types
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import inspect as info
+from starlette.requests import ClientDisconnect, Request
 
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.elsewhere import instead
 from openinfer.frontend.kv_transfer import KVTransfer
+from openinfer.sampler.params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES
 
 __all__ = [
     "CHAT_REFUSED",
@@ -29,15 +33,21 @@ __all__ = [
     "TextFormat",
     "Thinking",
     "ToolSpec",
-    "decode_body",
+    "read_json",
     "typed",
 ]
 
 
+MAX_BODY_BYTES = 32 << 20
+MAX_OBJECTS = 1 << 18
+"""Objects, arrays and strings of a body together."""
+MAX_VALUES = 1 << 22
+BODY_TIMEOUT_S = 60.0
+"""The longest time from the end of the head to that of the body. A client that sends a byte now and then is cut too."""
 MAX_TOOLS = 128
+MAX_STOP_IDS = 1024
+MAX_BAD_WORDS = 64
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
-
-
 Budget = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -102,13 +112,13 @@ class CommonBody(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[BadWord] | None = None
+    logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_LOGIT_BIASES)] | None = None
+    allowed_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -197,10 +207,73 @@ _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
-def decode_body(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, ...]]) -> _Body:
-    """Read a request body. `refused` has fields that are not honoured, with the values that change nothing.
+async def read_json(
+    request: Request,
+    kind: type[_Body],
+    refused: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({}),
+    *,
+    empty: _Body | None = None,
+) -> _Body:
+    """The body of a request. refused: fields that are not honoured, with the values that change nothing. empty: the
+    value of a body without bytes.
 
-    Raises APIError (400) that names the field where there is one."""
+    Raises APIError: 400 that names the field where there is one, or where the client leaves within the body; 408 for
+    one that takes too long, 413 for one that is too large, 415 for one that is not JSON by its Content-Type.
+    """
+    media = request.headers.get("content-type")
+    if media is not None and media.partition(";")[0].strip().lower() != "application/json":
+        raise APIError(
+            f"the Content-Type is {media[:80]!r}; this path takes application/json (curl: --json, or "
+            "-H 'Content-Type: application/json')",
+            status=415,
+            code="unsupported_media_type",
+        )
+    raw = await _read(request)
+    if not raw and empty is not None:
+        return empty
+    _check_count(raw)
+    return _decode(raw, kind, refused)
+
+
+async def _read(request: Request) -> bytes:
+    too_large = APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
+    except ClientDisconnect as error:
+        raise APIError("the connection ended before the body did") from error
+    except TimeoutError as error:
+        raise APIError(f"the body took longer than {BODY_TIMEOUT_S:g} s", status=408) from error
+    return bytes(body)
+
+
+def _check_count(raw: bytes) -> None:
+    """Raise APIError (413) for more values than a request needs: each takes far more memory and time than its bytes.
+    The text of strings does not count. To parse in a thread would not help, because that holds the interpreter lock."""
+    if len(raw) < 2 * MAX_OBJECTS:  # an empty list has two bytes
+        return
+    bare = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    objects = bare.count(b'"') // 2
+    if objects <= MAX_OBJECTS:
+        outside = b"".join(bare.split(b'"')[::2])
+        objects += outside.count(b"[") + outside.count(b"{")
+        if objects <= MAX_OBJECTS and outside.count(b",") <= MAX_VALUES:
+            return
+    raise APIError(
+        f"the body has more than {MAX_OBJECTS} objects, arrays and strings, or {MAX_VALUES} values",
+        status=413,
+        code="body_too_large",
+    )
+
+
+def _decode(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, ...]]) -> _Body:
     try:
         fields = msgspec.json.decode(raw)
         if not isinstance(fields, dict):

@@ -38,10 +38,8 @@ MAX_SEQUENCES = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
-MAX_STOP_IDS = 1024
 MAX_USER_CHARS = 1024
 MAX_SALT_CHARS = 128
-MAX_BAD_WORDS = 64
 MAX_LOGPROB_ENTRIES = 8 << 20
 """The most log-probabilities of an answer: alternatives asked for, times tokens of all sequences."""
 MAX_POOLS = 16
@@ -284,7 +282,6 @@ def _sampling(
     if body.bad_words:
         given["bad_words_token_ids"] = _bad_words(body.bad_words, tokenizer)
     stop_ids = _known_ids(body.stop_token_ids or (), "stop_token_ids", info)
-    _check(len(stop_ids) <= MAX_STOP_IDS, "stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS}")
     given["stop_token_ids"] = stop_ids[:MAX_STOP_TOKEN_IDS]
     try:
         return SamplingParams(**given, logprobs=logprobs)
@@ -310,7 +307,6 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple
     """Each word as it begins a text and as it follows a space."""
     if tokenizer is None:
         raise APIError("bad_words needs a tokenizer, and this server runs without", param="bad_words")
-    _check(len(words) <= MAX_BAD_WORDS, "bad_words", f"{len(words)} words", f"at most {MAX_BAD_WORDS}")
     found = {
         tuple(tokenizer.encode_short(text)): None for word in words for text in (word, " " + word.lstrip())
     }

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from openinfer.frontend.client import EngineClient
@@ -17,7 +17,7 @@ from openinfer.frontend.errors import APIError, FlagError
 from openinfer.frontend.http.admin.board import Board
 from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.answer import Answer
-from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, CommonBody, decode_body
+from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, CommonBody, read_json
 from openinfer.frontend.http.generation import Generation
 from openinfer.frontend.http.openai.chat_body import ChatBody, chat_of, top_logprobs
 from openinfer.frontend.http.openai.chat_shape import ChatShape
@@ -43,11 +43,8 @@ from openinfer.frontend.http.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from openinfer.frontend.http.admin.tracing import Tracing
 
-__all__ = ["Service", "json_response", "read_body"]
+__all__ = ["Service", "json_response"]
 
-MAX_BODY_BYTES = 32 << 20
-BODY_TIMEOUT_S = 60.0
-"""The longest time from the end of the head to that of the body. A client that sends a byte now and then is cut too."""
 MAX_TRACE_PARENT_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 
@@ -88,7 +85,7 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         arrival = time.monotonic()
-        body = decode_body(await read_body(request), CompletionBody, REFUSED)
+        body = await read_json(request, CompletionBody, REFUSED)
         model, plan, prompts, limits = await self.prepare_completions(request, body)
         echoes = self._echoes(body, prompts) if plan.echo else ()
         shape = CompletionShape(model, plan, self.tokenizer, echoes, self.mark)
@@ -97,7 +94,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
-        body = decode_body(await read_body(request), ChatBody, CHAT_REFUSED)
+        body = await read_json(request, ChatBody, CHAT_REFUSED)
         model, plan, ids, limit, new_parser = await self.prepare_answer(request, body)
         shown = body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude)
         shape = ChatShape(model, plan, self.tokenizer, new_parser, shown, self.mark)
@@ -376,26 +373,6 @@ class Service:
 def _trace_parent(request: Request) -> str | None:
     given = request.headers.get("traceparent")
     return given if given is not None and len(given) <= MAX_TRACE_PARENT_CHARS else None
-
-
-async def read_body(request: Request) -> bytes:
-    """The body, up to the cap. Raises APIError (413, 408; 400 when the client leaves inside it)."""
-    too_large = APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
-    length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_large
-    except ClientDisconnect as error:
-        raise APIError("the connection ended before the body did") from error
-    except TimeoutError as error:
-        raise APIError(f"the body took longer than {BODY_TIMEOUT_S:g} s", status=408) from error
-    return bytes(body)
 
 
 def json_response(value: object, status: int = 200) -> Response:

@@ -14,8 +14,8 @@ from openinfer.frontend.contract import (
     WakeUp,
 )
 from openinfer.frontend.errors import APIError, EngineDeadError, Unsupported
-from openinfer.frontend.http.body import decode_body
-from openinfer.frontend.http.service import Service, json_response, read_body
+from openinfer.frontend.http.body import read_json
+from openinfer.frontend.http.service import Service, json_response
 
 __all__ = ["AdapterEndpoints", "Admin", "LoadBody", "SleepBody", "UnloadBody", "UpdateBody", "WakeBody"]
 
@@ -56,7 +56,7 @@ class Admin:
 
     async def update(self, request: Request) -> Response:
         """POST /update_weights: all weights from another checkpoint of the same model. 409 while requests run."""
-        body = decode_body(await read_body(request), UpdateBody, {})
+        body = await read_json(request, UpdateBody)
         if not (body.path and 0 < len(body.version) <= MAX_VERSION_CHARS and body.version.isprintable()):
             raise APIError(
                 f"path and version must be given; a version has at most {MAX_VERSION_CHARS} printable characters"
@@ -66,8 +66,7 @@ class Admin:
 
     async def sleep(self, request: Request) -> Response:
         """POST /sleep: give the device's memory back. 409 while requests run."""
-        raw = await read_body(request)
-        body = decode_body(raw, SleepBody, {}) if raw else SleepBody()
+        body = await read_json(request, SleepBody, empty=SleepBody())
         level = request.query_params.get("level", str(body.level))
         if not level.isdigit():
             raise APIError(f"level is {level[:40]}; it is a number", param="level")
@@ -117,7 +116,7 @@ class AdapterEndpoints:
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter: answers when requests may name the adapter."""
-        body = decode_body(await read_body(request), LoadBody, {})
+        body = await read_json(request, LoadBody)
         name, names = body.lora_name, self._service.names()
         if (
             not 0 < len(name) <= MAX_NAME_CHARS
@@ -138,7 +137,7 @@ class AdapterEndpoints:
 
     async def unload(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter: requests that run go on to their end."""
-        name = decode_body(await read_body(request), UnloadBody, {}).lora_name
+        name = (await read_json(request, UnloadBody)).lora_name
         if name not in self._service.adapters() and self._service.client.info.max_adapters:
             raise APIError(f"the adapter {name!r} is not loaded", status=404, param="lora_name")
         await self._control(UnloadAdapter(name))
