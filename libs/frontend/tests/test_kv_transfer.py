@@ -60,6 +60,12 @@ def test_a_field_that_asks_for_nothing_is_taken_everywhere(plain: Any, nothing: 
         (DECODE, {"prompt_logprobs": 0}, "not possible with prompt_logprobs"),
         (PREFILL, {"prompt": [[1], [2]]}, "of one prompt, and 2 are given"),
         ({"do_remote_decode": "x"}, {}, "kv_transfer_params.do_remote_decode: expected"),
+        *[
+            (PREFILL | {name: value}, {}, f"kv_transfer_params.{name}")
+            for name in ("remote_port", "remote_num_tokens", "tp_size")
+            for value in (10**30, 2**63, -1)
+        ],
+        (PREFILL | {"remote_block_ids": [[10**30]]}, {}, "kv_transfer_params.remote_block_ids"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(

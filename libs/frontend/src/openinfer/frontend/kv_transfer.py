@@ -6,9 +6,14 @@ a request to the prefill server with do_remote_decode and max_tokens 1. It puts 
 into the request to the decode server.
 """
 
+from typing import Annotated
+
 import msgspec
 
 __all__ = ["KVTransfer"]
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Block = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | str
 
 
 class KVTransfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,11 +28,11 @@ class KVTransfer(msgspec.Struct, frozen=True, kw_only=True):
     remote_request_id: str | None = None
     """The lease that keeps the blocks there."""
     remote_host: str | None = None
-    remote_port: int | None = None
+    remote_port: _Count | None = None
     """Where that engine can be asked for them."""
-    remote_block_ids: list[list[int | str]] | None = None
+    remote_block_ids: list[list[_Block]] | None = None
     """By group, names of blocks. This engine names the last block alone: a name stands for all tokens before it."""
-    remote_num_tokens: int | None = None
+    remote_num_tokens: _Count | None = None
     """Tokens of the prompt that the blocks hold."""
-    tp_size: int | None = None
+    tp_size: _Count | None = None
     """Ranks of that engine."""

@@ -156,6 +156,8 @@ def _web_options(args: argparse.Namespace) -> "WebOptions":
     from openinfer.frontend.web import WebOptions
 
     values = {name: getattr(args, name) for name in WebOptions.__struct_fields__}
+    # A level of sleep drops the weights, and then an update must bring them.
+    values["enable_weight_updates"] |= getattr(args, "enable_sleep_mode", False)
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
     return msgspec.convert(plain, WebOptions)
 

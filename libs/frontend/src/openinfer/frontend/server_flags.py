@@ -60,6 +60,11 @@ def _add_address(server: Any) -> None:
         default=None,
         help="key for all paths but probes and pages; or OPENINFER_API_KEY",
     )
+    server.add_argument(
+        "--enable-weight-updates",
+        action="store_true",
+        help="take /update_weights without an API key too, as with --enable-sleep-mode",
+    )
 
 
 def _add_model(server: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 import time
@@ -57,6 +58,7 @@ class WebOptions(msgspec.Struct, frozen=True, kw_only=True):
     access_log: bool
     log_requests: bool
     otlp_traces_endpoint: str | None
+    enable_weight_updates: bool
     plan: str | None
 
 
@@ -92,7 +94,7 @@ async def serve_web(
             from openinfer.frontend.http.admin.tracing import Tracing
 
             tracing = Tracing.to(options.otlp_traces_endpoint, client.info.model)
-        app = _make_app(options, client, *texts.result(), tracing, boards)
+        app = _make_app(options, client, listener, *texts.result(), tracing, boards)
         code = await run_server(
             app,
             listener,
@@ -120,6 +122,7 @@ async def serve_web(
 def _make_app(
     options: WebOptions,
     client: "EngineClient",
+    listener: socket.socket,
     tokenizer: "Tokenizer | None",
     renderer: "RenderPool | None",
     tracing: "Tracing | None",
@@ -156,6 +159,8 @@ def _make_app(
             options.allowed_headers,
             options.allow_credentials,
         ),
+        local=ipaddress.ip_address(listener.getsockname()[0]).is_loopback,
+        weight_updates=options.enable_weight_updates,
     )
 
 

@@ -17,12 +17,13 @@ from openinfer.frontend.client import EngineClient
 from openinfer.frontend.errors import APIError, FlagError
 from openinfer.frontend.http.access import AccessLog
 from openinfer.frontend.http.admin.board import Board
+from openinfer.frontend.http.admin.endpoints import Admin
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.http.anthropic.messages_shape import messages_error
 from openinfer.frontend.http.cors import Cors
 from openinfer.frontend.http.dialects import Dialects
 from openinfer.frontend.http.elsewhere import hint
-from openinfer.frontend.http.guard import ApiKeyGuard, RequestIds
+from openinfer.frontend.http.guard import ApiKeyGuard, PageGuard, RequestIds
 from openinfer.frontend.http.openapi import Endpoint, document, endpoints
 from openinfer.frontend.http.pages.page import Page, PlanPage
 from openinfer.frontend.http.params import SamplingDefaults
@@ -56,6 +57,8 @@ def create_app(
     board: Board | None = None,
     cors: Cors | None = None,
     plan: bytes | None = None,
+    local: bool = False,
+    weight_updates: bool = False,
 ) -> Starlette:
     """OpenAI's endpoints over an engine; `app.state.service` is the Service.
 
@@ -77,6 +80,8 @@ def create_app(
     board: where /metrics counts, one for all processes of a server.
     cors: pages of which origins may call; None for none.
     plan: the JSON of `openinfer plan`, for the page at /plan.
+    local: the server listens on loopback only. Without a key it then refuses Hosts that a stranger's DNS can have.
+    weight_updates: take /update_weights without a key too.
     """
     if template is not None and not isinstance(template, RenderPool):
         template = RenderPool(template if isinstance(template, RendererSpec) else template.spec)
@@ -97,16 +102,20 @@ def create_app(
         board=board,
     )
 
-    table = endpoints(service, Dialects(service), Page(service), PlanPage(plan))
+    admin = Admin(service, weight_updates or api_key is not None)
+    table = endpoints(service, Dialects(service), Page(service), PlanPage(plan), admin)
 
     log = [Middleware(AccessLog)] if access_log else []
-    guards = [Middleware(ApiKeyGuard, api_key=api_key)] if api_key else []
+    cors = cors or Cors()
+    guards = [Middleware(PageGuard, origins=cors.origins, local=local and api_key is None)]
+    if api_key:
+        guards.append(Middleware(ApiKeyGuard, api_key=api_key))
     app = Starlette(
         routes=[
             *(Route(one.path, one.handler, methods=[one.method]) for one in table),
             Route("/openapi.json", _openapi(table, service, guarded=api_key is not None)),
         ],
-        middleware=[*log, *(cors or Cors()).middleware(), Middleware(RequestIds), *guards],
+        middleware=[*log, *cors.middleware(), Middleware(RequestIds), *guards],
         exception_handlers={APIError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
         lifespan=_lifespan(service, client),
     )

@@ -1,9 +1,11 @@
-"""ASGI middleware around all endpoints: it checks the API key, and gives each request its id."""
+"""ASGI middleware around all endpoints: it refuses strange web pages, checks the API key, gives each request its id."""
 
 import hashlib
 import hmac
 import re
 import uuid
+from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,10 +14,80 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.logs import REQUEST_ID
 
-__all__ = ["OPEN_PATHS", "ApiKeyGuard", "RequestIds"]
+__all__ = ["OPEN_PATHS", "ApiKeyGuard", "PageGuard", "RequestIds"]
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/", "/plan", "/favicon.svg"})
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]*?)\.?(:[0-9]*)?")
+"""Name or address, without the dot of the root, and port."""
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class PageGuard:
+    """Web pages of other origins may not call, because a browser sends some requests for them without asking: it says
+    so in Sec-Fetch-Site and Origin. Where `local`, no page may be of this origin by a name that its owner's DNS gives
+    this machine: the Host must be an address, or a name that no stranger's DNS can have.
+
+    origins: as `--allowed-origins` has them; their hosts are taken too. "*": any.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], local: bool) -> None:
+        self._app = app
+        self._origins = frozenset(origins)
+        self._hosts = {urlsplit(origin).hostname for origin in origins}
+        self._local = local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and "*" not in self._origins:
+            error = self._refusal(Headers(scope=scope), scope["method"])
+            if error is not None:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Headers, method: str) -> APIError | None:
+        host, origin, site = (headers.get(name) for name in ("host", "origin", "sec-fetch-site"))
+        if self._local and host is not None and not self._is_ours(host.lower()):
+            return APIError(
+                f"the Host {host[:80]!r} may be a web page's (DNS rebinding): without an API key a server on loopback "
+                "takes addresses, localhost and names without a dot; give it --api-key, or a page's origin with this "
+                "host in --allowed-origins",
+                status=403,
+                code="foreign_host",
+            )
+        if origin is not None and origin not in self._origins:
+            foreign = site not in ("same-origin", "none") if site else not _same_host(origin, host or "")
+        else:  # a page that leads to this one by a link learns nothing
+            link = method in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
+            foreign = origin is None and site in ("cross-site", "same-site") and not link
+        if not foreign:
+            return None
+        return APIError(
+            f"a web page of {origin or 'another site'!r} may not call this server: start it with "
+            "--allowed-origins to name the origin",
+            status=403,
+            code="foreign_origin",
+        )
+
+    def _is_ours(self, host: str) -> bool:
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = found[1]
+        last = name.rpartition(".")[2]  # of an IPv4 address a number; the others are of no public zone
+        return (
+            "." not in name
+            or name.startswith("[")
+            or last.isdecimal()
+            or last in ("localhost", "internal")
+            or name in self._hosts
+        )
+
+
+def _same_host(origin: str, host: str) -> bool:
+    """Whether a page of this origin was served under this Host; either may leave the scheme's port out."""
+    scheme, _, at = origin.lower().partition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return bool(at) and at.removesuffix(port) == host.lower().removesuffix(port)
 
 
 class ApiKeyGuard:

@@ -72,7 +72,9 @@ class Endpoint(NamedTuple):
         return "POST" if self.body else "GET"
 
 
-def endpoints(service: Service, dialects: Dialects, page: Page, plan: PlanPage) -> list[Endpoint]:
+def endpoints(
+    service: Service, dialects: Dialects, page: Page, plan: PlanPage, admin: Admin
+) -> list[Endpoint]:
     """All that a server answers, /openapi.json apart."""
     messages, refused = MessagesBody, messages_body.REFUSED
     adapters = AdapterEndpoints(service)
@@ -117,7 +119,7 @@ def endpoints(service: Service, dialects: Dialects, page: Page, plan: PlanPage) 
         Endpoint("/plan", plan.page, "The curves of a plan over load, for people"),
         Endpoint("/plan.json", plan.plan, "The plan that the server was started with"),
         Endpoint("/version", service.version, "Versions"),
-        *_admin(Admin(service)),
+        *_admin(admin),
     ]
 
 

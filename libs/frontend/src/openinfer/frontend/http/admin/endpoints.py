@@ -1,5 +1,7 @@
 """Endpoints for the people and trainers that run the server: adapters, slow steps, new weights, sleep."""
 
+from typing import Annotated
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -22,6 +24,8 @@ __all__ = ["AdapterEndpoints", "Admin", "LoadBody", "SleepBody", "UnloadBody", "
 NOTHING = '{"found": 0, "traces": []}'
 MAX_NAME_CHARS = 256
 MAX_VERSION_CHARS = 128
+MAX_LEVEL = 999
+"""The engine says which levels it has."""
 
 
 class UpdateBody(msgspec.Struct):
@@ -36,7 +40,7 @@ class SleepBody(msgspec.Struct):
     """POST /sleep; the body may be empty, and ?level=1 says the same. level: 1 keeps the weights in host memory,
     2 drops them, and then an update must follow the wake-up."""
 
-    level: int = 1
+    level: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEVEL)] = 1
 
 
 class WakeBody(msgspec.Struct):
@@ -44,10 +48,11 @@ class WakeBody(msgspec.Struct):
 
 
 class Admin:
-    """Commands to the engine. They want the API key where there is one."""
+    """Commands to the engine. They want the API key where there is one. weight_updates: take /update_weights."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, weight_updates: bool) -> None:
         self._service = service
+        self._weight_updates = weight_updates
 
     async def traces(self, request: Request) -> Response:
         """GET /debug/traces: steps, runs of steps and first tokens that took longer than they should."""
@@ -56,6 +61,12 @@ class Admin:
 
     async def update(self, request: Request) -> Response:
         """POST /update_weights: all weights from another checkpoint of the same model. 409 while requests run."""
+        if not self._weight_updates:
+            raise APIError(
+                "the server must be started with --api-key, or with --enable-weight-updates",
+                status=403,
+                code="not_enabled",
+            )
         body = await read_json(request, UpdateBody)
         if not (body.path and 0 < len(body.version) <= MAX_VERSION_CHARS and body.version.isprintable()):
             raise APIError(
@@ -68,8 +79,8 @@ class Admin:
         """POST /sleep: give the device's memory back. 409 while requests run."""
         body = await read_json(request, SleepBody, empty=SleepBody())
         level = request.query_params.get("level", str(body.level))
-        if not level.isdigit():
-            raise APIError(f"level is {level[:40]}; it is a number", param="level")
+        if not (level.isascii() and level.isdigit() and len(level) <= len(str(MAX_LEVEL))):
+            raise APIError(f"level is {level[:40]!r}; it is a number", param="level")
         await self._control(Sleep(int(level)), 409)
         return json_response({"is_sleeping": True})
 
@@ -77,6 +88,7 @@ class Admin:
         """POST /wake_up: take all memory again; ?tags, which asks for a part of it, is refused."""
         if "tags" in request.query_params:
             raise APIError("all memory is taken at once; leave tags out", param="tags")
+        await read_json(request, WakeBody, empty=WakeBody())
         await self._control(WakeUp(), 409)
         return json_response({"is_sleeping": False})
 
