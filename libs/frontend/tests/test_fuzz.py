@@ -105,7 +105,7 @@ def test_no_body_is_a_500(cases: int, tools: str) -> None:
     assert source is not None
     template = ChatTemplate(source, tokenizer.special_tokens)
     options: dict[str, Any] = {"tool_parser": tools, "reasoning_parser": "qwen3"}
-    app = create_app(driver, tokenizer=tokenizer, template=template, **options)
+    app = create_app(driver, tokenizer=tokenizer, template=template, weight_updates=True, **options)
 
     async def main() -> None:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

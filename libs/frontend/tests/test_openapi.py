@@ -11,7 +11,7 @@ from openinfer.frontend.http.openapi import BOUNDS
 
 @pytest.fixture(scope="module")
 def live(start: Any) -> Any:
-    return start(engine={"max_adapters": 1}, app={"plan": b"{}"})
+    return start(engine={"max_adapters": 1}, app={"plan": b"{}", "weight_updates": True})
 
 
 @pytest.fixture(scope="module")

@@ -47,9 +47,11 @@ _KINDS = {"/": "text/html", "/plan": "text/html", "/favicon.svg": "image/svg+xml
 _REFUSALS = {
     400: "The request cannot be honoured; the message names the field.",
     401: "The API key is missing or wrong.",
+    403: "A web page of another origin, a Host of a stranger, or a route that the server was not started with.",
     404: "The model does not exist.",
     408: "The body took too long.",
     413: "The body is too large.",
+    415: "The body is not application/json.",
     500: "The engine failed.",
     503: "Overloaded, starting, ending or broken; Retry-After says when to come back.",
 }
