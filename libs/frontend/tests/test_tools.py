@@ -104,6 +104,19 @@ ARGUMENTS = ("weather", '{"city": "Bonn", "days": 2}')
         (CALL, {"tool_choice": "none"}, CALL, "", [], "stop"),
         (CALL, {"tools": openai.NOT_GIVEN}, CALL, "", [], "stop"),
         ("<think>a</think>b", {"extra_body": {"include_reasoning": False}}, "b", "", [], "stop"),
+        # Stop strings are looked for in what a client reads as the answer.
+        ("<think>\nno end\n</think>\n\nThe end is.", {"stop": ["end"]}, "The ", "no end", [], "stop"),
+        ("<think>ab</think>a b", {"stop": ["b", "think"]}, "a ", "ab", [], "stop"),
+        (
+            f"I look.\n{CALL}\nThe end",
+            {"stop": ["city", "weather", "end"]},
+            "I look.\nThe ",
+            "",
+            [ARGUMENTS],
+            "tool_calls",
+        ),
+        (f"{CALL}", {"stop": ["}", "tool_call"]}, "", "", [ARGUMENTS], "tool_calls"),
+        ("<think>a</think>one </", {"stop": ["</b>"]}, "one </", "a", [], "stop"),
     ],
 )
 def test_streamed_is_whole(

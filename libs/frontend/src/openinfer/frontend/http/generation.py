@@ -22,7 +22,7 @@ from openinfer.frontend.contract import (
 from openinfer.frontend.errors import APIError, EngineDeadError
 from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.text.detokenizer import StopStrings
+from openinfer.frontend.http.text.detokenizer import ContentStops, StopStrings
 from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.frontend.kv_transfer import KVTransfer
 
@@ -41,7 +41,8 @@ class Choice:
     stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens and cached_tokens. It also reads
     prompt_logprobs (of prompt_token_ids[1:], if asked for), which are complete with the first token. The reader of the
     text sets reasoning_tokens, the number of tokens that were thoughts. `drafts` and `kv_transfer` come with the
-    engine's terminal, so a choice that a stop string ended has none.
+    engine's terminal, so a choice that a stop string ended has none. Where stop strings are looked for in the content
+    of an answer that has other parts, `read` has the parts, and there is no text to take.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class Choice:
         "logprobs",
         "num_tokens",
         "prompt_logprobs",
+        "read",
         "reasoning_tokens",
         "request",
         "started",
@@ -90,7 +92,12 @@ class Choice:
         self._include_stop = plan.include_stop
         self._more_stop_ids = plan.more_stop_ids
         self._detokenizer = tokenizer.detokenizer(plan.skip_special_tokens) if tokenizer else None
-        self._stops = StopStrings(plan.stop, plan.include_stop) if plan.stop else None
+        self._stops: StopStrings | None = None
+        self.read: ContentStops | None = None
+        if plan.stop and plan.new_parser is not None:
+            self.read = ContentStops(plan.new_parser(), plan.stop, plan.include_stop)
+        elif plan.stop:
+            self._stops = StopStrings(plan.stop, plan.include_stop)
         self._metrics = metrics
         self._stream = plan.stream
         self._only_echo = plan.only_echo
@@ -146,7 +153,7 @@ class Choice:
     def has_text(self) -> bool:
         """Whether take() would give text."""
         self._decode()
-        return bool(self._text)
+        return bool(self._text) or (self.read is not None and bool(self.read.parts))
 
     def take(self) -> tuple[str, list[int], list[TokenLogprobs | None]]:
         """text, token_ids and logprobs since the last call; they are the caller's now."""
@@ -190,7 +197,7 @@ class Choice:
         ending = delta.terminal.stop_token_id if isinstance(delta.terminal, Finished) else None
         if ids[-1] == ending and not self._include_stop:
             ids = ids[:-1]
-        if self._stops is None:
+        if self._stops is None and self.read is None:
             self._undecoded += ids
             if len(self._undecoded) >= DECODE_AT_LEAST:  # all of it at the end would hold up other requests
                 self._decode()
@@ -198,9 +205,8 @@ class Choice:
         before = self.num_tokens - len(delta.token_ids)
         for position, token_id in enumerate(ids):
             text = self._text_of((token_id,))
-            if before + position < self.request.sampling.min_tokens:
-                self._say(text)
-            elif text and self._matches(self._stops, text):
+            watched = before + position >= self.request.sampling.min_tokens
+            if text and self._matches(text, watched=watched):
                 self._forget(len(delta.token_ids) - position - 1)
                 self._abort(self.request.id)
                 self._observe_end()
@@ -224,9 +230,20 @@ class Choice:
         if text:
             self._text.append(text)
 
-    def _matches(self, stops: StopStrings, text: str) -> bool:
-        shown, matched = stops.push(text)
-        self._say(shown)
+    def _matches(self, text: str, *, watched: bool = True, last: bool = False) -> bool:
+        """Take more text, and whether a stop string ends it."""
+        matched = None
+        if self.read is not None:
+            matched = self.read.push(text, watched=watched)
+            if last and matched is None:
+                matched = self.read.flush()
+        elif self._stops is None or not watched:
+            self._say(text)
+        else:
+            text, matched = self._stops.push(text)
+            self._say(text)
+            if last and matched is None:
+                self._say(self._stops.flush())
         if matched is None:
             return False
         self.finish_reason, self.stop_reason = "stop", matched
@@ -244,11 +261,7 @@ class Choice:
         self.drafts, self.kv_transfer = terminal.drafts, terminal.kv_transfer
         if self._detokenizer is not None:
             self._decode()
-            rest = self._text_of(None)
-            if self._stops is None:
-                self._say(rest)
-            elif not self._matches(self._stops, rest):
-                self._say(self._stops.flush())
+            self._matches(self._text_of(None), last=True)
             if self.error is not None:
                 return
         if self.finish_reason is None:

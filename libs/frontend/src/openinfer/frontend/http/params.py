@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from openinfer.frontend.chat import OutputParser
 from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo
 from openinfer.frontend.errors import APIError, ModelFilesError, TooLong
 from openinfer.frontend.http.body import CommonBody
@@ -123,6 +124,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Tokens of log-probabilities are named by their ids."""
     warnings: tuple[str, ...] = ()
     """Fields of the request that change nothing here, in words for the answer's headers."""
+    new_parser: Callable[[], OutputParser] | None = None
+    """Makes the readers of a chat's answers: stop strings are looked for in the content that they find."""
 
     def sampling_of(self, index: int) -> SamplingParams:
         """The parameters of the index-th of n choices: seed + index, within 64 bits."""

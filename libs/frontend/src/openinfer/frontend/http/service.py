@@ -156,7 +156,8 @@ class Service:
         new_parser = self.chat_format.parser(chat, text, plan.stream)
         if new_parser is not None and self.tokenizer.has_special_in(self.chat_format.markers()):
             plan = msgspec.structs.replace(plan, skip_special_tokens=False)
-        return ids, msgspec.structs.replace(plan, warnings=(*plan.warnings, *chat.warnings)), new_parser
+        warnings = (*plan.warnings, *chat.warnings)
+        return ids, msgspec.structs.replace(plan, warnings=warnings, new_parser=new_parser), new_parser
 
     async def prepare(self) -> None:
         """Start the renderer, and tell the engine what it needs for grammars. The client must have been started.

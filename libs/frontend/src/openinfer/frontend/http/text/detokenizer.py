@@ -8,9 +8,10 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from openinfer.frontend.chat import Content, OutputParser, Part
 from openinfer.frontend.chat.parts import overlap
 
-__all__ = ["ByteDetokenizer", "Detokenizer", "StopMatch", "StopStrings", "TextDetokenizer"]
+__all__ = ["ByteDetokenizer", "ContentStops", "Detokenizer", "StopMatch", "StopStrings", "TextDetokenizer"]
 
 MAX_HELD_TOKENS = 8
 """A character has at most 4 bytes, hence 4 tokens; more than this without a whole one is no UTF-8."""
@@ -130,3 +131,44 @@ class StopStrings:
         """At the end: what was held back."""
         held, self._held = self._held, ""
         return held
+
+
+class ContentStops:
+    """Watches the content of an answer that has other parts too: thoughts and calls hold no stop string.
+
+    parser: reads the text. parts: what can be handed out; the caller takes it."""
+
+    __slots__ = ("_stops", "parser", "parts")
+
+    def __init__(self, parser: OutputParser, stops: Sequence[str], include: bool) -> None:
+        self.parser, self.parts = parser, list[Part]()
+        self._stops = StopStrings(stops, include)
+
+    def push(self, text: str, *, watched: bool = True) -> str | None:
+        """Take more text. Returns the stop string that ended it; nothing may be pushed after that."""
+        return self._watch(self.parser.push(text), watched)
+
+    def flush(self) -> str | None:
+        """At the end: what was held back may have a stop string too."""
+        matched = self._watch(self.parser.flush(), True)
+        if matched is None:
+            self._say(self._stops.flush())
+        return matched
+
+    def _watch(self, parts: Sequence[Part], watched: bool) -> str | None:
+        for part in parts:
+            if not isinstance(part, Content):
+                self._say(self._stops.flush())
+                self.parts.append(part)
+            elif not watched:
+                self.parts.append(part)
+            else:
+                shown, matched = self._stops.push(part.text)
+                self._say(shown)
+                if matched is not None:
+                    return matched
+        return None
+
+    def _say(self, text: str) -> None:
+        if text:
+            self.parts.append(Content(text))

@@ -61,6 +61,10 @@ class Reader:
             )
 
     def _read(self, choice: Choice, text: str, token_ids: list[int], ended: bool) -> list[Part]:
+        if choice.read is not None:
+            parts, choice.read.parts = choice.read.parts, []
+            self._count(choice, choice.read.parser, parts, token_ids)
+            return parts
         if self._new_parser is None:
             return [Content(text)] if text else []
         parser = self._parsers.get(choice.index)
