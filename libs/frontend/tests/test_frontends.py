@@ -288,6 +288,46 @@ def test_with_restart_engine_all_go_on_with_the_new_one(
     assert server.end()[0] == 0
 
 
+def test_processes_that_saw_different_commands_restore_one_state(
+    model_dir: Path, launch: Launch, connect: Connect
+) -> None:
+    """The engine's own. What one of them saw would put a woken engine to sleep, or unload an adapter twice."""
+    engine_flags = '{"max_adapters": 3, "adapters": ["gone", "kept"]}'
+    flags = ("--frontends", 3, "--restart-engine", "--engine", engine_flags)
+    server = launch(model_dir, *flags)
+    before = frontends(server)
+
+    def names(client: httpx.Client) -> list[str]:
+        return [one["id"] for one in client.get("/v1/models").json()["data"] if one.get("parent")]
+
+    def served(client: httpx.Client) -> bool:
+        answer = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 1})
+        return answer.status_code == 200
+
+    for turn in range(2):  # the second engine is as good as the first
+        first, second, third = connect(server).values()
+        load = {"lora_name": "new", "lora_path": "/old", "load_inplace": True}
+        for client, path, body in (
+            (first, "/v1/load_lora_adapter", load),
+            (second, "/v1/load_lora_adapter", load | {"lora_path": "/new"}),
+            (third, "/v1/unload_lora_adapter", {"lora_name": "gone"}),
+            (first, "/sleep", {}),
+            (second, "/wake_up", {}),
+        ):
+            answer = client.post(path, json=body)
+            assert answer.status_code == (404 if turn and "unload" in path else 200), answer.text
+        old = engine(server)
+        os.kill(old, signal.SIGKILL)
+        until(lambda old=old: server.children("engine_process") not in ([], [old]))
+        for client in (first, second, third):
+            until(lambda client=client: served(client))
+            assert sorted(names(client)) == ["kept", "new"]
+            assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert frontends(server) == before
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+
+
 def test_a_hung_engine_is_seen_by_those_who_sent_it_nothing(
     model_dir: Path, launch: Launch, connect: Connect
 ) -> None:

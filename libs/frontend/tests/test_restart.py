@@ -5,14 +5,16 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from openinfer.frontend import EngineDeadError, EngineSpec, Finished, Request
 from openinfer.frontend import restart as restart_module
+from openinfer.frontend.attached_driver import AttachedDriver
 from openinfer.frontend.client import Delta
-from openinfer.frontend.contract import Sleep, WakeUp
+from openinfer.frontend.contract import Command, LoadAdapter, Sleep, UnloadAdapter, WakeUp
+from openinfer.frontend.errors import Unsupported
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.restart import RestartingClient
 from openinfer.sampler import SamplingParams
@@ -95,6 +97,74 @@ def test_an_engine_that_slept_sleeps_again() -> None:
             assert client.stats().asleep == asleep
 
     run(use)
+
+
+async def kill(client: RestartingClient, driver: ProcessDriver) -> None:
+    """The engine dies, and another comes."""
+    os.kill(driver.pid, signal.SIGKILL)
+    while client.health().ok:
+        await asyncio.sleep(0.001)
+    await up(client)
+
+
+def test_the_next_engine_gets_the_state_of_the_last_one_whoever_changed_it() -> None:
+    """Other processes send commands too: what this one sent does not say how the engine stands."""
+
+    async def use(client: RestartingClient, drivers: list[ProcessDriver]) -> None:
+        async def address() -> str:
+            return drivers[-1].address
+
+        other = AttachedDriver(address, 1)
+        await other.start()
+        for sender, command in (
+            (client, LoadAdapter("mine", "/old")),
+            (other, LoadAdapter("mine", "/new", in_place=True)),
+            (other, LoadAdapter("flag", "/other", in_place=True)),
+            (client, LoadAdapter("short", "/x")),
+            (other, UnloadAdapter("short")),
+            (other, UnloadAdapter("gone")),
+            (client, Sleep()),
+            (other, WakeUp()),
+        ):
+            await sender.control(command)
+        await kill(client, drivers[-1])
+        await other.close()
+        stats = client.stats()
+        assert {one.name: one.path for one in stats.adapters} == {"flag": "/other", "mine": "/new"}
+        assert not stats.asleep
+        other = AttachedDriver(address, 2)
+        await other.start()
+        await other.control(Sleep(2))
+        await kill(client, drivers[-1])
+        assert (client.stats().asleep, client.stats().weights_dropped) == (True, True)
+        await other.close()
+
+    run(use, max_adapters=4, adapters=["flag", "gone"])
+
+
+def test_a_replaced_adapter_that_cannot_come_back_leaves_no_other_in_its_place() -> None:
+    """Answers of the adapter that the flag named would be wrong."""
+
+    async def use(client: RestartingClient, drivers: list[ProcessDriver]) -> None:
+        await client.control(LoadAdapter("flag", "/new", in_place=True))
+
+        async def refuse(command: Command) -> None:
+            if isinstance(command, LoadAdapter):
+                raise Unsupported("the folder is gone")
+            await ProcessDriver.control(drivers[-1], command)
+
+        make = client._make_driver
+
+        def refusing() -> ProcessDriver:
+            driver = cast(ProcessDriver, make())
+            driver.control = refuse  # type: ignore[method-assign, assignment]
+            return driver
+
+        client._make_driver = refusing
+        await kill(client, drivers[-1])
+        assert client.stats().adapters == []
+
+    run(use, max_adapters=4, adapters=["flag"])
 
 
 def test_a_hung_engine_is_ended_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 
 from openinfer.frontend.client import Driver
+from openinfer.frontend.errors import EngineDeadError, EngineStartError
 from openinfer.frontend.link import Link
 from openinfer.frontend.wire import ToEngine, first_id
 
@@ -26,6 +27,15 @@ class AttachedDriver(Driver):
         self._address = address
         self._client = client
         self._link: Link | None = None
+
+    async def start(self) -> None:
+        """Join the engine. Raises EngineStartError where there will be none, EngineDeadError where it has just died."""
+        try:
+            await super().start()
+        except EngineStartError as error:
+            if self._link is None or self._dead is None:
+                raise
+            raise EngineDeadError(self._dead) from error
 
     async def _launch(self) -> None:
         self._link = Link(await self._address(), self._client, self._receive, self.lose)

@@ -266,8 +266,9 @@ class Driver(ABC):
         self._dead = message
         if self._started is not None and not self._started.done():
             self._started.set_exception(EngineStartError(message))
-        elif self._lost is not None:
+        else:
             _log.error("the engine is lost: %s", message)
+        if self._lost is not None:
             self._lost.set_result(message)
         self._fail_all(message)
 

@@ -126,7 +126,7 @@ async def _serve(boot: FrontendBoot) -> int:
 
     client: EngineClient
     if boot.restart_engine:
-        client = RestartingClient(orders.make_driver, first_id=first_id(boot.client), watch_hangs=False)
+        client = RestartingClient(orders.make_driver, first_id=first_id(boot.client), keeper=False)
     else:
         client = orders.make_driver()
     try:

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import msgspec
 
-from openinfer.frontend.errors import EngineStartError, one_line
+from openinfer.frontend.contract import EngineStats
+from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
 from openinfer.frontend.frontend_process import Engine, FrontendBoot, Lost, Order, Report, Stop
 from openinfer.frontend.http.admin.board import Board
 from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.server import on_signals
 from openinfer.frontend.process_driver import ProcessDriver
-from openinfer.frontend.restart import MAX_RESTARTS, Budget, broken
+from openinfer.frontend.restart import MAX_RESTARTS, Budget, broken, restore
 from openinfer.frontend.web import WebOptions
 
 __all__ = ["Frontends"]
@@ -58,6 +59,7 @@ class Frontends:
         self._hang_timeout_s = engine_hang_timeout
         self._engine: ProcessDriver | None = None
         self._address: str | None = None
+        self._state: EngineStats | None = None  # of the engine before, at its end
         self._clients = 0
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._budget = Budget()
@@ -139,6 +141,8 @@ class Frontends:
     async def _start_engine(self) -> None:
         assert self._engine is not None
         await self._engine.start()
+        if self._state is not None:  # before the children know of it: each has seen only its own commands
+            await restore(self._engine, self._state)
         self._address = self._engine.address
         self._tell(Engine(self._address))
 
@@ -160,18 +164,23 @@ class Frontends:
         while True:
             reason = await broken(self._engine, self._restart_engine)
             again = self._restart_engine and budget.take()
-            self._address = None
+            was_up, self._address = self._address is not None, None
+            if was_up:  # else it died before it had them all
+                self._state = self._engine.stats()
             self._engine.lose(reason)
             if not again:
                 limit = f"; it was restarted {MAX_RESTARTS} times already" if self._restart_engine else ""
                 return reason + limit
-            self._tell(Lost(reason, final=False))
+            if was_up:
+                self._tell(Lost(reason, final=False))
             await self._engine.close()
             _log.error("restarting the engine: %s", reason)
             self._engine = self._make_engine()
             try:
                 await self._start_engine()
-            except (EngineStartError, OSError) as error:
+            except EngineDeadError:  # it had started
+                continue
+            except (EngineStartError, Unsupported, OSError) as error:
                 return f"{reason}; it does not start again: {one_line(error)}"
 
     async def _keep(self, index: int, boards: list[str], ready: "asyncio.Future[None]") -> None:

@@ -7,8 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from openinfer.frontend.client import Driver, Health, Sink
 from openinfer.frontend.contract import (
     Command,
@@ -19,11 +17,10 @@ from openinfer.frontend.contract import (
     Sleep,
     TokenTable,
     UnloadAdapter,
-    WakeUp,
 )
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
 
-__all__ = ["MAX_RESTARTS", "WINDOW_S", "Budget", "RestartingClient", "broken"]
+__all__ = ["MAX_RESTARTS", "WINDOW_S", "Budget", "RestartingClient", "broken", "restore"]
 
 CHECK_S = 0.5
 """Seconds between two checks for a hang."""
@@ -41,25 +38,21 @@ class RestartingClient:
 
     make_driver: a new driver each time.
     first_id: of the requests. Ids are unique over all engines: a request may be made for one, sent to the next.
-    watch_hangs: end an engine that hangs; False where another process does.
+    keeper: end an engine that hangs, and bring the next one to its state; False where another process does both.
     """
 
-    def __init__(
-        self, make_driver: Callable[[], Driver], *, first_id: int = 1, watch_hangs: bool = True
-    ) -> None:
+    def __init__(self, make_driver: Callable[[], Driver], *, first_id: int = 1, keeper: bool = True) -> None:
         self._make_driver = make_driver
         self._driver = make_driver()
         self._ids = itertools.count(first_id)
-        self._watch_hangs = watch_hangs
+        self._keeper = keeper
         self._budget = Budget()
         self._down: str | None = "the engine is not running"
         self._info: EngineInfo | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
         self._token_table: TokenTable | None = None  # the next engine needs it too
-        self._adapters: dict[str, LoadAdapter] = {}  # by name; as is this
-        self._known: set[str] | None = None  # adapters of the engine before; None: there was none
-        self._asleep: Sleep | None = None  # as is this
+        self._state: EngineStats | None = None  # of the engine before, at its end; None: there was none
 
     @property
     def info(self) -> EngineInfo:
@@ -69,13 +62,22 @@ class RestartingClient:
 
     async def start(self) -> None:
         self._lost = asyncio.get_running_loop().create_future()
-        await self._begin()
-        self._keeper = asyncio.create_task(self._keep())
+        while True:
+            try:
+                await self._begin()
+                break
+            except EngineDeadError:
+                if self._keeper:
+                    raise
+                self._driver = (
+                    self._make_driver()
+                )  # it died while we joined it, and its keeper brings another
+        self._task = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
         await self._driver.close()
 
     def new_id(self) -> int:
@@ -95,10 +97,6 @@ class RestartingClient:
         answer = await self._driver.control(command)
         if isinstance(command, TokenTable):
             self._token_table = command
-        if isinstance(command, LoadAdapter):
-            self._adapters[command.name] = command
-        if isinstance(command, Sleep | WakeUp):
-            self._asleep = command if isinstance(command, Sleep) else None
         return answer
 
     def stats(self) -> EngineStats:
@@ -116,28 +114,10 @@ class RestartingClient:
         await self._driver.start()
         if self._token_table is not None:
             await self._driver.control(self._token_table)
-        await self._restore_adapters()
-        if self._asleep is not None:
-            await self._driver.control(self._asleep)
+        if self._state is not None and self._keeper:
+            await restore(self._driver, self._state)
         self._info = self._driver.info
         self._down = None
-
-    async def _restore_adapters(self) -> None:
-        """Give a new engine the adapters of the one before. It has those of its own flags already.
-
-        Raises EngineDeadError; the next engine does not get the adapter with which this one died.
-        """
-        for name, command in list(self._adapters.items()):
-            try:
-                await self._driver.control(msgspec.structs.replace(command, in_place=True))
-            except (Unsupported, EngineDeadError) as error:  # requests for others need none of it
-                _log.error("the adapter %r is lost: %s", name, one_line(error))
-                del self._adapters[name]
-                if isinstance(error, EngineDeadError):
-                    raise
-        for state in self._driver.stats().adapters:
-            if self._known is not None and state.name not in self._known:
-                await self._driver.control(UnloadAdapter(state.name))
 
     async def _keep(self) -> None:
         """Watch, and restart, until it is final."""
@@ -152,10 +132,9 @@ class RestartingClient:
     async def _restart_while_possible(self) -> str:
         """The reason why no engine will be started any more."""
         while True:
-            reason = await broken(self._driver, self._watch_hangs)
+            reason = await broken(self._driver, self._keeper)
             if self._down is None:  # else it died before it had them all
-                self._known = {state.name for state in self._driver.stats().adapters}
-                self._adapters = {name: one for name, one in self._adapters.items() if name in self._known}
+                self._state = self._driver.stats()
             self._down = f"{reason}; restarting it"
             self._driver.lose(reason)
             await self._driver.close()
@@ -188,8 +167,33 @@ class Budget:
         return True
 
 
-async def broken(driver: Driver, watch_hangs: bool) -> str:
-    """Wait until an engine is dead or, if those are watched for, hangs; how."""
+async def restore(driver: Driver, state: EngineStats) -> None:
+    """Bring a new engine to the state in which the one before said that it was: its adapters, and whether it sleeps.
+    It has the adapters of its own flags already.
+
+    Raises Unsupported, and EngineDeadError where the new engine dies; the next one does not get the adapter with which
+    it died, because `state` loses it."""
+    own = {one.name: one.path for one in driver.stats().adapters}
+    for one in list(state.adapters):
+        if own.get(one.name) == one.path:
+            del own[one.name]
+            continue
+        try:
+            await driver.control(LoadAdapter(one.name, one.path, in_place=True))
+            own.pop(one.name, None)
+        except (Unsupported, EngineDeadError) as error:  # requests for others need none of it
+            _log.error("the adapter %r is lost: %s", one.name, one_line(error))
+            state.adapters.remove(one)
+            if isinstance(error, EngineDeadError):
+                raise
+    for name in own:
+        await driver.control(UnloadAdapter(name))
+    if state.asleep:
+        await driver.control(Sleep(2 if state.weights_dropped else 1))
+
+
+async def broken(driver: Driver, keeper: bool) -> str:
+    """Wait until an engine is dead or, for its keeper, hangs; how."""
     died = asyncio.create_task(driver.died())
     try:
         while True:
@@ -197,7 +201,7 @@ async def broken(driver: Driver, watch_hangs: bool) -> str:
             if died.done():
                 return died.result()
             health = driver.health()
-            if watch_hangs and not health.ok:
+            if keeper and not health.ok:
                 return health.detail
     finally:
         died.cancel()

@@ -146,6 +146,7 @@ class FakeEngine:
             self._seen_prompts.clear()
         if isinstance(command, Sleep | WakeUp):
             self._stats.asleep = isinstance(command, Sleep)
+            self._stats.weights_dropped |= isinstance(command, Sleep) and command.level == 2
         self._has_tokens = self._has_tokens or isinstance(command, TokenTable)
         return None
 
@@ -155,6 +156,8 @@ class FakeEngine:
         answer: Future[None] = Future()
         kept = [one for one in self._stats.adapters if one.name != command.name]
         if isinstance(command, UnloadAdapter):
+            if len(kept) == len(self._stats.adapters):
+                raise Unsupported(f"the adapter {command.name!r} is not loaded")
             self._stats.adapters = kept
             return None
         if "bad" in command.path:
