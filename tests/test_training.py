@@ -406,6 +406,29 @@ def test_cached_prefixes_outlive_a_sleep_in_the_tiers(disk: bool, tmp_path: Path
     engine.close()
 
 
+def test_a_disk_gives_no_blocks_of_other_weights_with_the_same_version(tmp_path: Path) -> None:
+    """A restarted engine takes new weights under the name of the last. Those with the same bytes find their blocks."""
+    name = "model.layers.0.self_attn.k_proj.weight"
+    other = changed(tmp_path / "new", TINY, **{name: -weights_of(TINY)[name]})
+    same, prompt = changed(tmp_path / "same", TINY), [7, *PROMPT, *PROMPT, *PROMPT]
+    cached = []
+    for path in (same, other, same):
+        engine = build(
+            RECIPE, TINY, **FLAGS, enable_prefix_caching=True, kv_offload_dir=str(tmp_path / "kv"),
+            kv_offload_disk_gb=0.1,
+        ).engine  # fmt: skip
+        disk = engine._cache.tiers._disk
+        clear = disk.clear
+        disk.clear = lambda: None  # as where the records of the last process are found after the update
+        engine.control(UpdateWeights(str(path), "1"))
+        disk.clear = clear
+        wait_for_room(engine)
+        generate(engine, [request(prompt)])
+        cached.append(engine.pool.stats.loaded_tokens)
+        engine.close()
+    assert cached == [0, 0, 48]
+
+
 def wait_for_room(engine: Engine) -> None:
     """Host memory of the tiers is locked in a thread."""
     tiers = engine._cache.tiers

@@ -21,7 +21,7 @@ import pytest
 from module_files import module_at
 
 from openinfer.cli import recipes
-from openinfer.frontend.contract import Failed, Finished, Rejected, ResetPrefixCache
+from openinfer.frontend.contract import Failed, Finished, Rejected, ResetPrefixCache, UpdateWeights
 from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.kvpool import InvalidConfig
 from openinfer.recipes.engine.errors import SetupError
@@ -198,7 +198,7 @@ def test_blocks_that_do_not_come(engines: Make, tmp_path: Path, loss: str, polic
         shutil.copytree(GOLDENS / "qwen3-tiny", path)
         weights = path / "model.safetensors"
         data = bytearray(weights.read_bytes())
-        data[-3] ^= 1
+        data[len(data) // 2 + 7] ^= 1
         weights.write_bytes(data)
     lease_s = 0.01 if loss == "expired" else 30.0
     first = engines(path=path, kv_transfer_config=config(lease_s=lease_s))
@@ -230,6 +230,33 @@ def test_blocks_that_do_not_come(engines: Make, tmp_path: Path, loss: str, polic
     again = second.submit(prompt, 6, ignore_eos=True)
     finish(second)
     assert second.outcomes[again].tokens == plain.outcomes[number].tokens
+
+
+def test_some_blocks_are_not_all(engines: Make) -> None:
+    """With the policy "fail", as many as the prefill engine has promised must come."""
+    first, second = (
+        engines(kv_transfer_config=config()),
+        engines(kv_transfer_config=config(kv_load_failure_policy="fail")),
+    )
+    given = msgspec.structs.replace(prefill(first, PROMPTS[0]), remote_num_tokens=299)
+    (terminal,) = decode(second, PROMPTS[0], given).terminals
+    assert isinstance(terminal, Failed)
+    assert terminal.message.startswith("288 of 299 tokens came from the prefill engine: ")
+
+
+def test_engines_share_again_after_both_took_the_same_weights(engines: Make, tmp_path: Path) -> None:
+    """The name of a version says nothing: equal bytes share, others do not."""
+    copies = [tmp_path / name for name in ("one", "two", "other")]
+    for path in copies:
+        shutil.copytree(GOLDENS / "qwen3-tiny", path)
+    data = bytearray((copies[2] / "model.safetensors").read_bytes())
+    data[len(data) // 2] ^= 0x80
+    (copies[2] / "model.safetensors").write_bytes(data)
+    first, second = (engines(kv_transfer_config=config()) for _ in range(2))
+    for path, came in ((copies[1], 288), (copies[2], 0)):
+        first.engine.control(UpdateWeights(str(copies[0]), "step 7"))
+        second.engine.control(UpdateWeights(str(path), "step 7" if came == 0 else "another name"))
+        assert decode(second, PROMPTS[0], prefill(first, PROMPTS[0])).cached == came
 
 
 def test_a_lost_peer_does_not_fail_a_request_that_is_aborted(engines: Make) -> None:

@@ -355,3 +355,54 @@ def test_an_unknown_name_is_our_error(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match="'zz': is not in this checkpoint"),
     ):
         ckpt.array("zz")
+
+
+def saved(folder: Path, *shards: dict[str, np.ndarray[Any, Any]]) -> bytes:
+    """The digest of a checkpoint of these shards."""
+    folder.mkdir()
+    names = [f"model-{index}.safetensors" for index in range(len(shards))]
+    for name, arrays in zip(names, shards, strict=True):
+        safetensors.numpy.save_file(arrays, folder / name)
+    index = {"weight_map": {key: name for name, arrays in zip(names, shards, strict=True) for key in arrays}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with Checkpoint(folder) as checkpoint:
+        return checkpoint.digest()
+
+
+def test_a_digest_is_of_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they are divided among files, and not of their places."""
+    monkeypatch.setattr("openinfer.tensor.checkpoint._DIGEST_BYTES", 64)
+    rng = np.random.default_rng(1)
+    arrays = {"a": rng.bytes(200), "b": rng.bytes(64), "c": b"", "d": rng.bytes(63)}
+    whole = {name: np.frombuffer(data, np.uint8) for name, data in arrays.items()}
+    first = saved(tmp_path / "one", whole)
+    a, b = ({name: whole[name] for name in names} for names in ("db", "ca"))
+    assert saved(tmp_path / "two", a, b) == first
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    assert saved(tmp_path / "three", whole) == first
+    others = {first}
+    for count, (name, place) in enumerate(
+        [*(("a", n) for n in range(0, 200, 7)), ("b", 63), ("d", 0), ("d", 62)], 2
+    ):
+        flipped = whole[name].copy()
+        flipped[place] ^= 1
+        others.add(saved(tmp_path / str(count), whole | {name: flipped}))
+        assert len(others) == count
+    changes = [
+        {"a": whole["a"].reshape(20, 10)},
+        {"a": whole["a"].view(np.int8)},
+        {"a": whole["d"], "d": whole["a"]},
+        {"b": whole["a"][:64], "a": whole["a"][64:]},
+        {"e": whole["c"]},
+    ]
+    for change in changes:
+        others.add(saved(tmp_path / f"x{len(others)}", whole | change))
+    assert len(others) == count + len(changes)
+
+
+def test_a_digest_of_a_file_that_was_cut_fails(tmp_path: Path) -> None:
+    saved(tmp_path / "one", {"a": np.zeros(1 << 16, np.uint8)})
+    with Checkpoint(tmp_path / "one") as checkpoint:
+        os.truncate(tmp_path / "one" / "model-0.safetensors", 1 << 10)
+        with pytest.raises(CheckpointError, match="ended early"):
+            checkpoint.digest()

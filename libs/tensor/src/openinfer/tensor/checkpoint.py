@@ -6,11 +6,13 @@ allocated for it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +23,7 @@ from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError, ClosedError
 from openinfer.tensor.headers import MAX_HEADER_BYTES, TensorInfo, read_header
 
+_DIGEST_BYTES = 4 << 20
 _OTHER_FORMATS = (".bin", ".gguf", ".pt", ".pth")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -108,6 +111,39 @@ class Checkpoint:
             if not got:
                 raise CheckpointError(info.file, name, "the file ended early; it was cut while open")
             done += got
+
+    def digest(self) -> bytes:
+        """SHA-256 of the names, dtypes, shapes and all bytes of the tensors, however they are divided among files.
+
+        A thread on each of up to 16 cores reads and digests about 1 GB/s. Raises CheckpointError as `read_into` does.
+        """
+        pieces = [
+            (info, start)
+            for info in sorted(self._tensors.values(), key=lambda info: (str(info.file), info.offset))
+            for start in range(0, info.nbytes, _DIGEST_BYTES)
+        ]
+        threads = min(16, os.cpu_count() or 1)
+
+        def work(first: int) -> list[bytes]:
+            found, buffer = [], np.empty(_DIGEST_BYTES, np.uint8)
+            for info, start in pieces[first::threads]:  # side by side: a disk likes to be read in order
+                room = buffer[: min(_DIGEST_BYTES, info.nbytes - start)]
+                self.read_into(info.name, room, start)
+                found.append(hashlib.sha256(room.data).digest())
+            return found
+
+        by_tensor: dict[str, list[bytes]] = {name: [] for name in sorted(self._tensors)}
+        with ThreadPoolExecutor(threads) as pool:
+            found = list(pool.map(work, range(threads)))
+        for index, (info, _) in enumerate(pieces):
+            by_tensor[info.name].append(found[index % threads][index // threads])
+        whole = hashlib.sha256()
+        for name, parts in by_tensor.items():
+            info = self._tensors[name]
+            whole.update(
+                json.dumps([name, info.dtype.name, info.shape, len(parts)]).encode() + b"".join(parts)
+            )
+        return whole.digest()
 
     def address(self, name: str) -> int | None:
         """The address of the tensor's data on the device, where they are there already; None: in a file."""

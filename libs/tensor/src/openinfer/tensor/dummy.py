@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Collection, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -48,6 +50,11 @@ class DummyCheckpoint(Checkpoint):
             dtype = bfloat16 if bfloat16 in known else known[0]
             nbytes = math.prod(shape) * dtype.itemsize
             self._tensors[name] = TensorInfo(name, dtype, tuple(shape), self.directory / "dummy", nbytes, 0)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the names, dtypes and shapes, which decide on the values."""
+        known = sorted((one.name, one.dtype.name, one.shape) for one in self._tensors.values())
+        return sha256(json.dumps(["dummy", known]).encode()).digest()
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """The tensor's values."""

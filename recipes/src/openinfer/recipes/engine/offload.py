@@ -94,7 +94,7 @@ def open_tiers(
     if folder is not None and disk_gb is not None:
         name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
         disk = Disk(Path(folder), int(disk_gb * GB), groups, name, about)
-    sharing, staging = open_sharing(options, groups, model_dir, about), float(STAGING_BYTES)
+    sharing, staging = open_sharing(options, groups, about), float(STAGING_BYTES)
     if sharing is not None:
         staging = sharing.config.kv_buffer_size
     return Tiers(
@@ -110,7 +110,9 @@ def description(
     of the model, number formats, the layout. A file of weights is known by its name, size and time."""
     common = {field.name for field in dataclasses.fields(Options)}
     own = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in common}
-    files = [(path.name, path.stat()) for path in sorted(model_dir.glob("*.safetensors"))]
+    folders = [folder for folder in (model_dir, options.head_folder) if folder is not None]
+    paths = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+    files = [(path.name, path.stat()) for path in paths]
     return {
         "version": importlib.metadata.version("openinfer-recipes"),
         "device": device.kind,

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from openinfer.frontend.flag_parser import NOT_POSSIBLE
@@ -208,6 +209,13 @@ class Options:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")
         self.speculation()
+
+    @property
+    def head_folder(self) -> Path | None:
+        """The checkpoint of the head that drafts; None without one of its own."""
+        speculation = self.speculation()
+        own = speculation is not None and speculation.method == "eagle3"
+        return Path(speculation.model) if speculation is not None and own else None
 
     def speculation(self) -> SpeculativeConfig | None:
         """The value of --speculative-config. Raises SetupError."""

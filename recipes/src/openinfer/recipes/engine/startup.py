@@ -187,7 +187,7 @@ class Builder(Generic[O]):
         )
 
     def _build(self) -> None:
-        with self._opened() as checkpoint, ThreadPoolExecutor(2) as worker:
+        with self._opened() as checkpoint, ThreadPoolExecutor(3) as worker:
             blocks = self._plan(worker)
             self._load_and_record(worker, checkpoint, blocks)
         if self.store is not None:
@@ -267,6 +267,9 @@ class Builder(Generic[O]):
         weights = worker.submit(
             _load, blueprint, model, checkpoint, device, self._progress("loading weights")
         )
+        tiers = self.cache.tiers
+        sharing = tiers.sharing if tiers is not None else None
+        digests = worker.submit(_digests, checkpoint, options) if sharing is not None else None
         predicted = worker.submit(predictions, plan.steps, target, ranks.size)
         pack: Pack = HostPack(CpuPack(ranks.shared), self.trace, repeats=not options.enforce_eager)
         if target is not None and self.store is not None:
@@ -290,10 +293,13 @@ class Builder(Generic[O]):
             report = weights.result()
             speed = format_bytes(1e9 * report.gbytes_per_s)
             log.info("weights: %s at %s/s", format_bytes(report.bytes), speed)
+            if sharing is not None and digests is not None:
+                sharing.add(weights=digests.result())
             ranks.serve()
         self.desk = desk_of(
             blueprint, model, arena, stream, limits, report.filled, followers,
             functools.partial(self._progress, "updating weights"),
+            digests=tiers is not None and tiers.keeps_after_reset,
         )  # fmt: skip
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
@@ -377,6 +383,15 @@ def _load(
     """Load weights on their own stream, because the engine's is being captured."""
     with Stream(device) as stream:
         return blueprint.load(model, checkpoint, stream, progress)
+
+
+def _digests(checkpoint: Checkpoint, options: Options) -> list[str]:
+    """Of the weights, and of those of a head that drafts: blocks hold its keys and values too."""
+    found, folder = [checkpoint.digest().hex()], options.head_folder
+    if folder is not None:
+        with Checkpoint(folder) as head:
+            found.append(head.digest().hex())
+    return found
 
 
 def _publisher(options: Options) -> OpenPublisher | None:

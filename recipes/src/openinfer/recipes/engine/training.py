@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,12 +28,16 @@ def desk_of(
     weights: Sequence[Tensor],
     followers: Followers | NoFollowers,
     progress: Callable[[], Progress],
+    *,
+    digests: bool = False,
 ) -> WeightsDesk:
     """The desk of a model that is laid out in `arena`. weights: the tensors that its first load filled. progress: makes
-    the bar of an update."""
+    the bar of an update. digests: new weights are digested."""
     cache = [tensor for group in blueprint.cache(model) for tensor in group]
     check, load = partial(_validate, blueprint, limits), partial(blueprint.load, model)
-    return WeightsDesk(check, load, arena, stream, cache, weights, ranks=followers, progress=progress)
+    return WeightsDesk(
+        check, load, arena, stream, cache, weights, ranks=followers, progress=progress, digests=digests
+    )
 
 
 def _validate(blueprint: Blueprint[Any], limits: Limits, checkpoint: Checkpoint) -> None:
@@ -46,7 +49,6 @@ class Training:
 
     def __init__(self, desk: WeightsDesk, cache: Cache) -> None:
         self.desk, self._pool, self._tiers = desk, cache.pool, cache.tiers
-        self._unique = os.urandom(8)  # a disk outlives the engine, and a version may name other weights then
 
     def carry_out(self, command: UpdateWeights | Sleep | WakeUp, requests: int) -> None:
         """Raises Unsupported while requests run or wait, and for what the desk cannot do."""
@@ -78,9 +80,10 @@ class Training:
             self._tiers.settle()
 
     def salt(self, salt: bytes) -> bytes:
-        """The salt of prefixes that these weights made: blocks outside the pool must not match others."""
-        version = self.desk.version
-        return salt + b"\0weights " + version.encode() + self._unique if version else salt
+        """The salt of prefixes that these weights made: on a disk and at peers are blocks of others, and a version is
+        only a name."""
+        digest = self.desk.digest
+        return salt + b"\0weights " + digest if digest else salt
 
     def refusal(self, request_id: int) -> Rejected | None:
         """The refusal of a request while the engine sleeps or has no weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -66,7 +67,7 @@ class WeightsDesk:
     check: raises CheckpointError for a checkpoint of another model. load: fills the weights, on a stream.
     cache: the tensors whose content need not survive a sleep.
     weights: the tensors that the first load filled, which a sleep of level 2 drops.
-    progress: makes the bar of an update.
+    progress: makes the bar of an update. digests: `digest` is that of the last update's weights; b"" before.
 
     `update`, `sleep` and `wake` raise NotPossible with nothing changed on any rank: each first checks everything and
     takes all that it needs, then calls `reset`, which forgets what will be untrue, and then changes the memory.
@@ -83,12 +84,14 @@ class WeightsDesk:
         *,
         ranks: AllRanks | None = None,
         progress: Callable[[], Progress] = lambda: ProgressBar("updating weights"),
+        digests: bool = False,
     ) -> None:
         self._check_model, self._load, self._arena, self._stream = check, load, arena, stream
         self._cache, self.weights, self._ranks, self._progress = cache, weights, ranks or OneRank(), progress
+        self._digests = digests
         self._saved: list[tuple[int, np.ndarray[Any, Any]]] | None = None
         self._prepared: _Prepared | None = None
-        self.version = ""
+        self.version, self.digest = "", b""
         self.dropped = False
         """Whether the weights were dropped, and none have come yet."""
 
@@ -169,9 +172,11 @@ class WeightsDesk:
             kept = stack.pop_all()
 
         def commit() -> None:
-            with kept, Stream(self._arena.device) as stream:
+            with kept, Stream(self._arena.device) as stream, ThreadPoolExecutor(1) as other:
+                digest = other.submit(checkpoint.digest) if self._digests else None
                 self._stream.synchronize()
                 self._load(checkpoint, stream, self._progress())
+                self.digest = digest.result() if digest is not None else b""
             self.version, self.dropped = version, False
 
         return _Prepared(commit, kept.close)

@@ -92,6 +92,11 @@ class Tiers:
             self._disk.start()
 
     @property
+    def keeps_after_reset(self) -> bool:
+        """Whether blocks may be found that were there before the pool was reset: on a disk, or at peers."""
+        return self._disk is not None or self.sharing is not None
+
+    @property
     def pieces(self) -> list[int]:
         """Bytes of each piece of host memory that the tier will have."""
         return self._host.pieces

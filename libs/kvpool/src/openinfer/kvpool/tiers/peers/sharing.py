@@ -43,7 +43,8 @@ class Sharing:
         addresses: Sequence[Address] = (),
         allowed: Sequence[PeerRange] = (),
     ) -> None:
-        self.config, self._groups, self._about, self._secret = config, groups, about, config.secret()
+        self.config, self._groups, self._secret = config, groups, config.secret()
+        self._about = about = dict(about)
         self._shared = Shared() if config.share_memory else None
         own = Nixl(config.backends, TIMEOUT_S) if config.kv_connector == "NixlConnector" else Tcp()
         asks: list[Transport] = [own] if self._shared is None else [self._shared, own]
@@ -55,6 +56,10 @@ class Sharing:
         self._server: Server | None = None
         # Before the weights, because an address that is taken is refused here.
         self._listener = Server.listen(config.kv_ip, config.kv_port) if config.serves else None
+
+    def add(self, **facts: Any) -> None:
+        """Add to what blocks depend on. Before `open`, and before any peer is asked."""
+        self._about |= facts
 
     @property
     def address(self) -> Address | None:
