@@ -24,7 +24,7 @@ from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tens
 
 @dataclass(frozen=True, slots=True)
 class Qwen3(Blueprint[Model]):
-    """engine.Blueprint of a dense Qwen3. Its pool has one group: pages with the keys and values of all layers."""
+    """engine.Blueprint of a Qwen3. Its pool has one group: pages with the keys and values of all layers."""
 
     cache_forms = (FP8_CACHE,)
     config: Config
@@ -115,5 +115,7 @@ class Qwen3(Blueprint[Model]):
         yield from of_rotation(model.cos_sin)
         layer = model.weights.layers[len(model.weights.layers) // 2]
         yield from of_halves("one layer", layer.gate_up.weight)
-        yield from of_scales(layer.down)
-        yield from of_ranks(self.config.part.ranks, [layer.o])
+        experts = [layer.gate_up, layer.down] if layer.router else []
+        if not experts:
+            yield from of_scales(layer.down)
+        yield from of_ranks(self.config.part.ranks, [layer.o], experts)

@@ -14,17 +14,23 @@ from openinfer.recipes.engine.config_fields import (
     has_own_head,
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.recipes.engine.experts import Experts
 from openinfer.recipes.engine.quantization import AnyPacking, packing
 from openinfer.recipes.engine.rope import Floats, rope_of
 from openinfer.recipes.engine.shard import WHOLE, Part
+from openinfer.recipes.qwen3.published import MODEL_TYPES
 from openinfer.tensor import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A dense Qwen3. packing: how its projections are packed. `windows[l]` is layer l's sliding window in
-    tokens, 0 for full attention. inv_freq, rope_scale, max_positions: see Rope.
-    part: which part of the model a rank has; all other fields are the whole model's."""
+    """A Qwen3.
+
+    intermediate_size: width of the MLP; 0 with experts. experts: None for a dense model. windows: windows[l] is layer
+    l's sliding window in tokens, 0 for full attention. inv_freq, rope_scale, max_positions: see Rope. unfused_experts:
+    the checkpoint has tensors for each expert. packing: how projections are packed. part: which part of the model a
+    rank has; all other fields are the whole model's.
+    """
 
     hidden_size: int
     num_layers: int
@@ -41,6 +47,8 @@ class Config:
     rope_scale: float
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    experts: Experts | None = None
+    unfused_experts: bool = True
     packing: AnyPacking | None = None
     part: Part = WHOLE
 
@@ -48,14 +56,17 @@ class Config:
         """This model with the part of one of several ranks: its query heads, its columns of the MLP, its rows of the
         vocabulary. Raises UnsupportedModel where the model cannot be shared evenly."""
         part, dim = Part(rank, ranks), self.head_dim
+        mlp = self.experts.count if self.experts else self.intermediate_size
         sizes = {
             "num_attention_heads": (self.num_heads, 1),
-            "intermediate_size": (self.intermediate_size, 16),
+            "num_experts" if self.experts else "intermediate_size": (mlp, 1 if self.experts else 16),
             "vocab_size": (self.vocab_size, 16),
         }
         part.check(sizes, {"num_key_value_heads": self.num_kv_heads})
         parts = {"queries": part.of(self.num_heads) * dim, "keys": part.of(self.num_kv_heads) * dim}
-        for what, size in {**parts, "intermediate_size": part.of(self.intermediate_size)}.items():
+        if not self.experts:
+            parts["intermediate_size"] = part.of(self.intermediate_size)
+        for what, size in parts.items():
             if self.packing is not None and size % self.packing.block:
                 raise UnsupportedModel(
                     f"config.json: {what} of each of {ranks} ranks: {size}; {self.packing.kind} weights take "
@@ -80,6 +91,7 @@ class Config:
         _refuse(fields)
         heads, kv_heads = attention_heads(fields)
         head_dim = fields.size("head_dim", default=fields.size("hidden_size") // heads)
+        experts = Experts.of(fields, shared=False) if fields.get("model_type") == MODEL_TYPES[1] else None
         tied = fields.flag("tie_word_embeddings") and not has_own_head(
             checkpoint, "model.embed_tokens.weight"
         )
@@ -92,7 +104,7 @@ class Config:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=fields.size("intermediate_size"),
+            intermediate_size=0 if experts else fields.size("intermediate_size"),
             vocab_size=vocab,
             rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, most=1),
             max_position_embeddings=fields.size("max_position_embeddings"),
@@ -100,14 +112,22 @@ class Config:
             windows=windows,
             **rope_of(fields, head_dim, default=1e4, layer_types=types)._asdict(),
             eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
+            experts=experts,
+            unfused_experts=checkpoint is None or "model.layers.0.mlp.experts.gate_up_proj" not in checkpoint,
             packing=packing(fields, quantization, coded, checkpoint),
         )
 
 
 def _refuse(fields: Fields) -> None:
     """Refuse by name each setting that this recipe does not support."""
-    fields.is_all({"model_type": "qwen3"}, "this recipe runs")
-    fields.is_all({"attention_bias": False, "hidden_act": "silu"}, "every published Qwen3 has")
+    if fields.get("model_type") not in MODEL_TYPES:
+        raise fields.wrong("model_type", f"this recipe runs {' and '.join(map(repr, MODEL_TYPES))}")
+    wanted = {"attention_bias": False, "hidden_act": "silu", "dual_chunk_attention_config": None}
+    fields.is_all(wanted, "every published Qwen3 has")
+    if fields.get("model_type") == "qwen3_moe":
+        if fields.flag("norm_topk_prob") is not True:
+            raise fields.wrong("norm_topk_prob", "every published mixture has True")
+        fields.is_all({"decoder_sparse_step": 1, "mlp_only_layers": []}, "every published mixture has")
 
 
 def _windows(fields: Fields) -> tuple[int, ...]:

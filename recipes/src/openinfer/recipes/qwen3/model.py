@@ -1,7 +1,7 @@
 """Qwen3 as a straight list of op calls. Written once, run by every pack.
 
 Shapes: T tokens of the step, R rows (sequences) in it. A Qwen3 layer is attention over a norm of x, then a gated MLP
-over another norm; both add to x.
+over another norm, or experts that a router chooses; both add to x.
 """
 
 from __future__ import annotations
@@ -13,12 +13,20 @@ from typing import Any
 import numpy as np
 
 from openinfer.graph.runner import Batch, NoStates, Read, States, StepRows
-from openinfer.kernels import Pack, embed, gate_up_silu, norm_linear, norm_rope_attend
-from openinfer.kernels.authoring import KvCache
+from openinfer.kernels import (
+    Pack,
+    embed,
+    experts_add,
+    gate_up_silu,
+    norm_linear,
+    norm_rope_attend,
+    route_topk,
+)
+from openinfer.kernels.authoring import KvCache, Linear, padded_rows
 from openinfer.recipes.eagle3 import Drafter
 from openinfer.recipes.qwen3.config import Config
-from openinfer.recipes.qwen3.weights import Weights
-from openinfer.tensor import Arena, Stream, Tensor
+from openinfer.recipes.qwen3.weights import Layer, Weights
+from openinfer.tensor import Arena, Stream, Tensor, int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +37,32 @@ class Buffers:
     qkv: Tensor  # [T, (A + 2 G) d]
     heads: Tensor  # [T, A d]
     mlp: Tensor  # [T, I]
+    router: Tensor  # [T, E, padded]; this and the next are of mixtures
+    expert_ids: Tensor  # int32 [T, K]
+    expert_weights: Tensor  # [T, K]
+    y: Tensor  # [T, H]: of one of several ranks
 
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], max_tokens: int) -> Buffers:
         """For steps of at most max_tokens tokens."""
         part, queries = config.part, config.part.of(config.num_heads) * config.head_dim
         qkv = queries + 2 * part.of(config.num_kv_heads) * config.head_dim
-        widths = config.hidden_size, qkv, queries, part.of(config.intermediate_size)
-        return cls(*(arena.alloc((max_tokens, width), dtype) for width in widths))
+        experts, hidden = config.experts, config.hidden_size
+        chosen = experts.chosen if experts else 1
+
+        def by_token(width: int, kind: np.dtype[Any] = dtype) -> Tensor:
+            return arena.alloc((max_tokens, width), kind)
+
+        return cls(
+            x=by_token(hidden),
+            qkv=by_token(qkv),
+            heads=by_token(queries),
+            mlp=by_token(part.of(config.intermediate_size)),
+            router=by_token(padded_rows(experts.count) if experts else 1),
+            expert_ids=by_token(chosen, int32),
+            expert_weights=by_token(chosen),
+            y=by_token(hidden if experts and part.ranks > 1 else 1),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +119,45 @@ class Model:
             )
             o, up, down = layer.o, layer.gate_up, layer.down
             read = batch.add(pack, x, h=heads, **o.args, ranks=c.part.ranks, norm=layer.post_norm, eps=eps)
+            if layer.router is not None:
+                read = self._mixture(pack, read, layer, layer.router, t)
+                continue
             gate_up_silu(pack, out=mlp, **read, **up.args, **batch.adapted(up.weight, t))
             read = batch.add(pack, x, h=mlp, **down.args, ranks=c.part.ranks, norm=layer.next_norm, eps=eps)
         self.before_layer(pack, layers, x)
         self.head(pack, batch.select(pack, x, r, num_drafts))
+
+    def _mixture(self, pack: Pack, read: Read, layer: Layer, router: Linear, t: int) -> Read:
+        """x += the experts of its norm. Returns the input of the next layer."""
+        c, b, ranks, experts = self.config, self.buffers, self.config.part.ranks, self.config.experts
+        assert experts is not None
+        count, ids, weights, logits = experts.count, b.expert_ids[:t], b.expert_weights[:t], b.router[:t]
+        x, y = b.x[:t], None if ranks == 1 else b.y[:t]
+        norm_linear(pack, out=logits, **read, weight=router.weight)
+        route_topk(
+            pack,
+            expert_ids=ids,
+            expert_weights=weights,
+            logits=logits[:, :count],
+            token_slots=self.batch.token_slots[:t],
+            first_expert=c.part.first(count),
+            num_experts=c.part.of(count),
+        )
+        up, down = layer.gate_up, layer.down
+        experts_add(
+            pack,
+            **read,
+            expert_ids=ids,
+            expert_weights=weights,
+            gate_up=up.weight,
+            down=down.weight,
+            gate_up_scales=up.scales,
+            down_scales=down.scales,
+            out=y,
+            all_experts=count,
+        )
+        total = x if y is None else y
+        return self.batch.add_sum(pack, x, y=total, ranks=ranks, norm=layer.next_norm, eps=c.rms_norm_eps)
 
     def before_layer(self, pack: Pack, number: int, x: Tensor) -> None:
         """Called with the residual stream x [T, H] before each layer, and after the last, for a head that drafts."""

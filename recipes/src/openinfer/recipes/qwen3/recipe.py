@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from openinfer.recipes.engine import Options, Recipe, Source
-from openinfer.recipes.qwen3.published import IN_AWQ, SIZES, config_json
+from openinfer.recipes.qwen3.published import IN_AWQ, MIXTURES, MODEL_TYPES, SIZES, config_json
 
 if TYPE_CHECKING:
     from openinfer.recipes.qwen3.blueprint import Qwen3
@@ -24,7 +24,7 @@ class Qwen3Options(Options):
 
 
 class Qwen3Recipe(Recipe[Qwen3Options]):
-    """Serves dense Qwen3 checkpoints."""
+    """Serves Qwen3 checkpoints, dense and mixtures of experts."""
 
     name, options = "qwen3", Qwen3Options
     small: Mapping[str, Any] = {
@@ -34,8 +34,8 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
     }  # fmt: skip
 
     def matches(self, config: Mapping[str, Any]) -> bool:
-        """Whether config.json is a dense Qwen3's."""
-        return config.get("model_type") == "qwen3"
+        """Whether config.json is a Qwen3's."""
+        return config.get("model_type") in MODEL_TYPES
 
     def blueprint(self, source: Source, options: Qwen3Options, *, ranks: int = 1, rank: int = 0) -> Qwen3:
         """The model of a source."""
@@ -54,8 +54,9 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
         """The published sizes, in BF16 and FP8, and those in INT4."""
-        plain = {size: config_json(size) for size in SIZES}
-        plain |= {f"{size}-FP8": config_json(size, fp8=True) for size in SIZES}
+        sizes = (*SIZES, *MIXTURES)
+        plain = {size: config_json(size) for size in sizes}
+        plain |= {f"{size}-FP8": config_json(size, fp8=True) for size in sizes}
         return plain | {f"{size}-AWQ": config_json(size, awq=True) for size in IN_AWQ}
 
 

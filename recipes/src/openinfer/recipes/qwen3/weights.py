@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.authoring import PUBLISHED_SCALES, Linear, LinearPlaces, WeightPart
+from openinfer.kernels.authoring import (
+    PUBLISHED_SCALES,
+    Linear,
+    LinearPlaces,
+    WeightPart,
+    module_packing,
+    padded_rows,
+)
+from openinfer.recipes.engine.experts import expert_places
 from openinfer.recipes.qwen3.config import Config
 from openinfer.tensor import Arena, Checkpoint, Tensor
 
@@ -16,7 +24,7 @@ from openinfer.tensor import Arena, Checkpoint, Tensor
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer. qkv stacks the q, k and v projections; gate_up the gate's and the up projection's. Projections
-    are plain or packed, as config.packing says."""
+    are plain or packed, as config.packing says. In a mixture gate_up and down are of E experts; a router picks some."""
 
     input_norm: Tensor  # [H]
     qkv: Linear  # [(A + 2 G) d, H]
@@ -24,8 +32,9 @@ class Layer:
     k_norm: Tensor  # [d]
     o: Linear  # [H, A d]
     post_norm: Tensor  # [H]
-    gate_up: Linear  # [2 I, H]
-    down: Linear  # [H, I]
+    gate_up: Linear  # [2 I, H], or [E, 2 I, H]
+    down: Linear  # [H, I], or [E, H, I]
+    router: Linear | None = None  # [E, padded, H]
     next_norm: Tensor | None = None  # [H]: of the layer after, at the end the model's
 
 
@@ -55,9 +64,10 @@ class Weights:
         return cls(embed, tuple(linked), norm, head, p)
 
     def adapted(self) -> Iterator[Tensor]:
-        """The weights that adapters may change."""
+        """The weights that adapters may change: all linear layers but routers and experts."""
         for layer in self.layers:
-            yield from (linear.weight for linear in (layer.qkv, layer.o, layer.gate_up, layer.down))
+            mlp = () if layer.router else (layer.gate_up, layer.down)
+            yield from (linear.weight for linear in (layer.qkv, layer.o, *mlp))
 
 
 def _layer(p: LinearPlaces, config: Config, at: str) -> Layer:
@@ -79,7 +89,17 @@ def _layer(p: LinearPlaces, config: Config, at: str) -> Layer:
         ("self_attn.k_proj", kv, first_kv),
         ("self_attn.v_proj", kv, first_kv),
     )
-    gate_up = (("mlp.gate_proj", width, first), ("mlp.up_proj", width, first))
+    router = None
+    if config.experts:
+        count, module = config.experts.count, at + "mlp.experts"
+        gate_up, down = expert_places(
+            p, module, part.slice(count), config.experts.intermediate_size, hidden,
+            module_packing(config.packing, module + ".0.gate_proj"), unfused=config.unfused_experts,
+        )  # fmt: skip
+        router = p.linear((at + "mlp.gate", count), columns=hidden, pad=padded_rows(count) - count)
+    else:
+        gate_up = linear(hidden, ("mlp.gate_proj", width, first), ("mlp.up_proj", width, first))
+        down = linear(width, ("mlp.down_proj", hidden, 0), first=first)
     return Layer(
         input_norm=norm("input_layernorm", hidden),
         qkv=linear(hidden, *qkv),
@@ -87,8 +107,9 @@ def _layer(p: LinearPlaces, config: Config, at: str) -> Layer:
         k_norm=norm("self_attn.k_norm", dim),
         o=linear(q, ("self_attn.o_proj", hidden, 0), first=first_q),
         post_norm=norm("post_attention_layernorm", hidden),
-        gate_up=linear(hidden, *gate_up),
-        down=linear(width, ("mlp.down_proj", hidden, 0), first=first),
+        gate_up=gate_up,
+        down=down,
+        router=router,
     )
 
 

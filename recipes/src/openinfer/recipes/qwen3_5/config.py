@@ -13,24 +13,12 @@ from openinfer.recipes.engine.config_fields import (
     eos_ids,
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.recipes.engine.experts import Experts
 from openinfer.recipes.engine.quantization import AnyPacking, packing
 from openinfer.recipes.engine.rope import SECTIONS, Floats, Rope, rope_of
 from openinfer.recipes.engine.shard import WHOLE, Part
 from openinfer.recipes.qwen3_5.published import MODEL_TYPES
 from openinfer.tensor import Checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """Sizes of a mixture of experts: `count` experts, `chosen` of them a token.
-
-    intermediate_size: hidden width of a routed expert. shared_size: that of the shared expert.
-    """
-
-    count: int
-    chosen: int
-    intermediate_size: int
-    shared_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +141,7 @@ class Config:
         _refuse(text)
         vocab = text.size("vocab_size")
         eos = text.get("eos_token_id", whole.get("eos_token_id")) if eos is None else eos
-        experts = _experts(text) if "_moe" in model_type else None
+        experts = Experts.of(text, shared=True) if "_moe" in model_type else None
         head_dim = text.size("head_dim")
         return cls(
             hidden_size=text.size("hidden_size"),
@@ -205,14 +193,6 @@ def _heads(text: Fields) -> dict[str, Any]:
             f"config.json: linear_num_value_heads {value_heads} is no multiple of linear_num_key_heads {key_heads}"
         )
     return {"num_heads": heads, "num_kv_heads": kv_heads, "key_heads": key_heads, "value_heads": value_heads}
-
-
-def _experts(text: Fields) -> Experts:
-    count, chosen = text.size("num_experts"), text.size("num_experts_per_tok")
-    if chosen > count:
-        raise UnsupportedModel(f"config.json: num_experts_per_tok is {chosen}; there are {count} experts")
-    width, shared = text.size("moe_intermediate_size"), text.size("shared_expert_intermediate_size")
-    return Experts(count, chosen, width, shared)
 
 
 def _full(text: Fields) -> tuple[bool, ...]:

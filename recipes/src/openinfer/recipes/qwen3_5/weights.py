@@ -14,13 +14,13 @@ from openinfer.kernels.authoring import (
     PUBLISHED_SCALES,
     Linear,
     LinearPlaces,
-    Packing,
     WeightPart,
     module_packing,
     padded_rows,
 )
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.config_fields import HEAD, has_own_head
+from openinfer.recipes.engine.experts import expert_places
 from openinfer.recipes.engine.quantization import AnyPacking
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.tensor import Arena, Checkpoint, Load, Tensor
@@ -293,48 +293,18 @@ def _mlp(p: _Places, config: Config, width: int, at: str) -> Mlp:
 def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None
-    count, width, own = experts.count, experts.intermediate_size, config.part.slice(experts.count)
-    local = own.stop - own.start
-    router = (WeightPart(at + "gate", count), WeightPart(at + "shared_expert_gate", 1))
-    packing = p.form.packing_of(at + "experts.0.gate_proj")
-    if isinstance(packing, Packing) and packing.by_row:
-        if not packing.made:
-            raise UnsupportedModel(
-                f"{at}experts: FP8 by row is for dense models; experts take blocks of 128 x 128, or INT4"
-            )
-        packing = packing._replace(by_row=False)
-    gate_up = p.empty((local,), [width, width], hidden, packing, at + "experts")
-    down = p.empty((local,), [hidden], width, packing, at + "experts")
-    if p.form.unfused_experts:
-        for expert in range(local):
-            name = f"{at}experts.{own.start + expert}."
-            p.fill(gate_up[expert], [(name + "gate_proj", width), (name + "up_proj", width)], packing)
-            p.fill(down[expert], [(name + "down_proj", hidden)], packing)
-    elif packing is not None and packing.made:
-        for index in range(local):
-            _expert(p, gate_up[index], at + "experts.gate_up_proj", own.start + index, parts=2)
-            _expert(p, down[index], at + "experts.down_proj", own.start + index)
-    else:
-        p.loads += [
-            Load(at + "experts.gate_up_proj", gate_up.weight, (own,)),
-            Load(at + "experts.down_proj", down.weight, (own,)),
-        ]
+    router = (WeightPart(at + "gate", experts.count), WeightPart(at + "shared_expert_gate", 1))
+    gate_up, down = expert_places(
+        p, at + "experts", config.part.slice(experts.count), experts.intermediate_size, hidden,
+        p.form.packing_of(at + "experts.0.gate_proj"), unfused=p.form.unfused_experts,
+    )  # fmt: skip
+    pad = padded_rows(experts.count + 1) - experts.count - 1
     return Mixture(
-        router=p.stack(*router, columns=hidden, pad=padded_rows(count + 1) - count - 1),
+        router=p.stack(*router, columns=hidden, pad=pad),
         gate_up=gate_up,
         down=down,
         shared=_mlp(p, config, experts.shared_size, at + "shared_expert."),
     )
-
-
-def _expert(p: _Places, linear: Linear, name: str, expert: int, parts: int = 1) -> None:
-    """Make FP8 of an expert among plain ones in one tensor."""
-    (rows, columns), scales = linear.weight.shape, linear.scales
-    assert scales is not None
-    for part in range(parts):
-        own = slice(part * rows // parts, (part + 1) * rows // parts)
-        source = slice(expert, expert + 1), own, slice(0, columns)
-        scales = scales[p.quantise(linear.weight[own], scales, name, source) :]
 
 
 def _mtp(p: _Places, config: Config, lm_head: Tensor) -> Mtp:

@@ -1,0 +1,82 @@
+"""Mixtures of experts: their sizes in config.json, and the places of their weights among a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from openinfer.kernels.authoring import AnyPacking, Linear, LinearPlaces, Packing
+from openinfer.recipes.engine.config_fields import Fields
+from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.tensor import Load
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Sizes of a mixture of experts: `count` experts, `chosen` of them a token.
+
+    intermediate_size: hidden width of a routed expert. shared_size: that of the shared expert; 0: there is none.
+    """
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    shared_size: int = 0
+
+    @classmethod
+    def of(cls, fields: Fields, *, shared: bool) -> Experts:
+        """As config.json says. Raises UnsupportedModel naming the key."""
+        key = "num_experts" if "num_experts" in fields else "num_local_experts"
+        count, chosen = fields.size(key), fields.size("num_experts_per_tok")
+        if chosen > count:
+            raise UnsupportedModel(f"config.json: num_experts_per_tok is {chosen}; there are {count} experts")
+        width = fields.size("moe_intermediate_size")
+        return cls(count, chosen, width, fields.size("shared_expert_intermediate_size") if shared else 0)
+
+
+def expert_places(
+    p: LinearPlaces,
+    at: str,
+    own: slice,
+    width: int,
+    hidden: int,
+    packing: AnyPacking | None,
+    *,
+    unfused: bool,
+) -> tuple[Linear, Linear]:
+    """The weights [E, 2 I, H] and [E, H, I] of a rank's experts, whose modules begin with `at`. unfused: the checkpoint
+    has tensors for each expert, else one for all. Raises UnsupportedModel."""
+    if isinstance(packing, Packing) and packing.by_row:
+        if not packing.made:
+            raise UnsupportedModel(
+                f"{at}: FP8 by row is for dense models; experts take blocks of 128 x 128, or INT4"
+            )
+        packing = packing._replace(by_row=False)
+    count = own.stop - own.start
+    gate_up = p.empty((count,), [width, width], hidden, packing, at)
+    down = p.empty((count,), [hidden], width, packing, at)
+    for index in range(count if unfused else 0):
+        name = f"{at}.{own.start + index}."
+        p.fill(gate_up[index], [(name + "gate_proj", width), (name + "up_proj", width)], packing)
+        p.fill(down[index], [(name + "down_proj", hidden)], packing)
+    if unfused:
+        return gate_up, down
+    if packing is not None and packing.made:
+        for index in range(count):
+            _expert(p, gate_up[index], at + ".gate_up_proj", own.start + index, parts=2)
+            _expert(p, down[index], at + ".down_proj", own.start + index)
+    else:
+        p.loads += [
+            Load(at + ".gate_up_proj", gate_up.weight, (own,)),
+            Load(at + ".down_proj", down.weight, (own,)),
+        ]
+    return gate_up, down
+
+
+def _expert(p: LinearPlaces, linear: Linear, name: str, expert: int, parts: int = 1) -> None:
+    """Make FP8 of an expert among plain ones in one tensor."""
+    (rows, columns), scales = linear.weight.shape, linear.scales
+    assert scales is not None
+    for part in range(parts):
+        own = slice(part * rows // parts, (part + 1) * rows // parts)
+        source = slice(expert, expert + 1), own, slice(0, columns)
+        scales = scales[p.quantise(linear.weight[own], scales, name, source) :]
