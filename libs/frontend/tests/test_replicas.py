@@ -142,6 +142,15 @@ def test_a_replica_that_is_much_busier_gives_its_prefix_away() -> None:
     assert abs(loads[0] - loads[1]) <= SLACK + 1
 
 
+def test_a_replica_that_is_a_little_busier_keeps_its_prefix() -> None:
+    """Half as many requests again, and SLACK more, are what its prefixes are worth."""
+    for loads, owner in (((100, 91), 0), ((136, 91), 0), ((137, 91), 1), ((9, 1), 0), ((10, 1), 1)):
+        group = Group(2)
+        group.client._prefixes.note(group.client._prefixes.names(request(1, [1] * 200)), 0)
+        group.client._load[:] = loads
+        assert group.ask([1] * 200) == owner, loads
+
+
 def test_short_prompts_are_spread() -> None:
     group = Group(4)
     assert sorted(group.ask([1, 2]) for _ in range(8)) == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -66,6 +66,24 @@ def test_proposals_stand_by_position(rows):
         assert found.tolist() == [11, 12, 13, 14, 15]
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
+def test_no_proposal_overwrites_drafts_that_are_not_decided(most):
+    """A step under way has the drafts of the last proposal, at positions that follow from what the step before it
+    accepts. The next proposal begins up to most + 1 positions further, and both have 2 * most + 1 tokens."""
+    device = Device("cpu")
+    stream = Stream(device)
+    rows = Rows(Arena(device, 1 << 20), draft_fields(4, most, 100, False), stream)
+    count, step = 2 * most + 1, most + 1
+    for position in range(3 * rows.width("drafts")):
+        write_drafts(rows, [(2, position, range(1, count + 1))])
+        write_drafts(rows, [(2, position + step, range(101, 101 + count))])
+        found = rows.held("drafts", 2)
+        kept = [int(found[(position + at) % len(found)]) for at in range(step)]
+        assert kept == list(range(1, step + 1))
+    rows.close()
+    stream.close()
+
+
 def seq_of(tokens, **owner):
     seq = Seq(1, list(tokens), 50, owner=Sampling(SamplingParams(), 0, (), **owner))
     seq.slot = 2
@@ -124,6 +142,16 @@ def test_a_row_has_drafts_where_its_drafter_has_a_guess():
     assert found == {known: 3, forced: 2, free: 3}
     assert list(forced.owner.proposal.tokens) == [8, 9]
     assert (known.owner.proposal.position, list(known.owner.proposal.tokens)) == (5, [7, 5, 6, 7, 5, 6, 7])
+
+
+def test_the_tokens_of_a_step_under_way_come_before_drafts():
+    """A row has no more drafts than tokens of its proposal that are left behind them."""
+    drafting = seen(Drafting(BUCKETS, lambda: NGram(2, 3)))
+    seq = seq_of([1, 2, 3, 4], constraint=SimpleNamespace(forced=lambda: [8, 9, 10, 11]))
+    for under_way, drafts in ((0, 3), (1, 3), (2, 2), (3, 1), (4, 0), (5, 0)):
+        seq.prefilled, seq.scheduled = 3, 3 + under_way
+        assert (seq.confirmed, seq.bound) == (3, 3 + under_way)
+        assert drafting.num_drafts(view_of(seq)).get(seq, 0) == drafts
 
 
 def test_a_drafter_is_asked_once_for_equal_tokens():

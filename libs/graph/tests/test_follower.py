@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from openinfer.graph.rows import Delta
 from openinfer.graph.runner import Leader, Reader, Ring, Writer, follow
@@ -20,6 +21,19 @@ class Graphs(dict[Any, None]):
     def __init__(self, done: list[Any]) -> None:
         super().__init__(dict.fromkeys(KEYS))
         self.launch = done.append
+
+
+@pytest.mark.parametrize("following", [(), (FORWARD, SAMPLE)])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_segments_behind_deltas_come_once_with_the_last(count, following):
+    sent: list[tuple[Any, ...]] = []
+    leader = Leader(cast(Writer, SimpleNamespace(send=lambda *message: sent.append(message))))
+    leader.begin(KEYS)
+    numbers = [len(following), *(KEYS.index(key) for key in following)]
+    deltas = [Delta(np.array([n]), np.array([n], np.int32), last=n == count - 1) for n in range(count)]
+    assert list(leader.tell(iter(deltas), following)) == deltas
+    assert [message[0] for message in sent[:-1]] == [[0]] * max(count - 1, 0)
+    assert [message[0] for message in sent[-1:]] == ([numbers] if count or following else [])
 
 
 def test_followers_do_what_the_leader_says_in_its_order():

@@ -68,3 +68,28 @@ def test_a_lost_rank_ends_the_wait(file):
         writer.send((1,), np.zeros(30, np.int32))
     with pytest.raises(RankLost, match="follower 0 takes no messages"):
         writer.send((1,), np.zeros(30, np.int32))
+
+
+def test_words_are_there_before_the_head_says_so(file, monkeypatch):
+    """For processors that do not keep the order of writes: a fence stands between them, at both ends."""
+    ring, other, seen = Ring(file, 1, capacity=64), Ring(file, 1, capacity=64), []
+
+    def late() -> None:
+        """What is written before a fence at one end is seen behind the fence at the other."""
+        seen.append((other._lines[0], other._lines[other._tail(0)], other._memory[:5].tolist()))
+
+    monkeypatch.setattr("openinfer.graph.runner.ring.memory_fence", late)
+    Writer(ring, [], lost=lambda: False).send((7,), np.array([1, 2, 3], np.int32))
+    assert seen == [(0, 0, [5, 7, 1, 2, 3])]
+    assert ring._lines[0] == 5
+    ring._memory[4] = 0  # the reader sees the head, and the last word comes only now
+
+    def arrive() -> None:
+        late()
+        other._memory[4] = 3
+
+    monkeypatch.setattr("openinfer.graph.runner.ring.memory_fence", arrive)
+    number, words = Reader(ring, 0, bells(1)[0], spin_s=0).take()
+    assert (number, words.tolist()) == (7, [1, 2, 3])
+    assert [tail for _, tail, _ in seen[1:]] == [0, 0]  # the copy is made before the writer may overwrite it
+    assert ring._lines[ring._tail(0)] == 5

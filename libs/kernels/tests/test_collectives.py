@@ -138,6 +138,21 @@ def test_a_long_wait_leaves_the_processor_to_others(memory):
     assert time.thread_time() - start < 0.06
 
 
+def test_a_slot_is_there_before_its_counter_says_so(memory, monkeypatch):
+    """For processors that do not keep the order of writes: a fence stands between them, at both ends."""
+    ranks, seen = SharedMemory(memory, 0, 1), []
+
+    def late():
+        seen.append((int(ranks._arrived[0]), ranks._slots[0, 0, :2].tolist()))
+        if len(seen) == 2:
+            ranks._slots[0, 0, 1] = 9  # it comes behind the counter
+
+    monkeypatch.setattr("openinfer.kernels.ranks.communicator.memory_fence", late)
+    (found,) = ranks.exchange(np.array([5, 6], np.uint8))
+    assert seen == [(0, [5, 6]), (1, [5, 6])]
+    assert found.tolist() == [5, 9]
+
+
 def test_an_abort_ends_a_wait(memory):
     """Of another rank, which maps the same memory."""
     ranks, other = (SharedMemory(memory, rank, 2) for rank in (0, 1))

@@ -125,6 +125,19 @@ def test_the_longest_match_is_found():
         assert drafter._matches(tokens)[1] == longest_match(tokens, 12)
 
 
+def test_a_match_does_not_reach_before_the_window(monkeypatch):
+    """So proposals are the same whether a sequence was seen to grow or not: a drafter that saw it grow has forgotten
+    what was before."""
+    tokens = [*range(100, 115), 1, 2, 3, 50, 9, 2, 3, 60, 70, 1, 2, 3]
+    assert list(Suffixes().propose(tokens, 1)) == [50]  # after 1, 2, 3
+    monkeypatch.setattr(suffixes, "WINDOW", 8)  # from token 16 on: without that 1
+    grown = Suffixes()
+    for end in range(3, len(tokens)):
+        grown.propose(tokens[:end], 1)
+    for drafter in (Suffixes(), grown):
+        assert list(drafter.propose(tokens, 1)) == [60]  # the latest of two matches of two tokens
+
+
 def test_suffixes_hold_no_more_than_two_windows(monkeypatch):
     monkeypatch.setattr(suffixes, "WINDOW", 64)
     drafter, tokens = Suffixes(), list[int]()

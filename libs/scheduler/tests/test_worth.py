@@ -176,6 +176,19 @@ def test_a_step_with_drafts_that_seems_short_is_not_taken_for_it() -> None:
     assert chosen < 100
 
 
+def test_a_step_with_drafts_is_believed_to_take_longer_than_one_without() -> None:
+    """Half a draft in a step of 64 rows does not pay for the two per cent that it takes at least."""
+    worth = Worth((1,))
+    assert worth.choose([1], 64, {0: 1.0, 1: 0.9}.get) == 0
+    assert worth.choose([1] * 4, 64, {0: 1.0, 1: 0.9}.get) == 1
+
+
+def test_drafts_that_bring_what_they_cost_are_left_out() -> None:
+    """Of equal rates the fewer drafts: half of these are right."""
+    assert Worth((1,)).choose([1], 1, {0: 1.0, 1: 1.5}.get) == 0
+    assert Worth((1,)).choose([1], 1, {0: 1.0, 1: 1.4375}.get) == 1
+
+
 def test_trials_end_where_the_step_without_drafts_seems_long() -> None:
     """With a recurrent state the step after one with drafts has their shape. So trials in a row would keep the step
     without drafts from being run and corrected."""

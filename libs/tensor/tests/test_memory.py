@@ -14,6 +14,7 @@ from openinfer.tensor import (
     ShapeError,
     Stream,
     Tensor,
+    memory_fence,
 )
 
 CPU, NULL, CUDA = Device("cpu"), Device("null"), Device("cuda")
@@ -129,3 +130,10 @@ def test_real_memory_comes_back(gpu: Device) -> None:
     assert gpu.free_memory == before
     with pytest.raises(OutOfMemory):
         Tensor.empty((gpu.total_memory + 1,), "uint8", gpu)
+
+
+def test_a_fence_of_processors_that_keep_no_order(monkeypatch):
+    """A lock is let go and taken again, and nobody else can hold it."""
+    monkeypatch.setattr("openinfer.tensor.memory._IN_ORDER", False)
+    for _ in range(3):
+        memory_fence()

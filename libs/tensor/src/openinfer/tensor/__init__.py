@@ -42,7 +42,7 @@ from openinfer.tensor.errors import (
 )
 from openinfer.tensor.headers import TensorInfo
 from openinfer.tensor.loading import Load, LoadReport, load_tensors
-from openinfer.tensor.memory import PinnedBuffer
+from openinfer.tensor.memory import PinnedBuffer, memory_fence
 from openinfer.tensor.nccl import NcclRanks
 from openinfer.tensor.peers import PeerMemory, PeerSegment
 from openinfer.tensor.places import Conversion, Places
@@ -105,6 +105,7 @@ __all__ = [
     "int32",
     "int64",
     "load_tensors",
+    "memory_fence",
     "nbytes_of",
     "uint8",
     "uint16",

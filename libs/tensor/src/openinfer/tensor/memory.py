@@ -7,6 +7,7 @@ and DLPack capsules hold their own, so none of them can dangle.
 from __future__ import annotations
 
 import math
+import platform
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,8 +23,21 @@ from openinfer.tensor.errors import ClosedError, CudaError, OutOfMemory, ShapeEr
 ALIGNMENT = 256  # bytes; what cuMemAlloc guarantees, and enough for any vector load or TMA descriptor
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: page-locked for every context of the process
 
+_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
+
 _null_next = 1 << 40
 _null_lock = threading.Lock()
+
+
+def memory_fence() -> None:
+    """Other processes see what this one has written to shared memory before what it writes afterwards, and this one
+    reads afterwards what they had written before it. x86 keeps this order by itself; other processors keep it around a
+    lock that is let go and taken again."""
+    if not _IN_ORDER:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.release()
+        lock.acquire()
 
 
 class Memory:

@@ -47,12 +47,12 @@ class Leader:
 
     def tell(self, deltas: Iterator[Delta], following: tuple[Hashable, ...]) -> Iterator[Delta]:
         """The same deltas, of which the followers get each, and the segments behind the last."""
-        told = not following
+        told = False
         for delta in deltas:
             self.launch(following if delta.last else (), delta)
-            told = told or delta.last
+            told = True
             yield delta
-        if not told:
+        if following and not told:
             self.launch(following)
 
     def command(self, name: str, *args: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from openinfer.graph.rows import Places
 from openinfer.kernels import RankLost
+from openinfer.tensor import memory_fence
 
 Words = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -83,6 +84,7 @@ class Writer:
             begin, end = end, end + len(array)
             ring._words[begin:end] = array
         self._head += skipped + count
+        memory_fence()  # the words before the head
         ring._lines[0] = self._head
         lines = ring._lines
         for sleeps, bell in self._sleepers:
@@ -121,6 +123,7 @@ class Reader:
         ring = self._ring
         if ring._lines[0] == self._tail:
             self._wait()
+        memory_fence()  # the head before the words
         at = self._tail % ring.capacity
         if ring._memory[at] == _WRAP:
             self._tail += ring.capacity - at
@@ -128,6 +131,7 @@ class Reader:
         count, number = ring._memory[at], ring._memory[at + 1]
         words = ring._words[at + 2 : at + count].copy()
         self._tail += count
+        memory_fence()  # the copy before the writer may overwrite it
         ring._lines[ring._tail(self._index)] = self._tail
         return number, words
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from openinfer.kernels.errors import LaunchError, RankLost
+from openinfer.tensor import memory_fence
 
 Array = np.ndarray[Any, Any]
 
@@ -101,7 +102,7 @@ class SharedMemory:
     def _meet(self) -> None:
         """Wait until every rank has written its slot of this turn."""
         self._turn += 1
-        os.sched_yield()  # the system call orders the slot's bytes before the counter
+        memory_fence()  # the slot's bytes before the counter
         self._arrived[self.rank] = self._turn
         start = time.monotonic()
         while (late := np.flatnonzero(self._arrived < self._turn)).size:
@@ -117,6 +118,7 @@ class SharedMemory:
                 os.sched_yield()
             else:
                 time.sleep(_NAP_S)
+        memory_fence()  # the counters before the slots' bytes
 
 
 def _bytes(array: Array) -> Array:

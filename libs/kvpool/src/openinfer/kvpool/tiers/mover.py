@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from openinfer.tensor import Device, Event, PinnedBuffer, Stream, TensorError
+from openinfer.tensor import Device, Event, PinnedBuffer, Stream, TensorError, memory_fence
 from openinfer.tensor.handover import sealed_file
 
 from .layout import ALIGNMENT, Layout, huge
@@ -108,7 +108,9 @@ class Others:
     @property
     def done(self) -> int:
         """Batches that all of them have done."""
-        return int(self.shared.done[1:].min())
+        done = int(self.shared.done[1:].min())
+        memory_fence()  # the counters before the records
+        return done
 
 
 class Mover:
@@ -240,6 +242,7 @@ class Copier:
         device.activate()
         while (ticket := self._tickets.get()) is not None:
             self._mover.wait(ticket)
+            memory_fence()  # the records before the counter
             self._shared.done[self._rank] += 1
 
     def _lock(self, device: Device) -> None:
