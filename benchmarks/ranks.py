@@ -22,10 +22,10 @@ import numpy as np
 
 from openinfer.graph import StepGraphs
 from openinfer.kernels import NullPack, gather_columns
-from openinfer.kernels.linear.choices import NCCL, Exchange
 from openinfer.kernels.measure.exchange_tuner import CALLS, EPS, WAYS, ExchangeRank, other_ranks
 from openinfer.kernels.op.reference import rms_norm
-from openinfer.kernels.ranks.exchange import Normed, columns_of_ranks, sum_of_ranks
+from openinfer.kernels.ranks.exchange import NCCL, Normed, columns_of_ranks, sum_of_ranks
+from openinfer.kernels.store.tables import Exchange
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32
 
 VOCABULARY = 151936

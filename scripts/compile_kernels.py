@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from openinfer.kernels import CompileError, Store, Target
-from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.store.cubins import triton_version
 
 ROOT = Path(__file__).resolve().parents[1]

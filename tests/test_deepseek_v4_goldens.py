@@ -14,7 +14,7 @@ import pytest
 from golden_rows import TapPack, last_logits, start_row
 
 from openinfer.kernels import CpuPack, Op, select_rows
-from openinfer.kernels.formats.codes import dequantized
+from openinfer.kernels.formats.linear import Linear
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.places import Format
@@ -216,14 +216,14 @@ def with_fp8_experts(source: Path, target: Path) -> None:
                 tensors[name] = array
             elif name.endswith(".weight"):
                 scales = checkpoint.array(name.removesuffix("weight") + "scale").view(np.uint8)
-                wide = dequantized(array.view(np.uint8), scales)
+                wide = Linear(array.view(np.uint8), scales).values()
                 rows, columns = (size // 128 for size in wide.shape)
                 tiles = wide.reshape(rows, 128, columns, 128).swapaxes(1, 2)
                 exponent = np.ceil(np.log2(np.abs(tiles).max(axis=(2, 3)) / 448)).astype(np.int32)
                 small = (tiles / np.float32(2) ** exponent[:, :, None, None]).astype(float8_e4m3fn)
                 weight = small.swapaxes(1, 2).reshape(wide.shape)
                 codes = (exponent + 127).astype(np.uint8)
-                np.testing.assert_array_equal(dequantized(weight, codes), wide)
+                np.testing.assert_array_equal(Linear(weight, codes).values(), wide)
                 tensors[name] = weight
                 tensors[name.removesuffix("weight") + "scale"] = codes.view(float8_e8m0fnu)
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))

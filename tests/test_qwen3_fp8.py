@@ -14,7 +14,7 @@ from test_weight_dtypes import write
 
 from openinfer.cli.explain.segments import Outline
 from openinfer.kernels import H200
-from openinfer.kernels.authoring import dequantized
+from openinfer.kernels.formats.linear import Linear
 from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session, write_random_checkpoint
@@ -72,7 +72,7 @@ def folders(request: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
         if name.endswith("_proj.weight"):
             codes, scales = (quantized_by_row if rows else quantized)(weight)
             packed[name], packed[name + ("_scale" if rows else "_scale_inv")] = codes, scales
-            same[name] = dequantized(codes, scales.astype(np.float32))
+            same[name] = Linear(codes, scales.astype(np.float32)).values()
     for name, tensors, config in (
         ("fp8", packed, CONFIG | {"quantization_config": BY_ROW if rows else QUANTIZED}),
         ("same", same, CONFIG),

@@ -11,7 +11,7 @@ import pytest
 import test_qwen3_fp8 as fp8
 from test_fp8_while_loading import in_blocks
 
-from openinfer.kernels.authoring import dequantized
+from openinfer.kernels.formats.linear import Linear
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import EngineConformance, Session, write_random_checkpoint
@@ -143,7 +143,7 @@ def test_experts_of_fp8_checkpoints(tensors: Any, tmp_path: Path) -> None:
         if "_proj.weight" in name:
             packed[name], scales = fp8.quantized(weight)
             packed[name + "_scale_inv"] = scales
-            values[name] = dequantized(packed[name], scales.astype(np.float32))
+            values[name] = Linear(packed[name], scales.astype(np.float32)).values()
     (tmp_path / "published").mkdir()
     folder = saved(tmp_path / "published", packed, quantization_config=fp8.QUANTIZED)
     found = found_in(folder, activation_quantization="off")

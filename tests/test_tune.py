@@ -12,10 +12,13 @@ import pytest
 from openinfer.cli.tune import command as tune
 from openinfer.cli.tune import ranks as tune_ranks
 from openinfer.kernels import InvalidTable, Target
-from openinfer.kernels.linear import choices as tuning
-from openinfer.kernels.linear.choices import NCCL, Choice, Exchange, choose, choose_exchange
+from openinfer.kernels.linear import choices
+from openinfer.kernels.linear.choices import choose
 from openinfer.kernels.measure import tuner
 from openinfer.kernels.measure.tuner import Measured, Shape
+from openinfer.kernels.ranks.exchange import NCCL, choose_exchange
+from openinfer.kernels.store import tables
+from openinfer.kernels.store.tables import Exchange, ProductChoice
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 GPU = "Fake GPU 3000"
@@ -31,8 +34,8 @@ class FakeMeter:
     def __init__(self) -> None:
         FakeMeter.asked = []
 
-    def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[Choice]], Measured]:
-        def measured(m: int, choices: Sequence[Choice]) -> Measured:
+    def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[ProductChoice]], Measured]:
+        def measured(m: int, choices: Sequence[ProductChoice]) -> Measured:
             assert m <= most
             assert len(set(choices)) == len(choices)
             FakeMeter.asked.append((shape, m))
@@ -47,10 +50,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of its own for what is measured here."""
     monkeypatch.setenv("OPENINFER_CACHE", str(tmp_path))
     monkeypatch.setattr(tune, "DeviceMeter", FakeMeter)
-    for cached in (tuning._table, choose, choose_exchange):
+    for cached in (tables.gpu_table, choose, choose_exchange):
         cached.cache_clear()
     yield tmp_path
-    for cached in (tuning._table, choose, choose_exchange):
+    for cached in (tables.gpu_table, choose, choose_exchange):
         cached.cache_clear()
 
 
@@ -72,7 +75,9 @@ def test_every_layer_is_measured_at_every_count_and_engines_use_the_best(
         entry = table[shape.op][f"{shape.n}x{shape.k}"][str(m)]
         assert entry == tuner.entry(candidates[-1])
         assert choose(TARGET, shape.op, m, shape.n, shape.k) == candidates[-1]
-        assert choose(TARGET, shape.op, m, shape.n, shape.k) != tuning.rule(TARGET, *shape[:1], m, *shape[1:])
+        assert choose(TARGET, shape.op, m, shape.n, shape.k) != choices.rule(
+            TARGET, *shape[:1], m, *shape[1:]
+        )
     data = json.loads((cache / "tune.json").read_text())
     assert (data["bench"], data["target"], len(data["results"])) == ("tune", GPU, len(FakeMeter.asked))
     out = capsys.readouterr()
@@ -106,7 +111,9 @@ def test_a_table_elsewhere_is_not_the_engines(cache: Path) -> None:
     assert run("--out", str(cache / "deep" / "mine.json")) == 0
     assert (cache / "deep" / "mine.json").is_file()
     shape, m = FakeMeter.asked[0]
-    assert choose(TARGET, shape.op, m, shape.n, shape.k) == tuning.rule(TARGET, shape.op, m, shape.n, shape.k)
+    assert choose(TARGET, shape.op, m, shape.n, shape.k) == choices.rule(
+        TARGET, shape.op, m, shape.n, shape.k
+    )
 
 
 @pytest.mark.parametrize("text", ["[", "[]", '{"linear_add": {"8x8": {"1": {"kind": "gemv", "speed": 9}}}}'])
@@ -121,7 +128,7 @@ def test_a_file_that_is_no_table_is_named(cache: Path, text: str) -> None:
 def test_own_measurements_stand_over_the_packages() -> None:
     shipped: Any = {"linear_add": {"8x8": {"1": {"kind": "gemv"}, "16": {"kind": "small"}}}}
     own: Any = {"linear_add": {"8x8": {"16": {"kind": "cublas"}}, "8x16": {"1": {"kind": "gemv"}}}}
-    assert tuning.merged(shipped, own) == {
+    assert tables.merged(shipped, own) == {
         "linear_add": {
             "8x8": {"1": {"kind": "gemv"}, "16": {"kind": "cublas"}}, "8x16": {"1": {"kind": "gemv"}}
         }
@@ -152,7 +159,7 @@ def test_the_ways_to_add_up_are_measured_once_and_used(
     )
     assert run("-tp", "2") == 0
     assert asked == [(2, 256, [1, 16, 300])]
-    tuning._table.cache_clear()
+    tables.gpu_table.cache_clear()
     ways = [choose_exchange(TARGET, 2, rows, 256) for rows in (1, 2, 17, 301)]
     assert ways == [Exchange("push", 8), Exchange("two_shot"), Exchange("two_shot"), Exchange("push", 8)]
     assert choose_exchange(TARGET, 2, 1, 512) == Exchange("push")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack
-from openinfer.kernels.formats import codes as formats
+from openinfer.kernels.op.rounding import hadamard, q4, q8
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre, sinkhorn
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
@@ -180,9 +180,9 @@ def test_entries_are_rounded_as_asked() -> None:
         c.step((1, az), rounding=rounding)
         made[rounding] = c.made(1)
     plain = made["none"][:, :-ROTARY]
-    np.testing.assert_array_equal(made["q8"][:, :-ROTARY], formats.q8(plain, 64))
+    np.testing.assert_array_equal(made["q8"][:, :-ROTARY], q8(plain, 64))
     np.testing.assert_array_equal(made["q8"][:, -ROTARY:], made["none"][:, -ROTARY:])
-    np.testing.assert_array_equal(made["hadamard_q4"], formats.q4(formats.hadamard(made["none"])))
+    np.testing.assert_array_equal(made["hadamard_q4"], q4(hadamard(made["none"])))
     with pytest.raises(ContractError, match="rounding is 'q2'"):
         Compressor(4, np.random.default_rng(3)).step((1, az), rounding="q2")
 
@@ -291,7 +291,7 @@ def test_hyper_connections_mix_as_published() -> None:
     pre, post = 1 / (1 + np.exp(-m[:, :4])) + EPS, 2 / (1 + np.exp(-m[:, 4:8]))
     h = np.einsum("ts,tsd->td", pre, x)
     assert np.abs(out - gain * h / np.sqrt((h**2).mean(axis=1, keepdims=True) + EPS)).max() < 1e-4
-    np.testing.assert_array_equal(rounded_out, formats.q8(out, 128))
+    np.testing.assert_array_equal(rounded_out, q8(out, 128))
     comb = mix[:, 4:].reshape(3, 4, 4)
     assert np.abs(mix[:, :4] - post).max() < 1e-5
     assert np.abs(comb.sum(axis=1) - 1).max() < 1e-4

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import NullPack, Op, Store, Target
-from openinfer.kernels.formats.codes import hadamard, q4, q8
-from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.op.rounding import hadamard, q4, q8
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.testing import error
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import Op, Target
-from openinfer.kernels.formats.codes import q8_codes, q8_values
 from openinfer.kernels.measure.tuner import DeviceMeter
+from openinfer.kernels.op.rounding import q8_codes, q8_values
 from openinfer.kernels.testing import (
     coded_cache,
     error,

@@ -23,7 +23,7 @@ from openinfer.kernels import (
     Store,
     Target,
 )
-from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.testing import copied, error, run_interpreted, run_reference
 from openinfer.recipes.qwen3_5 import delta

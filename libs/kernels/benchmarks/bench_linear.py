@@ -10,8 +10,8 @@ import argparse
 import json
 import sys
 
-from openinfer.kernels.linear.choices import TABLES, load, merged, save, table_file
 from openinfer.kernels.measure.tuner import DeviceMeter, Shape, entry, tune
+from openinfer.kernels.store.tables import TABLES, load, merged, save, table_file
 from openinfer.tensor import ProgressBar
 
 MODELS = {  # hidden, query heads, intermediate

@@ -22,8 +22,8 @@ from openinfer.kernels import (
     norm_linear,
 )
 from openinfer.kernels.formats.int4 import group_words, pack
-from openinfer.kernels.linear.adapted_products import FEW_TOKENS
-from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.linear.lora import FEW_TOKENS
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.testing import INTERPRETED, compare, error, run_interpreted, run_on_gpu, run_reference
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 

@@ -19,7 +19,7 @@ from openinfer.kernels import (
 from openinfer.kernels.attention import choose as attention
 from openinfer.kernels.attention import long as long_attention
 from openinfer.kernels.attention.tiles import Tile
-from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.testing import copied, paged_places, paged_rows
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32

@@ -15,10 +15,12 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.linear.choices import choose, cluster_choice, shared_bytes
-from openinfer.kernels.linear.cluster_memory import copied_tokens
-from openinfer.kernels.linear.cluster_product import cluster_product
+from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.linear.choices import choose, cluster_choice, copied_tokens
+from openinfer.kernels.linear.cluster import cluster_product
+from openinfer.kernels.linear.problem import Problem
 from openinfer.kernels.op.launch import Scratch
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.testing import copied, run_on_gpu, run_reference
 from openinfer.tensor import bfloat16, float8_e4m3fn, float32
 
@@ -107,7 +109,8 @@ def test_other_targets_choose_as_without_it(target):
 def test_a_weight_that_a_kernel_ahead_writes_is_not_read_early(arena):
     out, x = arena.alloc((8, 2560), bfloat16), arena.alloc((8, 4096), bfloat16)
     wide = Scratch((2560, 4096), bfloat16)
-    assert not cluster_product(chosen("o", 8), out, x, wide).early
+    problem = Problem(TARGET, "linear_add", out, x, Linear(wide))
+    assert not cluster_product(chosen("o", 8), problem).early
 
 
 def test_clusters_of_published_sizes_compile_without_spills(arena, cubins, resources):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack, NullPack, Target, gate_up_silu, linear_add, norm_linear
-from openinfer.kernels.formats.codes import coded, dequantized
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.op.launch import Launch, Matmul
+from openinfer.kernels.op.rounding import coded
 from openinfer.kernels.testing import error, run_reference
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
 
@@ -77,7 +78,7 @@ def test_the_reference_multiplies_quantised_activations(op: Any, coding: str) ->
     if op is linear_add:
         meant = {**plain, "h": coded(args["h"], coding, args.get("x_scale"))}  # type: ignore[arg-type]
         np.testing.assert_array_equal(got, run_reference(op, meant)[output(op)])
-        wide = dequantized(args["weight"], args["scales"])  # as a CPU has it
+        wide = Linear(args["weight"], args["scales"]).values()  # as a CPU has it
         expanded = {**args, "weight": wide, "scales": None}
         np.testing.assert_array_equal(got, run_reference(op, expanded)[output(op)])
 
@@ -129,9 +130,9 @@ def test_what_is_refused() -> None:
         linear_add(pack or CpuPack(), x=x, h=h, **args, coding=coding, x_scale=x_scale)
 
     scale = Tensor.from_numpy(np.ones(1, np.float32))
-    with pytest.raises(ContractError, match="coding is 'token', and scales of weight have shape"):
+    with pytest.raises(ContractError, match="coding is 'token', and weight is FP8 with scales of blocks"):
         run("token")
-    with pytest.raises(ContractError, match="coding is 'block', and scales of weight have shape"):
+    with pytest.raises(ContractError, match="coding is 'block', and weight is FP8 with scales of rows"):
         run("block", "token")
     with pytest.raises(ContractError, match="only 'tensor' has an x_scale"):
         run("tensor", "token")

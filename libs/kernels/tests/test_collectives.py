@@ -32,8 +32,8 @@ from openinfer.kernels import (
     reduce_add,
     reduce_scatter,
 )
-from openinfer.kernels.linear import choices as tuning
-from openinfer.kernels.ranks.exchange import sum_of_ranks
+from openinfer.kernels.ranks.exchange import choose_exchange, sum_of_ranks
+from openinfer.kernels.store import tables
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, float32
 
 WORKER = """
@@ -247,8 +247,8 @@ def test_pushes_start_early_where_the_gpu_can(arena):
 def test_the_way_to_add_up_follows_from_ranks_and_bytes(monkeypatch):
     """Two ranks send each byte once in either way. A table comes before the rule, batch invariance before both."""
     target = Target(90, 132, gpu="a GPU")
-    monkeypatch.setattr(tuning, "_table", lambda gpu: {})
-    found = {(ranks, rows): tuning.choose_exchange(target, ranks, rows, 4096).kind
+    monkeypatch.setattr(tables, "gpu_table", lambda gpu: {})
+    found = {(ranks, rows): choose_exchange(target, ranks, rows, 4096).kind
              for ranks in (2, 4, 8) for rows in (1, 8, 64, 512, 8192)}  # fmt: skip
     assert [kind for (ranks, _), kind in found.items() if ranks == 2] == ["push"] * 4 + ["nccl"]
     assert [kind for (ranks, _), kind in found.items() if ranks == 4] == ["push"] * 2 + ["two_shot"] * 2 + [
@@ -257,21 +257,21 @@ def test_the_way_to_add_up_follows_from_ranks_and_bytes(monkeypatch):
     assert [kind for (ranks, _), kind in found.items() if ranks == 8] == ["push"] * 2 + ["two_shot"] * 2 + [
         "nccl"
     ]
-    assert [tuning.choose_exchange(target, 2, rows, 4096).warps for rows in (1, 128, 129, 512)] == [
+    assert [choose_exchange(target, 2, rows, 4096).warps for rows in (1, 128, 129, 512)] == [
         16,
         16,
         8,
         8,
     ]
-    much = [tuning.choose_exchange(target, 2, 2048, 4096, most << 20).kind for most in (4, 16)]
+    much = [choose_exchange(target, 2, 2048, 4096, most << 20).kind for most in (4, 16)]
     assert much == ["nccl", "push"]
     table = {"sum_of_ranks": {"2x4096": {"8": {"kind": "two_shot", "warps": 4}}}}
-    monkeypatch.setattr(tuning, "_table", lambda gpu: table)
+    monkeypatch.setattr(tables, "gpu_table", lambda gpu: table)
     tuned = Target(90, 132, gpu="another GPU")
-    assert tuning.choose_exchange(tuned, 2, 5, 4096) == tuning.Exchange("two_shot", 4)
-    assert tuning.choose_exchange(tuned, 2, 9, 4096) == tuning.Exchange("push")
-    invariant = {tuning.choose_exchange(replace(tuned, batch_invariant=True), 2, n, 4096) for n in (1, 8192)}
-    assert invariant == {tuning.Exchange("push", 8)}
+    assert choose_exchange(tuned, 2, 5, 4096) == tables.Exchange("two_shot", 4)
+    assert choose_exchange(tuned, 2, 9, 4096) == tables.Exchange("push")
+    invariant = {choose_exchange(replace(tuned, batch_invariant=True), 2, n, 4096) for n in (1, 8192)}
+    assert invariant == {tables.Exchange("push", 8)}
 
 
 def test_contracts(arena):

@@ -28,7 +28,7 @@ from openinfer.kernels import (
     qk_norm_rope_write,
     select_rows,
 )
-from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.tensor import bfloat16, float32
 
 TODAY = datetime.date.today().toordinal()

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, NullPack, Store, Target, experts_add
-from openinfer.kernels.linear.choices import shared_bytes
 from openinfer.kernels.moe import plain as plain_experts
-from openinfer.kernels.moe.plain import Tile
+from openinfer.kernels.moe.plain import ExpertTile
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.tensor import bfloat16, float32, int32
 
 BF16 = 1e-2  # relative error: two products and three roundings to 8 bits
@@ -50,9 +50,11 @@ def test_any_sizes(check_op, rng, normal, tokens, count, chosen, hidden, inter, 
     assert np.linalg.norm(after - before) > 0.3 * np.linalg.norm(before)  # the bound means something
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 64, 32, True), Tile(32, 32, 64, True), Tile(64, 64, 32, False)])
+@pytest.mark.parametrize(
+    "tile", [ExpertTile(16, 64, 32, True), ExpertTile(32, 32, 64, True), ExpertTile(64, 64, 32, False)]
+)
 def test_tiles_that_some_experts_overflow_and_others_leave_empty(check_op, rng, normal, tile, monkeypatch):
-    monkeypatch.setattr("openinfer.kernels.ops.experts_add.tile", lambda *_, **__: tile)
+    monkeypatch.setattr("openinfer.kernels.ops.experts_add.expert_tile", lambda *_, **__: tile)
     monkeypatch.setattr(plain_experts, "SORT_BLOCK", 32)
     args = mixture(rng, normal, 70, 9, 2, 64, 64, skewed=True)
     assert np.bincount(args["expert_ids"][args["expert_ids"] >= 0]).max() > 3 * 16
@@ -62,7 +64,9 @@ def test_tiles_that_some_experts_overflow_and_others_leave_empty(check_op, rng, 
 @pytest.mark.parametrize("tokens", [1, 5, 9])
 def test_few_pairs_have_a_tile_each(check_op, rng, normal, plan, tokens, monkeypatch):
     """Also where experts get more pairs than a tile holds."""
-    monkeypatch.setattr("openinfer.kernels.ops.experts_add.tile", lambda *_, **__: Tile(2, 16, 64, True))
+    monkeypatch.setattr(
+        "openinfer.kernels.ops.experts_add.expert_tile", lambda *_, **__: ExpertTile(2, 16, 64, True)
+    )
     args = mixture(rng, normal, tokens, 40, 2, 64, 64)
     args["expert_ids"][: tokens - 2, 0] = 7
     check_op(experts_add, {"x": BF16}, **args)
@@ -70,10 +74,15 @@ def test_few_pairs_have_a_tile_each(check_op, rng, normal, plan, tokens, monkeyp
 
 def test_one_tile_for_any_number_of_tokens_if_batch_invariant():
     target = Target(90, 132, batch_invariant=True)
-    tiles = {plain_experts.tile(target, tokens * 8, 256, 512, 2048, first=True) for tokens in (1, 64, 8192)}
+    tiles = {
+        plain_experts.expert_tile(target, tokens * 8, 256, 512, 2048, first=True) for tokens in (1, 64, 8192)
+    }
     assert len(tiles) == 1
     assert (
-        len({plain_experts.tile(Target(90, 132), n * 8, 256, 512, 2048, first=True) for n in (1, 8192)}) == 2
+        len(
+            {plain_experts.expert_tile(Target(90, 132), n * 8, 256, 512, 2048, first=True) for n in (1, 8192)}
+        )
+        == 2
     )
 
 

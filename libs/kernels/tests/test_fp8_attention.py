@@ -22,10 +22,10 @@ from openinfer.kernels.attention import choose as attention
 from openinfer.kernels.attention import long as long_attention
 from openinfer.kernels.attention import widened
 from openinfer.kernels.attention.tiles import HopperTile, Tile
-from openinfer.kernels.formats.codes import q8_codes, q8_values
-from openinfer.kernels.linear.choices import shared_bytes
 from openinfer.kernels.op.cases import Memory
 from openinfer.kernels.op.launch import Aligned, launch
+from openinfer.kernels.op.rounding import q8_codes, q8_values
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.ops import attend as attend_module
 from openinfer.kernels.testing import NEVER, coded_cache, paged_places, run_on_gpu
 from openinfer.tensor import Device, Tensor, bfloat16, float32

@@ -5,7 +5,7 @@ import pytest
 
 from openinfer.kernels import CpuPack, attend, qk_norm_rope_write
 from openinfer.kernels.attention.kv_cache import CacheForm, KvLayout
-from openinfer.kernels.formats.codes import q8_codes, q8_values
+from openinfer.kernels.op.rounding import q8_codes, q8_values
 from openinfer.kernels.testing import NEVER, coded_cache
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import H200, CudaSpec, NullPack, Store, Target, gate_up_silu
-from openinfer.kernels.linear.choices import shared_bytes
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.testing import copied, run_on_gpu, run_reference
 from openinfer.tensor import bfloat16, float32
 

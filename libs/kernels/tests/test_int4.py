@@ -17,8 +17,8 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.formats.codes import dequantized, halves
 from openinfer.kernels.formats.int4 import GROUPS, group_words, int4_values, pack, unpack
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.testing import error, run_reference
 from openinfer.tensor import Tensor, bfloat16
 
@@ -58,8 +58,8 @@ def test_where_a_column_is() -> None:
 def test_values_are_exact(group: int, dtype: Any) -> None:
     packed, words, values = quantized(48, 256, group, dtype)
     np.testing.assert_array_equal(int4_values(packed, words), values)
-    np.testing.assert_array_equal(dequantized(packed, words), values)
-    np.testing.assert_array_equal(np.concatenate(halves(packed, words)), values)
+    np.testing.assert_array_equal(Linear(packed, words).values(), values)
+    np.testing.assert_array_equal(np.concatenate(Linear(packed, words).halves()), values)
 
 
 def test_every_scale_keeps_its_bits() -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError
-from openinfer.kernels.formats.codes import dequantized
 from openinfer.kernels.formats.int4_checkpoints import Int4, Part, conversions
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.formats.weights import LinearPlaces, WeightPart
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, Stream, bfloat16, int32, uint8
 
@@ -43,7 +43,7 @@ def places():
 def values(linear):
     assert linear.weight.dtype == uint8
     assert linear.scales.dtype == int32
-    return dequantized(linear.weight.numpy(), linear.scales.numpy())
+    return Linear(linear.weight.numpy(), linear.scales.numpy()).values()
 
 
 @pytest.mark.parametrize("name", FORMATS)

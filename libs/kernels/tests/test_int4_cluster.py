@@ -17,8 +17,11 @@ from openinfer.kernels import (
     norm_linear,
 )
 from openinfer.kernels.formats.int4 import group_words, pack
-from openinfer.kernels.linear.choices import shared_bytes
-from openinfer.kernels.linear.int4_cluster import int4_choice, int4_cluster, shares, words_of
+from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.linear.int4 import int4_choice, shares, words_of
+from openinfer.kernels.linear.kernels import launches as linear_launches
+from openinfer.kernels.linear.problem import Problem
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.testing import copied, run_on_gpu, run_reference
 from openinfer.tensor import bfloat16, float32, int32, uint8
 
@@ -103,16 +106,16 @@ def test_groups_of_another_size_do_not(arena):
 @pytest.mark.parametrize(("n", "k"), [(2560, 10880), (2560, 512), (2568, 4096), (65536, 4096)])
 def test_sizes_that_the_kernel_does_not_take(arena, n, k):
     """Stages of half a group, few columns, rows that are no multiple of 16, and more rows than one wave has."""
-    out, weight = arena.alloc((8, n), bfloat16), arena.alloc((n, k // 2), uint8)
-    assert int4_choice(TARGET, out, weight, arena.alloc((n, k // 128), int32), gated=False) is None
+    out, x, weight = (arena.alloc(shape, bfloat16) for shape in ((8, n), (8, k), (n, k // 4)))
+    layer = Linear(weight.view_as(uint8), arena.alloc((n, k // 128), int32))
+    assert int4_choice(Problem(TARGET, "linear_add", out, x, layer)) is None
 
 
 def test_x_of_another_dtype_is_refused(arena):
     weight, words = arena.alloc((2560, 2048), uint8), arena.alloc((2560, 32), int32)
     out, x = arena.alloc((8, 2560), bfloat16), arena.alloc((8, 4096), float32)
-    choice = int4_choice(TARGET, out, weight, words, gated=False)
     with pytest.raises(ContractError, match="x is float32"):
-        int4_cluster(choice, out, x, weight, words)
+        list(linear_launches(Problem(TARGET, "linear_add", out, x, Linear(weight, words))))
 
 
 def test_words_of_neighbouring_rows_are_in_other_banks():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, NullPack, Store, Target
-from openinfer.kernels.formats.codes import q8
-from openinfer.kernels.linear.choices import shared_bytes
 from openinfer.kernels.moe import packed as mixture
+from openinfer.kernels.op.rounding import q8
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.ops.experts import experts
 from openinfer.kernels.testing import error
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import Target
-from openinfer.kernels.formats.codes import q8
 from openinfer.kernels.moe import packed as mixture
+from openinfer.kernels.op.rounding import q8
 from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
 from openinfer.kernels.testing import error
 from openinfer.tensor import bfloat16, float8_e4m3fn, float32

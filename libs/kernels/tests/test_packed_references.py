@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack, Op, experts, project
-from openinfer.kernels.formats import codes as formats
+from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.op import rounding
 from openinfer.tensor import Tensor, float8_e4m3fn
 
 Array = np.ndarray[Any, Any]
@@ -26,16 +27,16 @@ def normal(rng: np.random.Generator, *shape: int) -> Array:
 
 def test_formats_round_to_the_nearest_with_scales_of_powers_of_two() -> None:
     x = normal(np.random.default_rng(0), 5, 256) * F(10) ** np.arange(-6, 4, 2, dtype=F)[:, None]
-    for y, steps, block in ((formats.q8(x, 128), 2**-4, 128), (formats.q4(x), 2**-1, 32)):
+    for y, steps, block in ((rounding.q8(x, 128), 2**-4, 128), (rounding.q4(x), 2**-1, 32)):
         peak = np.repeat(np.abs(x.reshape(5, -1, block)).max(axis=-1), block, axis=1)
         assert np.all(np.abs(y - x) <= np.maximum(np.abs(x), peak / 4) * steps + 1e-4 * (block == 128))
         assert np.abs(y - x).max() > 0
-        np.testing.assert_array_equal(y, formats.q8(y, 128) if block == 128 else formats.q4(y))
+        np.testing.assert_array_equal(y, rounding.q8(y, 128) if block == 128 else rounding.q4(y))
     halves = np.array([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6] + [0] * 24], F)
-    np.testing.assert_array_equal(formats.q4(halves)[0, :8], [0, 1, 1, 2, 2, 4, 4, 6])  # ties to even codes
-    np.testing.assert_array_equal(formats.unpack_fp4(np.array([0x2F, 0x81], np.uint8)), [-6, 1, 0.5, -0.0])
-    np.testing.assert_array_equal(formats.e8m0(np.array([127, 0, 254], np.uint8)), [1, 2.0**-127, 2.0**127])
-    assert np.isnan(formats.e8m0(np.array([255], np.uint8)))
+    np.testing.assert_array_equal(rounding.q4(halves)[0, :8], [0, 1, 1, 2, 2, 4, 4, 6])  # ties to even codes
+    np.testing.assert_array_equal(rounding.unpack_fp4(np.array([0x2F, 0x81], np.uint8)), [-6, 1, 0.5, -0.0])
+    np.testing.assert_array_equal(rounding.e8m0(np.array([127, 0, 254], np.uint8)), [1, 2.0**-127, 2.0**127])
+    assert np.isnan(rounding.e8m0(np.array([255], np.uint8)))
 
 
 @pytest.mark.parametrize("kind", ["float32", "uint8"])
@@ -46,17 +47,17 @@ def test_scales_of_a_square_grid_are_not_transposed(kind: str) -> None:
     scales = (2.0**exponents).astype(F) if kind == "float32" else (127 + exponents).astype(np.uint8)
     want = np.kron(2.0**exponents, np.ones((128, 128)))
     for parts in (1, 2):
-        np.testing.assert_array_equal(formats.dequantized(codes[0], scales, parts=parts), want)
+        np.testing.assert_array_equal(Linear(codes[0], scales).values(parts), want)
     both = np.stack([scales, scales.T])
-    np.testing.assert_array_equal(formats.dequantized(codes, both), np.stack([want, want.T]))
-    for half, rows in zip(formats.halves(codes[0], scales), (want[:128], want[128:]), strict=True):
+    np.testing.assert_array_equal(Linear(codes, both).values(), np.stack([want, want.T]))
+    for half, rows in zip(Linear(codes[0], scales).halves(), (want[:128], want[128:]), strict=True):
         np.testing.assert_array_equal(half, rows)
 
 
 def test_hadamard_keeps_products() -> None:
     x, y = normal(np.random.default_rng(0), 2, 128)
-    assert abs(formats.hadamard(x) @ formats.hadamard(y) - x @ y) < 1e-4
-    np.testing.assert_allclose(formats.hadamard(np.eye(4, dtype=F)[1]), [0.5, -0.5, 0.5, -0.5])
+    assert abs(rounding.hadamard(x) @ rounding.hadamard(y) - x @ y) < 1e-4
+    np.testing.assert_allclose(rounding.hadamard(np.eye(4, dtype=F)[1]), [0.5, -0.5, 0.5, -0.5])
 
 
 @pytest.mark.parametrize("kind", ["fp4", "fp8"])
@@ -94,8 +95,8 @@ def test_packed_experts_are_their_values(kind: str) -> None:
         down_scales=down_scales,
         **args,
     )
-    first = formats.dequantized(gate_up, gate_up_scales, parts=2)
-    second = formats.dequantized(down, down_scales)
+    first = Linear(gate_up, gate_up_scales).values(2)
+    second = Linear(down, down_scales).values()
     expected = shared.astype(float)
     for t, j in np.argwhere(ids >= 0):
         g, u = np.split(first[ids[t, j]].astype(float) @ x[t], 2)
@@ -116,6 +117,6 @@ def test_projections_in_groups() -> None:
     assert np.abs(out - expected).max() < 1e-4
     rounded_out = np.empty((5, 128), F)
     run(project, out=rounded_out, x=x, weight=weight, scales=None, groups=2, rounded_x=False, quantized=True)
-    np.testing.assert_array_equal(rounded_out, formats.q8(out, 128))
+    np.testing.assert_array_equal(rounded_out, rounding.q8(out, 128))
     with pytest.raises(ContractError, match="3 groups"):
         run(project, out=out, x=x, weight=weight, scales=None, groups=3, rounded_x=False, quantized=False)

@@ -15,19 +15,20 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.linear import products
-from openinfer.kernels.linear.choices import Choice
+from openinfer.kernels.linear import choices
+from openinfer.kernels.linear.cublas import CUBLAS_WORKSPACE
+from openinfer.kernels.store.tables import ProductChoice
 from openinfer.tensor import Tensor, bfloat16, float32
 
 EPS = 1e-6
 BF16 = 4e-3  # relative error of a few roundings to 8 bits
 
 CHOICES = {
-    "gemv": Choice("gemv", 1, 8, 64),
-    "small": Choice("small", 16, 32, 32),
-    "split": Choice("small", 16, 32, 32, split=4),
-    "tma": Choice("tma", 32, 64, 32),
-    "pointer": Choice("pointer", 32, 64, 32),
+    "gemv": ProductChoice("gemv", 1, 8, 64),
+    "small": ProductChoice("small", 16, 32, 32),
+    "split": ProductChoice("small", 16, 32, 32, split=4),
+    "tma": ProductChoice("tma", 32, 64, 32),
+    "pointer": ProductChoice("pointer", 32, 64, 32),
 }
 
 
@@ -39,7 +40,7 @@ def nans(*shape, dtype=bfloat16):
 def choice(request, monkeypatch):
     """Every product of the test uses this kernel."""
     choice = CHOICES[request.param]
-    monkeypatch.setattr(products, "choose", lambda *_: choice)
+    monkeypatch.setattr(choices, "choose", lambda *_: choice)
     return choice
 
 
@@ -147,12 +148,16 @@ def test_a_gated_product_by_cublas_is_followed_by_the_gate(arena, plan):
     norm, matmul, gate = pack.calls[0].commands
     assert (norm.spec.function, gate.spec.function) == ("rms_norm", "silu_mul")
     assert matmul.out is gate.args[1]
-    assert pack.workspace_bytes(zeroed=False) >= 512 * 64 * 2 + 512 * 192 * 2 + products.CUBLAS_WORKSPACE
+    assert pack.workspace_bytes(zeroed=False) >= 512 * 64 * 2 + 512 * 192 * 2 + CUBLAS_WORKSPACE
 
 
-def test_float32_is_for_the_cpu_pack(arena):
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_float32_is_for_the_cpu_pack(arena, tokens):
     with pytest.raises(ContractError, match="float32: the cpu pack"):
-        linear_add(NullPack(H200), **linear_args(arena, 4, 32, 32, float32))
+        linear_add(NullPack(H200), **linear_args(arena, tokens, 32, 32, float32))
+    x, weight, gain = (arena.alloc(shape, float32) for shape in ((tokens, 32), (32, 32), (32,)))
+    with pytest.raises(ContractError, match="float32: the cpu pack"):
+        norm_linear(NullPack(H200), out=x, x=x, weight=weight, norm_weight=gain, eps=EPS)
 
 
 @pytest.mark.parametrize(("n", "k", "words"), [(40, 32, "multiples of 16"), (32, 8, "multiples of 16")])

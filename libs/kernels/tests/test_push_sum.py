@@ -16,7 +16,7 @@ from openinfer.kernels.ranks import exchange
 from openinfer.kernels.ranks.exchange import Normed, sum_of_ranks
 from openinfer.kernels.op.reference import rms_norm
 from openinfer.kernels.testing import HostPeers
-from openinfer.kernels.linear.choices import Exchange
+from openinfer.kernels.store.tables import Exchange
 from openinfer.tensor import Tensor, bfloat16, float32
 
 file, rank, ranks, calls = map(int, sys.argv[1:5])

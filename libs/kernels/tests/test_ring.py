@@ -25,8 +25,9 @@ from openinfer.kernels import (
     norm_linear,
 )
 from openinfer.kernels.formats.int4 import group_words, pack
-from openinfer.kernels.linear.choices import choose, ring_choice, shared_bytes
+from openinfer.kernels.linear.choices import choose, ring_choice
 from openinfer.kernels.op.packing import Parameters
+from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.packs import cuda_driver
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.store import cubins as store

@@ -15,20 +15,20 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.formats.codes import dequantized
-from openinfer.kernels.linear import products
-from openinfer.kernels.linear.choices import Choice
+from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.linear import choices
+from openinfer.kernels.store.tables import ProductChoice
 from openinfer.kernels.testing import error, run_reference
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn
 
 RNG = np.random.default_rng(4)
 BF16 = 8e-3
 CHOICES = {
-    "gemv": (1, Choice("gemv", 1, 8, 64)),
-    "whole blocks": (1, Choice("gemv", 1, 8, 128)),
-    "small": (13, Choice("small", 16, 32, 32)),
-    "split": (9, Choice("small", 16, 32, 32, split=4)),
-    "pointer": (70, Choice("pointer", 32, 64, 32)),
+    "gemv": (1, ProductChoice("gemv", 1, 8, 64)),
+    "whole blocks": (1, ProductChoice("gemv", 1, 8, 128)),
+    "small": (13, ProductChoice("small", 16, 32, 32)),
+    "split": (9, ProductChoice("small", 16, 32, 32, split=4)),
+    "pointer": (70, ProductChoice("pointer", 32, 64, 32)),
 }
 
 
@@ -48,7 +48,7 @@ def tokens(request: Any, monkeypatch: Any) -> int:
     """Every product of the test uses one kernel, with this many tokens."""
     count, choice = CHOICES[request.param]
     for name in ("choose", "scaled_rule"):
-        monkeypatch.setattr(products, name, lambda *_: choice)
+        monkeypatch.setattr(choices, name, lambda *_: choice)
     return int(count)
 
 
@@ -74,7 +74,7 @@ def test_the_reference_is_that_of_the_weights_that_are_meant(op: Any) -> None:
     floats = {
         n: v.astype(np.float32) if getattr(v, "dtype", None) == bfloat16 else v for n, v in args.items()
     }
-    meant = {**floats, "weight": dequantized(args["weight"], args["scales"]), "scales": None}
+    meant = {**floats, "weight": Linear(args["weight"], args["scales"]).values(), "scales": None}
     name = "x" if op is linear_add else "out"
     got, want = run_reference(op, floats)[name], run_reference(op, meant)[name]
     np.testing.assert_array_equal(got, want)

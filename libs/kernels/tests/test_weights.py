@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError
-from openinfer.kernels.formats.codes import dequantized, row_codes, row_scales
+from openinfer.kernels.formats.fp8 import row_codes, row_scales
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.formats.weights import (
     FP4_E8M0,
     FP8_E8M0,
     FP8_FLOAT32,
     FP8_ROWS,
     FP8_TENSOR,
-    Linear,
     LinearPlaces,
     WeightPart,
 )
@@ -100,7 +100,7 @@ def meant(tensors, name, packing):
     """The float32 values of a module."""
     weight, scales = tensors[f"{name}.weight"], tensors[name + packing.scales]
     scales = scales.astype(np.float32) if packing == FP8_FLOAT32 else scales.view(np.uint8)
-    return dequantized(weight.view(np.uint8) if packing.fp4 else weight, scales)
+    return Linear(weight.view(np.uint8) if packing.fp4 else weight, scales).values()
 
 
 @pytest.mark.parametrize("expand", [False, True])
@@ -126,7 +126,9 @@ def test_packed_projections_are_stacked(checkpoint, places, rng, packing, expand
             else (scales[:first], scales[first:])
         )
         halves = (weight[:first], weight[first : first + second])
-        rows = [dequantized(w, s[: len(w)] if packing.fp4 else s) for w, s in zip(halves, parts, strict=True)]
+        rows = [
+            Linear(w, s[: len(w)] if packing.fp4 else s).values() for w, s in zip(halves, parts, strict=True)
+        ]
         got = np.concatenate(rows)
     want = np.concatenate([meant(tensors, name, packing) for name in ("a", "b")])
     np.testing.assert_array_equal(got, want)
@@ -153,7 +155,7 @@ def test_a_part_of_a_projection(checkpoint, places, rng, packing, expand, row, r
     p.load(checkpoint(tensors), Stream(Device("cpu")))
     scales = None if linear.scales is None else linear.scales.numpy()
     want = whole[row : row + rows, column : column + columns]
-    np.testing.assert_array_equal(dequantized(linear.weight.numpy(), scales), want)
+    np.testing.assert_array_equal(Linear(linear.weight.numpy(), scales).values(), want)
 
 
 def test_rows_are_rounded_to_the_nearest_code(rng):
@@ -193,7 +195,7 @@ def test_experts_are_filled_one_by_one(checkpoint, places, rng):
         p.fill(linear[expert], [(f"{expert}.gate", 128), (f"{expert}.up", 128)], FP8_FLOAT32)
     p.load(checkpoint(tensors), Stream(Device("cpu")))
     assert sorted(p.names()) == sorted(tensors)
-    got = dequantized(linear.weight.numpy(), linear.scales.numpy(), parts=2)
+    got = Linear(linear.weight.numpy(), linear.scales.numpy()).values(2)
     for expert in range(3):
         parts = [meant(tensors, f"{expert}.{name}", FP8_FLOAT32) for name in ("gate", "up")]
         np.testing.assert_array_equal(got[expert], np.concatenate(parts))
@@ -281,7 +283,7 @@ def test_the_last_rows_of_a_weight_keep_their_scales_and_coding(rng, by_row):
     whole = Linear(Tensor.from_numpy(weight), Tensor.from_numpy(scales), "token")
     last = whole.rows_from(128)
     assert last.coding == "token"
-    wanted = dequantized(weight, scales)[128:]
-    np.testing.assert_array_equal(dequantized(last.weight.numpy(), last.scales.numpy()), wanted)
+    wanted = Linear(weight, scales).values()[128:]
+    np.testing.assert_array_equal(Linear(last.weight.numpy(), last.scales.numpy()).values(), wanted)
     plain = Linear(Tensor.from_numpy(wanted), None).rows_from(64)
     np.testing.assert_array_equal(plain.weight.numpy(), wanted[64:])

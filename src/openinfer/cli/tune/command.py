@@ -3,7 +3,7 @@
 With `-tp N` the layers are those of a rank, and the ways in which N GPUs add up their parts are measured too.
 
 The results are kept after every measurement. So a run that was stopped goes on where it was, and engines started later
-use them. `--out` writes a table elsewhere: the package's own tables (libs/kernels, tables/) are made that way.
+use them. `--out` writes a table elsewhere: the package's own tables (kernels/store/gpu_tables) are made that way.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from openinfer.cli.recipe_flags import Asked
 from openinfer.cli.tune import speed
 from openinfer.cli.tune.ranks import tune as tune_ranks
 from openinfer.kernels import H200
-from openinfer.kernels.formats.weights import columns_of
-from openinfer.kernels.linear import choices as tuning
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.measure import tuner
 from openinfer.kernels.measure.tuner import DeviceMeter, Measured, Shape, entry
+from openinfer.kernels.store import tables
 from openinfer.tensor import ProgressBar, float32
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -52,7 +52,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--again", action="store_true", help="measure again what was measured before")
     add("--out", type=Path, metavar="FILE",
-        help=f"the table to write; default: the GPU's in {tuning.user_tables()}, which engines read")  # fmt: skip
+        help=f"the table to write; default: the GPU's in {tables.user_tables()}, which engines read")  # fmt: skip
     add("--from-trace", type=Path, nargs="+", metavar="FILE",
         help="instead: fit the speeds of predictions to the steps of these files, of an engine's --trace or of `bench "
         "step --json`; needs no GPU. --out: the file for `openinfer plan --speeds`")  # fmt: skip
@@ -73,14 +73,14 @@ def _tune(args: argparse.Namespace, asked: Asked) -> int:
     shapes = shapes_of(outline)
     meter = DeviceMeter()
     gpu = meter.target.gpu
-    file = args.out or tuning.table_file(tuning.user_tables(), gpu)
-    known = tuning.load(file)
+    file = args.out or tables.table_file(tables.user_tables(), gpu)
+    known = tables.load(file)
     progress(f"{gpu}: {len(shapes)} layers, {len(args.tokens)} token counts, into {file}")
 
-    def keep(found: tuning.Table) -> None:
+    def keep(found: tables.Table) -> None:
         nonlocal known
-        known = tuning.merged(known, found)
-        tuning.save(file, known)
+        known = tables.merged(known, found)
+        tables.save(file, known)
 
     bar, results = ProgressBar("measuring", things="products"), []
     try:
@@ -117,11 +117,13 @@ def shapes_of(outline: Outline) -> list[Shape]:
     for op, args in recorder.calls:
         if op.name in LINEAR:
             name = "logits" if args.get("out") is not None and args["out"].dtype == float32 else op.name
-            found[Shape(name, args["weight"].shape[0], columns_of(args["weight"]))] = None
+            found[
+                Shape(name, args["weight"].shape[0], Linear(args["weight"], args.get("scales")).columns)
+            ] = None
     return list(found)
 
 
-def _table(found: Measured) -> tuning.Table:
+def _table(found: Measured) -> tables.Table:
     op, n, k = found.shape
     return {op: {f"{n}x{k}": {str(found.m): entry(found.best)}}}
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from openinfer.cli.explain.ledger import Recorder
 from openinfer.cli.explain.segments import Outline
-from openinfer.kernels.linear import choices as tuning
-from openinfer.kernels.linear.choices import Exchange
 from openinfer.kernels.measure.exchange_tuner import ExchangeRank, entry, other_ranks
+from openinfer.kernels.store import tables
+from openinfer.kernels.store.tables import Exchange
 
 Found = tuple[int, Mapping[Exchange, float]]
 """Rows, and seconds by way."""
@@ -31,9 +31,9 @@ def width_of(outline: Outline) -> int | None:
     return None
 
 
-def missing(ranks: int, width: int, rows: Sequence[int], known: tuning.Table) -> list[int]:
+def missing(ranks: int, width: int, rows: Sequence[int], known: tables.Table) -> list[int]:
     """The rows that a table has no way for."""
-    entries = known.get(tuning.EXCHANGES, {}).get(f"{ranks}x{width}", {})
+    entries = known.get(tables.EXCHANGES, {}).get(f"{ranks}x{width}", {})
     return [count for count in rows if str(count) not in entries]
 
 
@@ -46,11 +46,11 @@ def measured(ranks: int, width: int, rows: Sequence[int]) -> Iterator[Found]:
         rank.close()
 
 
-def table(ranks: int, width: int, found: Found) -> tuning.Table:
+def table(ranks: int, width: int, found: Found) -> tables.Table:
     """The fastest way as a table has it."""
     rows, seconds = found
     best = min(seconds, key=seconds.__getitem__)
-    return {tuning.EXCHANGES: {f"{ranks}x{width}": {str(rows): entry(best)}}}
+    return {tables.EXCHANGES: {f"{ranks}x{width}": {str(rows): entry(best)}}}
 
 
 def line(ranks: int, width: int, found: Found) -> str:
@@ -72,8 +72,8 @@ def tune(
     outline: Outline,
     ranks: int,
     tokens: Sequence[int],
-    known: tuning.Table,
-    keep: Callable[[tuning.Table], None],
+    known: tables.Table,
+    keep: Callable[[tables.Table], None],
 ) -> list[dict[str, object]]:
     """Measure what `known` lacks; `keep` gets each entry. The measurements, for JSON."""
     width, results = width_of(outline), list[dict[str, object]]()
@@ -84,7 +84,7 @@ def tune(
         keep(table(ranks, width, found))
         print(line(ranks, width, found), flush=True)
         us = [{**entry(way), "us": 1e6 * s} for way, s in found[1].items() if not math.isnan(s)]
-        results.append({"op": tuning.EXCHANGES, "ranks": ranks, "width": width, "rows": found[0], "us": us})
+        results.append({"op": tables.EXCHANGES, "ranks": ranks, "width": width, "rows": found[0], "us": us})
     return results
 
 

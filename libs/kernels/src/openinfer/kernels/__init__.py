@@ -16,7 +16,6 @@ from openinfer.kernels.errors import (
     UnsupportedQuantization,
     UntrustedCache,
 )
-from openinfer.kernels.linear.cublas import CublasLt, cublas_available
 from openinfer.kernels.measure.prediction import Parts, Prediction, predictions
 from openinfer.kernels.measure.speeds import GPUS, Figures, Lines, Link, Speed
 from openinfer.kernels.op.launch import (
@@ -62,6 +61,7 @@ from openinfer.kernels.ops.route import route
 from openinfer.kernels.ops.route_topk import route_topk
 from openinfer.kernels.ops.select_rows import select_rows
 from openinfer.kernels.packs.cpu import CpuPack
+from openinfer.kernels.packs.cublas import CublasLt, cublas_available
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver

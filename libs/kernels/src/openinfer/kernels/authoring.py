@@ -5,23 +5,24 @@ An `Op` is its arguments, a contract, a numpy reference, launches and a cost, an
 
  - arguments: `T`, which their tensors are, and `tensors`, for a launch; for a pack of your own `leaves`, `mapped`
 
- - contract: `expect`, `expect_columns`, `expect_weight`, `expect_packed`, `require`, `FLOATS`, `ContractError`; of the
-   rows of a step and their positions `expect_rows`, `expect_max_q_len`, `expect_cos_sin`
- - reference: `Array`, `f32`, `rounded`, `matmul_nt`, `rms_norm`, `silu`; of packed weights and rounded values
-   `dequantized`, `halves`, `e8m0`, `unpack_fp4`, `q8`, `q4`, `hadamard`, `SCALE_BLOCK`, `FP4_BLOCK`
+ - contract: `expect`, `expect_columns`, `expect_linear`, `require`, `FLOATS`, `ContractError`; of the rows of a step
+   and their positions `expect_rows`, `expect_max_q_len`, `expect_cos_sin`
+ - reference: `Array`, `f32`, `rounded`, `matmul_nt`, `rms_norm`, `silu`; of rounded values `e8m0`,
+   `unpack_fp4`, `q8`, `q4`, `hadamard`, `SCALE_BLOCK`, `FP4_BLOCK`
  - launches: `launch`, `beside`, `Command`, `Launch`, `Matmul`, `Collective`, `Scratch`, `TensorMap`, `Aligned`, `Arg`,
    `aligned`, `power_of_two`, `Target`; tiles that fit: `shared_bytes`, `CONSUMER_SHARED_BYTES`, `depth`
- - parts of ops here that another op may launch: products (`matmul`, `takes_codes`, `expect_bf16`, `expect_q8`),
-   attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`, `require_attention`,
-   `expect_cache`, `cached_bytes`, `write_launch`, `QkvAttentionArgs`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
+ - parts of ops here that another op may launch: products (`Problem`, `linear_launches`, `expect_bf16`,
+   `expect_q8`), attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`,
+   `require_attention`, `expect_cache`, `cached_bytes`, `write_launch`, `QkvAttentionArgs`, `MERGED_AT_ONCE`,
+   `NEW_PAIRS`)
  - sums of several ranks: `Communicator`, `sum_over` (references), `way_of`, `NCCL`, `sum_of_ranks`, `pushed_rows`
  - cost: `Cost`, `Workload`; calls that it is measured by: `OpCase`, `Memory`, `CaseRows`, `Commands`
 
 A model has
 
- - weights of linear layers: `Linear`, `LinearPlaces`, `WeightPart`, `padded_rows`, `scale_blocks`, `form_of`,
-   `without_zero_points`; how checkpoints store them: `Packing`, `AnyPacking`, `packing_of`, `packed_in`,
-   `module_packing`, `FP8_MADE`, `FP8_E8M0`, `FP4_E8M0`
+ - weights of linear layers: `Linear` in the forms `Plain`, `Fp8`, `Mx` and `Int4Groups`, `LinearPlaces`,
+   `WeightPart`, `padded_rows`, `scale_blocks`, `form_of`, `without_zero_points`; how checkpoints store them: `Packing`,
+   `AnyPacking`, `packing_of`, `packed_in`, `module_packing`, `FP8_MADE`, `FP8_E8M0`, `FP4_E8M0`
  - a cache: `CacheForm`, `FP8_CACHE`, `KvCache`, `KvLayout`, `PUBLISHED_SCALES`
  - adapters: `Adapters`, `Adapter`, `AdapterSizes`, `Projection`
 
@@ -46,24 +47,15 @@ from openinfer.kernels.attention.kv_cache import (
     expect_cache,
 )
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.formats.codes import (
-    FP4_BLOCK,
-    SCALE_BLOCK,
-    dequantized,
-    e8m0,
-    hadamard,
-    halves,
-    q4,
-    q8,
-    unpack_fp4,
-)
-from openinfer.kernels.formats.int4 import without_zero_points
+from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.int4 import Int4Groups, without_zero_points
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.formats.mx import Mx
 from openinfer.kernels.formats.quantization import AnyPacking, packed_in, packing_of
 from openinfer.kernels.formats.weights import (
     FP4_E8M0,
     FP8_E8M0,
     FP8_MADE,
-    Linear,
     LinearPlaces,
     Packing,
     WeightPart,
@@ -72,9 +64,8 @@ from openinfer.kernels.formats.weights import (
     padded_rows,
     scale_blocks,
 )
-from openinfer.kernels.linear.choices import CONSUMER_SHARED_BYTES, NCCL, depth, shared_bytes
-from openinfer.kernels.linear.packed_products import expect_bf16, expect_q8, takes_codes
-from openinfer.kernels.linear.products import matmul
+from openinfer.kernels.linear.kernels import launches as linear_launches
+from openinfer.kernels.linear.problem import Problem, expect_bf16, expect_q8
 from openinfer.kernels.lora.adapters import Adapter, Adapters, AdapterSizes, Projection
 from openinfer.kernels.op.cases import CaseRows, Commands, Memory, OpCase
 from openinfer.kernels.op.contract import (
@@ -83,9 +74,7 @@ from openinfer.kernels.op.contract import (
     expect_columns,
     expect_cos_sin,
     expect_max_q_len,
-    expect_packed,
     expect_rows,
-    expect_weight,
     require,
 )
 from openinfer.kernels.op.launch import (
@@ -99,17 +88,19 @@ from openinfer.kernels.op.launch import (
     TensorMap,
     aligned,
     beside,
+    depth,
     launch,
     power_of_two,
 )
 from openinfer.kernels.op.op import Cost, Op, Pack, T, Workload, leaves, mapped, tensors
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
-from openinfer.kernels.op.target import Target
+from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, e8m0, hadamard, q4, q8, unpack_fp4
+from openinfer.kernels.op.target import CONSUMER_SHARED_BYTES, Target, shared_bytes
 from openinfer.kernels.ops.attend import require_attention
 from openinfer.kernels.ops.norm_rope_attend import QkvAttentionArgs
 from openinfer.kernels.ops.qk_norm_rope_write import write_launch
 from openinfer.kernels.ranks.communicator import Communicator, sum_over
-from openinfer.kernels.ranks.exchange import pushed_rows, sum_of_ranks, way_of
+from openinfer.kernels.ranks.exchange import NCCL, pushed_rows, sum_of_ranks, way_of
 
 __all__ = [
     "CONSUMER_SHARED_BYTES",
@@ -141,6 +132,8 @@ __all__ = [
     "Communicator",
     "ContractError",
     "Cost",
+    "Fp8",
+    "Int4Groups",
     "KvCache",
     "KvLayout",
     "Launch",
@@ -148,10 +141,13 @@ __all__ = [
     "LinearPlaces",
     "Matmul",
     "Memory",
+    "Mx",
     "Op",
     "OpCase",
     "Pack",
     "Packing",
+    "Plain",
+    "Problem",
     "Projection",
     "QkvAttentionArgs",
     "Scratch",
@@ -166,26 +162,23 @@ __all__ = [
     "cached_bytes",
     "choose_attention",
     "depth",
-    "dequantized",
     "e8m0",
     "expect",
     "expect_bf16",
     "expect_cache",
     "expect_columns",
     "expect_cos_sin",
+    "expect_linear",
     "expect_max_q_len",
-    "expect_packed",
     "expect_q8",
     "expect_rows",
-    "expect_weight",
     "f32",
     "form_of",
     "hadamard",
-    "halves",
     "launch",
     "leaves",
+    "linear_launches",
     "mapped",
-    "matmul",
     "matmul_nt",
     "module_packing",
     "packed_in",
@@ -204,7 +197,6 @@ __all__ = [
     "silu",
     "sum_of_ranks",
     "sum_over",
-    "takes_codes",
     "tensors",
     "unpack_fp4",
     "way_of",

@@ -22,7 +22,9 @@ class Norm(NamedTuple):
         return None if weight is None or eps is None else cls(weight, eps)
 
 
-def norm(out: Tensor | Scratch, x: Tensor, gain: Tensor, eps: float, *, early: bool = False) -> Command:
+def norm(
+    out: Tensor | Scratch, x: Tensor | Scratch, gain: Tensor, eps: float, *, early: bool = False
+) -> Command:
     """out = rms_norm(x; gain, eps). early: see launch.Launch; the kernel behind it may be early, too."""
     rows, width = x.shape
     block, warps = 1 << (width - 1).bit_length(), 8 if width > 2048 else 4

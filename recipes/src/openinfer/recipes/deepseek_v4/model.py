@@ -275,7 +275,7 @@ class Model:
             all_experts=c.num_experts,
         )
 
-    def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear) -> None:
+    def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear[Tensor]) -> None:
         """Packed weights are for inputs that are rounded where the model rounds."""
         rounded = self.quantized and linear.scales is not None
         weight, scales = linear.weight, linear.scales

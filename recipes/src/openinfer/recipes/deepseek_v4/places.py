@@ -73,16 +73,16 @@ class ModelPlaces(LinearPlaces):
         total = sum(rows for _, rows in parts)
         return self.linear(*parts, columns=columns, pad=padded_rows(total) - total).weight
 
-    def packed(self, *parts: tuple[str, int], columns: int) -> Linear:
+    def packed(self, *parts: tuple[str, int], columns: int) -> Linear[Tensor]:
         """FP8 modules (name, rows) in one weight; the rows of all but the last are whole blocks."""
         return self.linear(*parts, columns=columns, packing=FP8_E8M0)
 
-    def of_rank(self, c: Config, *parts: tuple[str, int], columns: int) -> Linear:
+    def of_rank(self, c: Config, *parts: tuple[str, int], columns: int) -> Linear[Tensor]:
         """The rank's rows of FP8 modules in one weight; (name, rows of a rank)."""
         own = [WeightPart(name, rows, c.part.rank * rows) for name, rows in parts]
         return self.linear(*own, columns=columns, packing=FP8_E8M0)
 
-    def back(self, c: Config, module: str, columns: int) -> Linear:
+    def back(self, c: Config, module: str, columns: int) -> Linear[Tensor]:
         """The rank's columns of an FP8 module whose output has the hidden size."""
         part = WeightPart(module, c.hidden_size, column=c.part.rank * columns)
         return self.linear(part, columns=columns, packing=FP8_E8M0)

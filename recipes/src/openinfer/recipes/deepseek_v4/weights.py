@@ -52,20 +52,20 @@ class Sparse:
     into: Tensor  # [4 d + 4 di + Hi, D]
     compressor: Compressor
     index_compressor: Compressor
-    index_q: Linear  # [Hi di, Q]
+    index_q: Linear[Tensor]  # [Hi di, Q]
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """`into` stacks wq_a and wkv."""
 
-    into: Linear  # [Q + d, D]
+    into: Linear[Tensor]  # [Q + d, D]
     q_norm: Tensor  # float32 [Q]
     kv_norm: Tensor  # float32 [d]
-    q: Linear  # [A d, Q]
+    q: Linear[Tensor]  # [A d, Q]
     sinks: Tensor  # float32 [A]
-    out_a: Linear  # [g R, A d / g]
-    out_b: Linear  # [D, g R]
+    out_a: Linear[Tensor]  # [g R, A d / g]
+    out_b: Linear[Tensor]  # [D, g R]
     entries: Heavy | Sparse | None
 
 
@@ -77,10 +77,10 @@ class Mixture:
     router: Tensor  # [E, padded, D]
     bias: Tensor | None
     table: Tensor | None
-    gate_up: Linear  # [E, 2 I, D]
-    down: Linear  # [E, D, I]
-    shared_gate_up: Linear  # [2 I, D]
-    shared_down: Linear  # [D, I]
+    gate_up: Linear[Tensor]  # [E, 2 I, D]
+    down: Linear[Tensor]  # [E, D, I]
+    shared_gate_up: Linear[Tensor]  # [2 I, D]
+    shared_down: Linear[Tensor]  # [D, I]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class Layer:
 class Mtp:
     """The weights of the MTP layer."""
 
-    e_proj: Linear  # [D, D]
-    h_proj: Linear  # [D, D]
+    e_proj: Linear[Tensor]  # [D, D]
+    h_proj: Linear[Tensor]  # [D, D]
     e_norm: Tensor
     h_norm: Tensor
     layer: Layer

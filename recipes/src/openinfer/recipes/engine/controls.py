@@ -24,7 +24,7 @@ def of_halves(where: str, *stacked: Tensor | None) -> Iterator[Control]:
     yield Control(f"gate and up swapped in {where}", changes)
 
 
-def of_scales(linear: Linear) -> Iterator[Control]:
+def of_scales(linear: Linear[Tensor]) -> Iterator[Control]:
     """Wrong scales of one packed weight: in another order, and without the zero points of INT4."""
     if linear.scales is None:
         return
@@ -38,7 +38,9 @@ def of_scales(linear: Linear) -> Iterator[Control]:
         yield Control("zero points dropped in one layer", [(linear.scales, dropped)])
 
 
-def of_ranks(ranks: int, outputs: Sequence[Linear], experts: Sequence[Linear] = ()) -> Iterator[Control]:
+def of_ranks(
+    ranks: int, outputs: Sequence[Linear[Tensor]], experts: Sequence[Linear[Tensor]] = ()
+) -> Iterator[Control]:
     """Faults of one of several ranks: it has another rank's columns of `outputs`, or no columns of them, or the experts
     next to its own. outputs: weights whose products the ranks add up."""
     if ranks == 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from openinfer.kernels.authoring import AnyPacking, Linear, LinearPlaces, Packing
 from openinfer.recipes.engine.config_fields import Fields
 from openinfer.recipes.engine.errors import UnsupportedModel
-from openinfer.tensor import Load
+from openinfer.tensor import Load, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def expert_places(
     packing: AnyPacking | None,
     *,
     unfused: bool,
-) -> tuple[Linear, Linear]:
+) -> tuple[Linear[Tensor], Linear[Tensor]]:
     """The weights [E, 2 I, H] and [E, H, I] of a rank's experts, whose modules begin with `at`. unfused: the checkpoint
     has tensors for each expert, else one for all. Raises UnsupportedModel."""
     if isinstance(packing, Packing) and packing.by_row:
@@ -72,7 +72,7 @@ def expert_places(
     return gate_up, down
 
 
-def _expert(p: LinearPlaces, linear: Linear, name: str, expert: int, parts: int = 1) -> None:
+def _expert(p: LinearPlaces, linear: Linear[Tensor], name: str, expert: int, parts: int = 1) -> None:
     """Make FP8 of an expert among plain ones in one tensor."""
     (rows, columns), scales = linear.weight.shape, linear.scales
     assert scales is not None

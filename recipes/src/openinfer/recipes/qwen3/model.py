@@ -127,7 +127,7 @@ class Model:
         self.before_layer(pack, layers, x)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 
-    def _mixture(self, pack: Pack, read: Read, layer: Layer, router: Linear, t: int) -> Read:
+    def _mixture(self, pack: Pack, read: Read, layer: Layer, router: Linear[Tensor], t: int) -> Read:
         """x += the experts of its norm. Returns the input of the next layer."""
         c, b, ranks, experts = self.config, self.buffers, self.config.part.ranks, self.config.experts
         assert experts is not None

@@ -27,14 +27,14 @@ class Layer:
     are plain or packed, as config.packing says. In a mixture gate_up and down are of E experts; a router picks some."""
 
     input_norm: Tensor  # [H]
-    qkv: Linear  # [(A + 2 G) d, H]
+    qkv: Linear[Tensor]  # [(A + 2 G) d, H]
     q_norm: Tensor  # [d]
     k_norm: Tensor  # [d]
-    o: Linear  # [H, A d]
+    o: Linear[Tensor]  # [H, A d]
     post_norm: Tensor  # [H]
-    gate_up: Linear  # [2 I, H], or [E, 2 I, H]
-    down: Linear  # [H, I], or [E, H, I]
-    router: Linear | None = None  # [E, padded, H]
+    gate_up: Linear[Tensor]  # [2 I, H], or [E, 2 I, H]
+    down: Linear[Tensor]  # [H, I], or [E, H, I]
+    router: Linear[Tensor] | None = None  # [E, padded, H]
     next_norm: Tensor | None = None  # [H]: of the layer after, at the end the model's
 
 
@@ -80,7 +80,7 @@ def _layer(p: LinearPlaces, config: Config, at: str) -> Layer:
     def norm(name: str, size: int) -> Tensor:
         return p.plain(f"{at}{name}.weight", size)
 
-    def linear(columns: int, *parts: tuple[str, int, int], first: int = 0) -> Linear:
+    def linear(columns: int, *parts: tuple[str, int, int], first: int = 0) -> Linear[Tensor]:
         named = (WeightPart(at + name, rows, row, first) for name, rows, row in parts)
         return p.linear(*named, columns=columns, packing=config.packing)
 

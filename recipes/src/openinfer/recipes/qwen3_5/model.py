@@ -141,7 +141,7 @@ class Model:
         """Logits of the hidden states in `batch.last`."""
         self._logits(pack, num_rows, self.weights.norm, Linear(self.weights.lm_head, None))
 
-    def _logits(self, pack: Pack, r: int, norm: Tensor, head: Linear) -> None:
+    def _logits(self, pack: Pack, r: int, norm: Tensor, head: Linear[Tensor]) -> None:
         self.batch.head(pack, self.batch.last[:r], norm=norm, eps=self.config.rms_norm_eps, **head.args)
 
     def further(
@@ -318,12 +318,12 @@ class Model:
         self.batch.add(pack, y, h=hidden, **down.args)
         return self.batch.add_sum(pack, x, y=y, ranks=ranks, norm=layer.next_norm, eps=c.rms_norm_eps)
 
-    def _gate_up(self, pack: Pack, up: Linear, read: Read, t: int) -> None:
+    def _gate_up(self, pack: Pack, up: Linear[Tensor], read: Read, t: int) -> None:
         """The hidden layer of a gated MLP."""
         out = self.buffers.mlp[:t]
         gate_up_silu(pack, out=out, **read, **up.args, **self.batch.adapted(up.weight, t))
 
-    def _add(self, pack: Pack, linear: Linear, x: Tensor, h: Tensor, norm: Tensor | None) -> Read:
+    def _add(self, pack: Pack, linear: Linear[Tensor], x: Tensor, h: Tensor, norm: Tensor | None) -> Read:
         """x += h times a layer, over all ranks, and its norm for what comes next."""
         ranks, eps, add = self.config.part.ranks, self.config.rms_norm_eps, self.batch.add
         return add(pack, x, h=h, **linear.args, ranks=ranks, norm=norm, eps=eps)

@@ -78,10 +78,10 @@ class Format:
 class Attention:
     """Gated full attention. qkv stacks the q (each head followed by its gate), k and v projections."""
 
-    qkv: Linear  # [2 (A + G) d, H]
+    qkv: Linear[Tensor]  # [2 (A + G) d, H]
     q_norm: Tensor  # float32 [d], 1 + w
     k_norm: Tensor  # float32 [d], 1 + w
-    o: Linear  # [H, A d]
+    o: Linear[Tensor]  # [H, A d]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +89,30 @@ class DeltaNet:
     """Gated delta net. in_proj stacks qkv and z, and b and a where `ba` is None: else these are a product of their own,
     because the former are FP8."""
 
-    in_proj: Linear  # [C + Hv dv (+ 2 Hv, padded), H]
-    ba: Linear | None  # [2 Hv, padded, H]
+    in_proj: Linear[Tensor]  # [C + Hv dv (+ 2 Hv, padded), H]
+    ba: Linear[Tensor] | None  # [2 Hv, padded, H]
     conv: Tensor  # [C, K]
     decay: Tensor  # float32 [Hv], -exp(A_log)
     dt_bias: Tensor  # float32 [Hv]
     norm: Tensor  # float32 [dv]
-    out: Linear  # [H, Hv dv]
+    out: Linear[Tensor]  # [H, Hv dv]
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
     """A gated MLP; gate_up stacks the gate's and the up projection's."""
 
-    gate_up: Linear  # [2 I, H]
-    down: Linear  # [H, I]
+    gate_up: Linear[Tensor]  # [2 I, H]
+    down: Linear[Tensor]  # [H, I]
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """A mixture of experts. The router's row E is the shared expert's gate."""
 
-    router: Linear  # [E + 1, padded, H]
-    gate_up: Linear  # [E, 2 I, H]
-    down: Linear  # [E, H, I]
+    router: Linear[Tensor]  # [E + 1, padded, H]
+    gate_up: Linear[Tensor]  # [E, 2 I, H]
+    down: Linear[Tensor]  # [E, H, I]
     shared: Mlp
 
 
@@ -138,7 +138,7 @@ class Mtp:
     hidden_norm: Tensor
     layer: Layer
     norm: Tensor
-    head: Linear  # lm_head, or its codes in FP8
+    head: Linear[Tensor]  # lm_head, or its codes in FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class _Places(LinearPlaces):
         """The weight of a norm that multiplies by 1 + w: in float32, where the sum is exact."""
         return self.wide(name, size, lambda w: np.float32(1) + w)
 
-    def stack(self, *parts: WeightPart, columns: int, pad: int = 0) -> Linear:
+    def stack(self, *parts: WeightPart, columns: int, pad: int = 0) -> Linear[Tensor]:
         """Projections in one weight, with `pad` rows of zeros after them."""
         kinds = {self.form.packing_of(part.module) for part in parts}
         packing = self.form.packing if len(kinds) == 2 else kinds.pop()
@@ -250,7 +250,7 @@ def _attention(p: _Places, config: Config, at: str) -> Attention:
     )
 
 
-def _columns(p: _Places, config: Config, module: str, columns: int) -> Linear:
+def _columns(p: _Places, config: Config, module: str, columns: int) -> Linear[Tensor]:
     """A projection back to the hidden size, of which each rank has as many columns."""
     return p.stack(WeightPart(module, config.hidden_size, column=config.part.rank * columns), columns=columns)
 

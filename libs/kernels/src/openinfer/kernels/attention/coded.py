@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from openinfer.kernels.attention.call import AttentionCall
-from openinfer.kernels.linear.choices import shared_bytes
 from openinfer.kernels.op.launch import Arg, Launch, Scratch, launch_cuda, power_of_two
-from openinfer.kernels.op.target import Target
+from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import float32, int32
 
 BLOCK, WARPS, COPIERS = 128, 8, 4

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from openinfer.kernels.linear.choices import shared_bytes
 from openinfer.kernels.op.launch import power_of_two
-from openinfer.kernels.op.target import Target
+from openinfer.kernels.op.target import Target, shared_bytes
 
 
 @dataclass(frozen=True, slots=True)

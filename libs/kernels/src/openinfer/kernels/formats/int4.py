@@ -12,13 +12,14 @@ A value is (code - zero point) * scale, which float32 holds exactly.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from openinfer.tensor import int32
-
-Array = np.ndarray[Any, Any]
+from openinfer.kernels.op.contract import expect, require
+from openinfer.kernels.op.rounding import Array, Coding
+from openinfer.tensor import Tensor, int32, uint8
 
 GROUPS = (32, 64, 128)
 """Columns that a group may have."""
@@ -28,9 +29,45 @@ SCALE_BITS, ZERO_BITS = ~15, 15
 """The bits of a word that hold the scale, and the zero point."""
 
 
-def is_int4(scales: Any) -> bool:
-    """Whether a weight with these scales (a tensor, an array or None) is INT4."""
-    return scales is not None and bool(scales.dtype == int32)
+@dataclass(frozen=True, slots=True)
+class Int4Groups:
+    """INT4 in groups of columns: codes and words as above."""
+
+    group: int
+
+    @classmethod
+    def of(cls, weight: Any, scales: Any) -> Int4Groups | None:
+        """The form of these tensors or arrays, None for another format's."""
+        return cls(2 * weight.shape[-1] // max(1, scales.shape[-1])) if scales.dtype == int32 else None
+
+    def __str__(self) -> str:
+        return f"INT4 in groups of {self.group}"
+
+    def columns(self, weight: Any) -> int:
+        return 2 * int(weight.shape[-1])
+
+    def values(self, weight: Array, scales: Array, parts: int) -> Array:
+        return int4_values(weight, scales)
+
+    def expect(
+        self,
+        name: str,
+        weight: Tensor,
+        scales: Tensor,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        parts: int,
+    ) -> None:
+        k = shape[-1]
+        expect(name, weight, (*shape[:-1], k // 2), uint8)
+        require(
+            self.group in GROUPS and k % self.group == 0,
+            f"{name} has {scales.shape[-1]} INT4 groups in {k} columns; a group has one of {GROUPS} columns",
+        )
+        expect(f"scales of {name}", scales, (*weight.shape[:-1], k // self.group), int32)
+
+    def allows(self, coding: Coding | None) -> bool:
+        return coding is None
 
 
 def pack(codes: Array) -> Array:
@@ -61,7 +98,7 @@ def group_words(scales: Array, zeros: Array | int) -> Array:
 
 def without_zero_points(scales: Array) -> Array | None:
     """The words of an INT4 weight with 8 for all zero points; None for other scales, and where all are 8 already."""
-    if not is_int4(scales) or not ((scales & ZERO_BITS) != 8).any():
+    if scales.dtype != int32 or not ((scales & ZERO_BITS) != 8).any():
         return None
     return np.asarray((scales & ~ZERO_BITS) | 8)
 

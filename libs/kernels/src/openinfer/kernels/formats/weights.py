@@ -10,17 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.kernels.errors import ContractError, UnsupportedQuantization
-from openinfer.kernels.formats.codes import (
-    FP4_BLOCK,
-    SCALE_BLOCK,
-    Coding,
-    block_codes,
-    block_scales,
-    dequantized,
-    row_codes,
-    row_scales,
-)
+from openinfer.kernels.formats.fp8 import block_codes, block_scales, row_codes, row_scales
 from openinfer.kernels.formats.int4_checkpoints import Int4, Part, conversions
+from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, Coding
 from openinfer.tensor import (
     Conversion,
     Load,
@@ -42,12 +35,9 @@ __all__ = [
     "FP8_MADE",
     "FP8_ROWS",
     "FP8_TENSOR",
-    "Int4",
-    "Linear",
     "LinearPlaces",
     "Packing",
     "WeightPart",
-    "columns_of",
     "form_of",
     "module_packing",
     "padded_rows",
@@ -119,42 +109,9 @@ def scale_blocks(size: int) -> int:
     return -(-size // SCALE_BLOCK)
 
 
-def columns_of(weight: Tensor) -> int:
-    """Columns of a weight, plain or packed; a byte holds two of four bits."""
-    return weight.shape[-1] * (2 if weight.dtype == uint8 else 1)
-
-
 def padded_rows(rows: int) -> int:
     """Rows of a weight that products take: a multiple of 16."""
     return -(-rows // 16) * 16
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A weight [N, K] (of experts [E, N, K]) of the model's dtype, or packed with scales: contract.expect_weight for
-    float32 scales and the words of INT4, contract.expect_packed for E8M0 scales, which are uint8 here. coding, x_scale:
-    how activations are quantised (contract.expect_coding)."""
-
-    weight: Tensor
-    scales: Tensor | None
-    coding: Coding | None = None
-    x_scale: Tensor | None = None
-
-    @property
-    def args(self) -> dict[str, Any]:
-        """The arguments of an op that multiplies with the weight."""
-        return {"weight": self.weight, "scales": self.scales, "coding": self.coding, "x_scale": self.x_scale}
-
-    def __getitem__(self, expert: int) -> Linear:
-        """One expert's."""
-        return Linear(self.weight[expert], None if self.scales is None else self.scales[expert])
-
-    def rows_from(self, first: int) -> Linear:
-        """The rows from `first` on, which begins a projection: blocks of scales begin there too."""
-        if self.scales is None:
-            return replace(self, weight=self.weight[first:])
-        block = 1 if self.scales.shape[-2] == self.weight.shape[-2] else SCALE_BLOCK
-        return replace(self, weight=self.weight[first:], scales=self.scales[first // block :])
 
 
 def form_of(layer: Any) -> tuple[np.dtype[Any], ...]:
@@ -180,7 +137,7 @@ class LinearPlaces(Places):
 
     def linear(
         self, *parts: AnyPart, columns: int, packing: Packing | Int4 | None = None, pad: int = 0
-    ) -> Linear:
+    ) -> Linear[Tensor]:
         """Projections stacked in one weight, with `pad` rows of zeros after them. FP8 blocks begin anew at each
         projection, so the rows of all but the last are whole blocks, or all have as many rows. Raises
         UnsupportedQuantization for others, and where some projections are packed and some are not."""
@@ -220,7 +177,7 @@ class LinearPlaces(Places):
         packing: Packing | Int4 | None,
         name: str,
         pad: int = 0,
-    ) -> Linear:
+    ) -> Linear[Tensor]:
         """A weight [*count, sum of rows + pad, columns] that nothing fills yet."""
         alloc, total = self.arena.alloc, sum(rows) + pad
         if isinstance(packing, Int4):
@@ -238,7 +195,7 @@ class LinearPlaces(Places):
             scales = alloc((*count, sum(map(scale_blocks, rows)), scale_blocks(columns)), packing.dtype, name)
         return Linear(weight, scales if packing.dtype == float32 else scales.view_as(uint8))
 
-    def fill(self, linear: Linear, parts: Sequence[AnyPart], packing: Packing | Int4 | None) -> None:
+    def fill(self, linear: Linear[Tensor], parts: Sequence[AnyPart], packing: Packing | Int4 | None) -> None:
         """Projections one below the other in a weight [N, K]. Raises ContractError where a part of a packed weight does
         not begin with a block or group, and is not within one."""
         start = block = 0
@@ -247,7 +204,7 @@ class LinearPlaces(Places):
             rows = _range(start, part.rows)
             start += part.rows
             weight, scales = linear.weight[rows], linear.scales
-            source = _range(part.row, part.rows), _range(part.column, columns_of(weight))
+            source = _range(part.row, part.rows), _range(part.column, linear.columns)
             layer = Load(part.module + ".weight", weight, source)
             self.layers.append(layer)
             if packing is None:
@@ -395,4 +352,4 @@ def _repeated(rows: int, scale: Array) -> Array:
 def _expanded(weight: Array, scales: Array) -> Array:
     """A packed weight of a checkpoint in float32."""
     values = weight.view(np.uint8) if weight.dtype == np.int8 else weight
-    return dequantized(values, _wide(scales) if scales.itemsize > 1 else scales.view(np.uint8))
+    return Linear(values, _wide(scales) if scales.itemsize > 1 else scales.view(np.uint8)).values()

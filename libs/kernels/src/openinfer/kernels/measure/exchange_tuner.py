@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.errors import RankLost
-from openinfer.kernels.linear.choices import NCCL, Exchange
 from openinfer.kernels.op.launch import Launch, Spec
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.ranks.communicator import SharedMemory
-from openinfer.kernels.ranks.exchange import Normed, sum_of_ranks
+from openinfer.kernels.ranks.exchange import NCCL, Normed, sum_of_ranks
 from openinfer.kernels.ranks.gpu_ranks import GpuRanks
 from openinfer.kernels.store.cubins import Store
+from openinfer.kernels.store.tables import Exchange
 from openinfer.tensor import Arena, Device, Event, NcclRanks, Stream, Tensor, bfloat16, check, driver, uint8
 
 WAYS = (

@@ -1,4 +1,4 @@
-"""Measure the kernels that a linear layer may use on this GPU, and keep the best for `tuning.choose`.
+"""Measure the kernels that a linear layer may use on this GPU, and keep the best for `choices.choose`.
 
 Times are of a CUDA graph of many calls that rotate among copies of the weights, so that the L2 cache does not serve
 them; a candidate must agree with the untuned choice. For gate_up_silu the gate is part of the time. The norm is not.
@@ -10,19 +10,24 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from openinfer.kernels.errors import KernelsError
-from openinfer.kernels.linear.choices import Choice, Table, depth, rule, shared_bytes
-from openinfer.kernels.linear.cublas import CublasLt, cublas_available
-from openinfer.kernels.linear.products import matmul, normed
-from openinfer.kernels.op.launch import Command, Launch
-from openinfer.kernels.op.target import Target
+from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.linear.choices import rule
+from openinfer.kernels.linear.kernels import launches
+from openinfer.kernels.linear.problem import Problem
+from openinfer.kernels.norms import Norm
+from openinfer.kernels.op.launch import Command, Launch, depth
+from openinfer.kernels.op.target import Target, shared_bytes
+from openinfer.kernels.packs.cublas import CublasLt, cublas_available
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.store.cubins import Store
+from openinfer.kernels.store.tables import ProductChoice, Table
 from openinfer.tensor import Device, Event, Stream, Tensor, bfloat16, check, driver, float32
 
 COPIES_BYTES = 256 << 20
@@ -56,11 +61,11 @@ class Measured(NamedTuple):
 
     shape: Shape
     m: int
-    seconds: Mapping[Choice, float]
+    seconds: Mapping[ProductChoice, float]
     problems: Sequence[str]
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> ProductChoice:
         """The fastest."""
         return min(self.seconds, key=self.seconds.__getitem__)
 
@@ -70,21 +75,21 @@ class Meter(Protocol):
 
     target: Target
 
-    def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[Choice]], Measured]:
+    def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[ProductChoice]], Measured]:
         """The layer with weights of its own, for at most `most` tokens: a function of tokens and choices."""
 
 
-def candidates(target: Target, op: str, m: int, n: int, k: int) -> Iterator[Choice]:
+def candidates(target: Target, op: str, m: int, n: int, k: int) -> Iterator[ProductChoice]:
     """Choices that may be worth a measurement; the untuned choice comes first."""
     yield rule(target, op, m, n, k)
     if target.cublas:
-        yield Choice("cublas")
+        yield ProductChoice("cublas")
     if m == 1:
         for bn, bk, warps, stages in (
             (2, 1024, 4, 3), (4, 512, 4, 3), (4, 1024, 8, 3), (8, 256, 4, 4), (8, 512, 4, 3), (8, 512, 4, 4),
             (8, 512, 8, 4), (16, 256, 4, 4), (16, 512, 8, 3),
         ):  # fmt: skip
-            yield Choice("gemv", 1, bn, depth(k, bk), 1, warps, stages)
+            yield ProductChoice("gemv", 1, bn, depth(k, bk), 1, warps, stages)
     if m <= 128:
         bm = max(16, 1 << (m - 1).bit_length())
         for bn, bk, warps, stages in (
@@ -94,7 +99,7 @@ def candidates(target: Target, op: str, m: int, n: int, k: int) -> Iterator[Choi
             for split in (1, 2, 3, 4, 5, 6, 8):
                 tiles = -(-n // bn) // (2 if op == "gate_up_silu" else 1)
                 if split == 1 or (tiles * split <= 6 * target.num_sms and k // depth(k, bk) >= 2 * split):
-                    yield Choice("small", bm, bn, depth(k, bk), split, warps, stages)
+                    yield ProductChoice("small", bm, bn, depth(k, bk), split, warps, stages)
     if m > 16:
         kind: Any = "tma" if target.arch >= 90 else "pointer"
         for bm, bn, bk, warps, stages in (
@@ -103,7 +108,7 @@ def candidates(target: Target, op: str, m: int, n: int, k: int) -> Iterator[Choi
             (256, 128, 64, 8, 3),
         ):  # fmt: skip
             if bm < 2 * m and not (m >= 1024 and bm * bn < 128 * 128):
-                yield Choice(kind, bm, bn, depth(k, bk), 1, warps, stages)
+                yield ProductChoice(kind, bm, bn, depth(k, bk), 1, warps, stages)
 
 
 def tune(
@@ -143,7 +148,7 @@ def missing(shapes: Sequence[Shape], tokens: Sequence[int], known: Table) -> dic
     }
 
 
-def entry(choice: Choice) -> dict[str, Any]:
+def entry(choice: ProductChoice) -> dict[str, Any]:
     """A choice as the tables have it."""
     return {name: getattr(choice, name) for name in FIELDS[choice.kind]}
 
@@ -163,7 +168,7 @@ class DeviceMeter:
         self.driver = CudaDriver(self.device, self.stream, self.store, lt)
         self.pack = LaunchPack(self.target, self.driver, scratch, zeroed)
 
-    def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[Choice]], Measured]:
+    def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[ProductChoice]], Measured]:
         """See Meter."""
         return Layer(self, shape, most).measured
 
@@ -221,14 +226,15 @@ class Layer:
         width = n // 2 if self._gated else n
         self.out = Tensor.empty((most, width), float32 if op == "logits" else bfloat16, meter.device)
 
-    def commands(self, choice: Choice, m: int, weight: Tensor) -> list[Command]:
+    def commands(self, choice: ProductChoice, m: int, weight: Tensor) -> list[Command]:
         """The commands of a choice for m tokens."""
         x, out, target, op = self.x[:m], self.out[:m], self._meter.target, self.shape.op
         if op == "linear_add":
-            return [matmul(choice, target, out, x, weight, add=True)]
-        return list(normed(choice, target, op, out, x, self.gain, EPS, weight, gated=self._gated))
+            return list(launches(Problem(target, op, out, x, Linear(weight), "add", choice=choice)))
+        plain = Problem(target, op, out, x, Linear(weight), norm=Norm(self.gain, EPS), choice=choice)
+        return list(launches(replace(plain, epilogue="gated") if self._gated else plain))
 
-    def measured(self, m: int, choices: Sequence[Choice]) -> Measured:
+    def measured(self, m: int, choices: Sequence[ProductChoice]) -> Measured:
         """Compile the choices and time each that runs and is right; the first says what is right."""
         problems = []
         specs = [c.spec for choice in choices for c in self._launches(choice, m)]
@@ -237,7 +243,7 @@ class Layer:
         except KernelsError as error:
             problems.append(f"some do not compile: {error}")
         want = self._result(choices[0], m)
-        seconds: dict[Choice, float] = {}
+        seconds: dict[ProductChoice, float] = {}
         for choice in choices:
             found = self._seconds(choice, m, want)
             if isinstance(found, str):
@@ -246,17 +252,17 @@ class Layer:
                 seconds[choice] = found
         return Measured(self.shape, m, seconds, problems)
 
-    def _launches(self, choice: Choice, m: int) -> list[Launch]:
+    def _launches(self, choice: ProductChoice, m: int) -> list[Launch]:
         return [c for c in self.commands(choice, m, self.weights[0]) if isinstance(c, Launch)]
 
-    def _result(self, choice: Choice, m: int) -> Array:
+    def _result(self, choice: ProductChoice, m: int) -> Array:
         """A sample of the rows that the choice writes onto zeros."""
         self.out.zero_(self._meter.stream)
         self._meter.pack.submit(str(choice), self.commands(choice, m, self.weights[0]))
         self._meter.stream.synchronize()
         return self.out[: min(m, 16)].numpy().astype(np.float32)
 
-    def _seconds(self, choice: Choice, m: int, want: Array) -> float | str:
+    def _seconds(self, choice: ProductChoice, m: int, want: Array) -> float | str:
         """Seconds of a call, or the reason why it was not measured."""
         store, pack = self._meter.store, self._meter.pack
         limit = shared_bytes(self._meter.target.arch)

@@ -11,12 +11,11 @@ from typing import Any, Generic, Literal
 
 import numpy as np
 
-from openinfer.kernels.linear.choices import depth, shared_bytes
-from openinfer.kernels.linear.packed_products import takes_codes
+from openinfer.kernels.linear.mx import multiplies_codes
 from openinfer.kernels.moe.mixture import SORT_BLOCK, Pairs
-from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, launch, power_of_two
+from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.op import T
-from openinfer.kernels.op.target import Target
+from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 _DEVICE = "openinfer.kernels.device.packed_experts"
@@ -31,7 +30,7 @@ COPY_BLOCK = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class PackedExpertTile:
     """Rows of the weights and places of one program, and the kernel. `turn`: blocks of columns that coded_product
     takes at a time."""
 
@@ -58,7 +57,9 @@ def kind_of(weight: Tensor) -> int:
     return {uint8: FP4, float8_e4m3fn: FLOAT8}.get(weight.dtype, BF16)
 
 
-def tile(target: Target, pairs: int, experts: int, kind: int, quantized: bool) -> Tile:
+def packed_expert_tile(
+    target: Target, pairs: int, experts: int, kind: int, quantized: bool
+) -> PackedExpertTile:
     """The tile for the products of `pairs` pairs, as measured on an H200 for 256 experts of V4-Flash's size.
 
     Where experts get few pairs each, reading the weights takes all the time. Tiles then have few places. They have
@@ -69,21 +70,19 @@ def tile(target: Target, pairs: int, experts: int, kind: int, quantized: bool) -
     """
     mean = -(-pairs // experts)
     if target.arch < 90 or shared_bytes(target.arch) < 128 << 10 or target.batch_invariant:
-        return Tile(64, 16, 4, 2)
+        return PackedExpertTile(64, 16, 4, 2)
     few = max(16, power_of_two(mean))
-    if quantized and kind != BF16 and takes_codes(target) and not 24 < mean <= 48:
+    if quantized and kind != BF16 and multiplies_codes(target) and not 24 < mean <= 48:
         if kind == FLOAT8:
-            return (
-                Tile(64, few, 4, 4, "coded_product") if mean <= 24 else Tile(64, 128, 4, 3, "coded_product")
-            )
+            return PackedExpertTile(64, *((few, 4, 4) if mean <= 24 else (128, 4, 3)), "coded_product")
         if mean <= 16 or target.interpreted:
-            return Tile(64, min(few, 128), 4, 3, "coded_product", 2)
-        return Tile(128, 32 if mean <= 24 else 128, 8, 4, "fp4_product")
+            return PackedExpertTile(64, min(few, 128), 4, 3, "coded_product", 2)
+        return PackedExpertTile(128, 32 if mean <= 24 else 128, 8, 4, "fp4_product")
     if mean <= 24:
-        return Tile(128 if pairs >= target.num_sms else 64, few, 4, 4)
+        return PackedExpertTile(128 if pairs >= target.num_sms else 64, few, 4, 4)
     if mean <= 48:
-        return Tile(128, 64, 8, 3)
-    return Tile(128, 128, 4, 3)
+        return PackedExpertTile(128, 64, 8, 3)
+    return PackedExpertTile(128, 128, 4, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +94,10 @@ class ExpertsArgs(Generic[T]):
     x, shared, out [T, D] of one float dtype. expert_ids int32 [T, K], each in [-1, E), no expert twice in a row but
     -1, which is no expert and adds nothing; expert_weights float32 [T, K]. gate_up is [E, 2 I, D]: the gate's rows,
     then the up projection's. down is [E, D, I]. Both are of x's dtype, or both packed FP4 or float8
-    (contract.expect_packed; gate_up with parts=2). D and I are multiples of 128.
+    (formats.linear; gate_up with parts=2). D and I are multiples of 128.
 
     g and u are rounded as outputs of a linear layer. The product, with w in it, is in float32 and rounded. With
-    `quantized` it then goes through q8 in blocks of 128 (formats.q8); the caller must have done the same to x. Each
+    `quantized` it then goes through q8 in blocks of 128 (rounding.q8); the caller must have done the same to x. Each
     expert's output is rounded. Their sum and shared are added in float32 and rounded once.
 
     The number of tokens of an expert is data: an implementation sorts them on the device. `all_experts`: how many all
@@ -123,7 +122,7 @@ class ExpertsArgs(Generic[T]):
 class PackedExperts:
     """A call of `experts`, and the tile of its products."""
 
-    tile: Tile
+    tile: PackedExpertTile
     target: Target
     a: ExpertsArgs[Tensor]
     arranged: Scratch | Tensor  # x as the first product reads it
@@ -131,7 +130,7 @@ class PackedExperts:
     results: Scratch  # [pairs, D]
 
     @classmethod
-    def of(cls, target: Target, tile: Tile, a: ExpertsArgs[Tensor]) -> PackedExperts:
+    def of(cls, target: Target, tile: PackedExpertTile, a: ExpertsArgs[Tensor]) -> PackedExperts:
         """The kernels for a call, with scratch for the values that they pass to each other."""
         tokens, width = a.x.shape
         arranged = Scratch((tokens, width), tile.dtype) if kind_of(a.down) != BF16 else a.x

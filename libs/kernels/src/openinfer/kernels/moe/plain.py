@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from openinfer.kernels.formats.int4 import is_int4
-from openinfer.kernels.linear.choices import depth, shared_bytes
+from openinfer.kernels.formats.int4 import Int4Groups
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.moe.mixture import SORT_BLOCK, Pairs
-from openinfer.kernels.op.launch import Aligned, Launch, Scratch, launch, power_of_two
-from openinfer.kernels.op.target import Target
+from openinfer.kernels.op.launch import Aligned, Launch, Scratch, depth, launch, power_of_two
+from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import Tensor
 
 _DEVICE = "openinfer.kernels.device.experts"
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ExpertTile:
     """Rows of tokens, rows of weights and columns at a time; `tall`: the weights are the tall operand."""
 
     bm: int
@@ -31,7 +31,7 @@ class Tile:
     stages: int = 3
 
 
-def tile(target: Target, pairs: int, experts: int, n: int, k: int, *, first: bool) -> Tile:
+def expert_tile(target: Target, pairs: int, experts: int, n: int, k: int, *, first: bool) -> ExpertTile:
     """The tile for a product with [n, k] of each expert's weights, two of them in the `first` product.
 
     Where experts get few rows each, reading the weights is all there is: many programs, small tiles. Twice the mean
@@ -40,16 +40,16 @@ def tile(target: Target, pairs: int, experts: int, n: int, k: int, *, first: boo
     mean = -(-pairs // experts)
     consumer = shared_bytes(target.arch) < 128 << 10
     if target.batch_invariant:
-        return Tile(64, 64, depth(k, 64), False, 4, 2 if consumer else 3)
+        return ExpertTile(64, 64, depth(k, 64), False, 4, 2 if consumer else 3)
     if mean <= 32:
         bn = 64
         while bn > 16 and min(pairs, experts) * (n // bn) < 2 * target.num_sms:
             bn //= 2
         stages = 2 if consumer else 3 if bn == 64 else 5
-        return Tile(max(16, power_of_two(2 * mean)), bn, depth(k, 128), True, 4, stages)
+        return ExpertTile(max(16, power_of_two(2 * mean)), bn, depth(k, 128), True, 4, stages)
     if consumer:
-        return Tile(64, 64, depth(k, 64), False, 4, 2)
-    return Tile(128, 64 if first else 128, depth(k, 64), False, 8, 3)
+        return ExpertTile(64, 64, depth(k, 64), False, 4, 2)
+    return ExpertTile(128, 64 if first else 128, depth(k, 64), False, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class PlainExperts:
     gate_up_scales: Tensor | None
     down_scales: Tensor | None
     adds: bool
-    first: Tile
-    second: Tile
+    first: ExpertTile
+    second: ExpertTile
     results: Scratch  # [pairs, H]
 
     def sort(self, pairs: Pairs) -> Launch:
@@ -113,7 +113,7 @@ class PlainExperts:
     def _product(
         self,
         pairs: Pairs,
-        tile: Tile,
+        tile: ExpertTile,
         out: Scratch,
         x: Tensor | Scratch,
         weight: Tensor,
@@ -122,10 +122,11 @@ class PlainExperts:
         """One of the two products; the first is that from the tokens' hidden rows."""
         n, k = out.shape[1], x.shape[1]
         own: dict[str, int | bool]
-        if scales is not None and is_int4(scales):
+        form = Linear(weight, scales).form
+        if isinstance(form, Int4Groups):
             module, kernel, words = "openinfer.kernels.device.int4_experts", "experts_product_int4", "words"
-            tile = Tile(min(64, tile.bm), 64, 0, True)
-            own = {"GROUP": k // scales.shape[-1]}
+            tile = ExpertTile(min(64, tile.bm), 64, 0, True)
+            own = {"GROUP": form.group}
         else:
             module, kernel, words = _DEVICE, "experts_product", "scales"
             own = {"BK": tile.bk, "SCALED": scales is not None, "TALL": tile.tall}

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.formats.codes import SCALE_BLOCK, q8
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Op, Workload
+from openinfer.kernels.op.rounding import SCALE_BLOCK, q8
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, uint8
 
 COLD_BYTES = 300 << 20

@@ -77,6 +77,11 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def depth(k: int, most: int) -> int:
+    """The largest power of two that divides k, at most `most`."""
+    return min(k & -k, most)
+
+
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The table of the ranks' segments for sums of rows of `width` bytes, or for columns, which the driver owns (see

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from openinfer.tensor import Device
 
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+"""Shared memory a block may have, by architecture; the others have CONSUMER_SHARED_BYTES."""
+CONSUMER_SHARED_BYTES = 99 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -37,3 +41,8 @@ class Target:
 
 H200 = Target(arch=90, num_sms=132, cublas=True, gpu="NVIDIA H200")
 """The target that plans are made for when no GPU is at hand."""
+
+
+def shared_bytes(arch: int) -> int:
+    """Bytes of shared memory a block may have."""
+    return SHARED_BYTES.get(arch, CONSUMER_SHARED_BYTES)

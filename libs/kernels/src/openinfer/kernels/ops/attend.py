@@ -13,12 +13,12 @@ from openinfer.kernels.attention.call import AttendArgs, AttentionCall, Attentio
 from openinfer.kernels.attention.choose import choose, launches
 from openinfer.kernels.attention.kv_cache import FP8_CACHE, CacheForm, KvLayout, cached_bytes, expect_cache
 from openinfer.kernels.attention.tiles import Tile
-from openinfer.kernels.formats.codes import q8_values
 from openinfer.kernels.op.cases import CaseRows, Commands, Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
 from openinfer.kernels.op.launch import Command, Launch
 from openinfer.kernels.op.op import Cost, Op, Workload
 from openinfer.kernels.op.reference import Array, f32
+from openinfer.kernels.op.rounding import q8_values
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, int32, uint8
 

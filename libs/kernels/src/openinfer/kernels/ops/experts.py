@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from openinfer.kernels.formats.codes import SCALE_BLOCK, dequantized, halves, q8
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.formats.mx import Mx
 from openinfer.kernels.moe import mixture
 from openinfer.kernels.moe.mixture import Pairs
-from openinfer.kernels.moe.packed import ExpertsArgs, PackedExperts, kind_of, tile
+from openinfer.kernels.moe.packed import ExpertsArgs, PackedExperts, kind_of, packed_expert_tile
 from openinfer.kernels.op.cases import Commands, Memory, OpCase
-from openinfer.kernels.op.contract import FLOATS, expect, expect_packed, require
+from openinfer.kernels.op.contract import FLOATS, expect, require
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Cost, Op, Workload
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rounded
+from openinfer.kernels.op.rounding import SCALE_BLOCK, q8
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.ops.project import clamped_product
 from openinfer.tensor import Tensor, bfloat16, float32, int32
@@ -30,8 +32,9 @@ def _check(a: ExpertsArgs[Tensor]) -> None:
     expect("expert_weights", a.expert_weights, a.expert_ids.shape, float32)
     require(len(a.gate_up.shape) == 3, f"gate_up has shape {a.gate_up.shape}; it must be [experts, any, any]")
     count, inter = a.gate_up.shape[0], a.gate_up.shape[1] // 2
-    expect_packed("gate_up", a.gate_up, a.gate_up_scales, (count, 2 * inter, width), a.x.dtype, parts=2)
-    expect_packed("down", a.down, a.down_scales, (count, width, inter), a.x.dtype)
+    first, second = Linear(a.gate_up, a.gate_up_scales), Linear(a.down, a.down_scales)
+    expect_linear("gate_up", first, (count, 2 * inter, width), a.x.dtype, Plain, Mx, parts=2)
+    expect_linear("down", second, (count, width, inter), a.x.dtype, Plain, Mx)
     require(
         a.gate_up.dtype == a.down.dtype,
         f"gate_up is {a.gate_up.dtype.name} and down {a.down.dtype.name}; both must be one",
@@ -45,15 +48,13 @@ def _check(a: ExpertsArgs[Tensor]) -> None:
 
 def _reference(a: ExpertsArgs[Array]) -> None:
     def mlp(expert: int, token: Array, choice: Array) -> Array:
-        scales = None if a.gate_up_scales is None else a.gate_up_scales[expert]
-        gate, up = (
-            rounded(matmul_nt(a.x[token], half), a.x.dtype) for half in halves(a.gate_up[expert], scales)
-        )
+        halves = Linear(a.gate_up, a.gate_up_scales)[expert].halves()
+        gate, up = (rounded(matmul_nt(a.x[token], half), a.x.dtype) for half in halves)
         hidden = clamped_product(gate, up, a.limit) * a.expert_weights[token, choice][:, None]
         hidden = rounded(hidden, a.x.dtype)
         if a.quantized:
             hidden = q8(hidden, SCALE_BLOCK)
-        second = dequantized(a.down[expert], None if a.down_scales is None else a.down_scales[expert])
+        second = Linear(a.down, a.down_scales)[expert].values()
         return rounded(matmul_nt(hidden, second), a.x.dtype)
 
     results = mixture.results(a.expert_ids, a.x.shape[1], mlp)
@@ -71,7 +72,7 @@ def _launches(target: Target, a: ExpertsArgs[Tensor]) -> Iterator[Command]:
         f"q8 is asked for on sm_{target.arch}; float8 numbers are for sm_89 and up",
     )
     count = a.gate_up.shape[0]
-    found = tile(target, a.expert_ids.numel, count, kind_of(a.gate_up), a.quantized)
+    found = packed_expert_tile(target, a.expert_ids.numel, count, kind_of(a.gate_up), a.quantized)
     yield from mixture.launches(PackedExperts.of(target, found, a), Pairs.of(a.expert_ids, count))
 
 
@@ -121,7 +122,9 @@ def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other tiles of the same products."""
     first = case.calls[0]
     count = first.gate_up.shape[0]
-    chosen = tile(target, first.expert_ids.numel, count, kind_of(first.gate_up), first.quantized)
+    chosen = packed_expert_tile(
+        target, first.expert_ids.numel, count, kind_of(first.gate_up), first.quantized
+    )
     for places in (16, 32, 64, 128):
         if places == chosen.bm:
             continue

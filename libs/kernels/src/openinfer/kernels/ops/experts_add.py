@@ -8,15 +8,16 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.formats.codes import dequantized, halves
-from openinfer.kernels.formats.int4 import is_int4
-from openinfer.kernels.linear.products import expect_float8
+from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.int4 import Int4Groups
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.linear.problem import expect_float8
 from openinfer.kernels.moe import mixture
 from openinfer.kernels.moe.mixture import Pairs
-from openinfer.kernels.moe.plain import PlainExperts, tile
+from openinfer.kernels.moe.plain import PlainExperts, expert_tile
 from openinfer.kernels.norms import norm
 from openinfer.kernels.op.cases import Memory, OpCase
-from openinfer.kernels.op.contract import FLOATS, expect, expect_norm, expect_weight, require
+from openinfer.kernels.op.contract import FLOATS, expect, expect_norm, require
 from openinfer.kernels.op.launch import Command, Scratch
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, normed, rounded, silu
@@ -32,7 +33,7 @@ class _Args(Generic[T]):
     x [T, H], expert_weights [T, K] of one float dtype; norm_weight [H] of that dtype or float32 (as in norm_linear).
     expert_ids int32 [T, K], each in [-1, E): -1 is no expert, and adds nothing. gate_up [E, 2 I, H] has the gate's
     rows, then the up projection's. gate_up and down [E, H, I] are of x's dtype, or float8_e4m3fn or INT4 with scales
-    (contract.expect_weight; gate_up has parts=2). The outputs of both projections are rounded, so are silu(g) and its
+    (formats.linear; gate_up has parts=2). The outputs of both projections are rounded, so are silu(g) and its
     product with u; the weighted sum over the experts is in float32 and rounded, and added. H and I are multiples of 16.
     How many rows an expert gets is data: an implementation sorts them on the device.
 
@@ -54,6 +55,10 @@ class _Args(Generic[T]):
     all_experts: int | None = None
 
 
+def _weights(a: _Args[T]) -> tuple[Linear[T], Linear[T]]:
+    return Linear(a.gate_up, a.gate_up_scales), Linear(a.down, a.down_scales)
+
+
 def _check(a: _Args[Tensor]) -> None:
     expect("x", a.x, (-1, -1), *FLOATS)
     tokens, hidden = a.x.shape
@@ -66,8 +71,9 @@ def _check(a: _Args[Tensor]) -> None:
     )
     require(len(a.down.shape) == 3, f"down has shape {a.down.shape}; it must be [experts, {hidden}, any]")
     experts, inter = a.down.shape[0], a.gate_up.shape[-2] // 2
-    expect_weight("gate_up", a.gate_up, a.gate_up_scales, (experts, 2 * inter, hidden), a.x.dtype, parts=2)
-    expect_weight("down", a.down, a.down_scales, (experts, hidden, inter), a.x.dtype)
+    first, second, forms = *_weights(a), (Plain, Fp8(by_row=False), Int4Groups)
+    expect_linear("gate_up", first, (experts, 2 * inter, hidden), a.x.dtype, *forms, parts=2)
+    expect_linear("down", second, (experts, hidden, inter), a.x.dtype, *forms)
     require(
         hidden % 16 == 0 and inter % 16 == 0, f"down is {a.down.shape}; its sizes must be multiples of 16"
     )
@@ -76,16 +82,12 @@ def _check(a: _Args[Tensor]) -> None:
 
 
 def _reference(a: _Args[Array]) -> None:
-    h = normed(a.x, a.norm_weight, a.eps)
+    h, (first, second) = normed(a.x, a.norm_weight, a.eps), _weights(a)
 
     def mlp(expert: int, token: Array, _: Array) -> Array:
-        scales = None if a.gate_up_scales is None else a.gate_up_scales[expert]
-        gate, up = (
-            rounded(matmul_nt(h[token], half), a.x.dtype) for half in halves(a.gate_up[expert], scales)
-        )
+        gate, up = (rounded(matmul_nt(h[token], half), a.x.dtype) for half in first[expert].halves())
         hidden = rounded(rounded(silu(gate), a.x.dtype) * up, a.x.dtype)
-        weight = dequantized(a.down[expert], None if a.down_scales is None else a.down_scales[expert])
-        return rounded(matmul_nt(hidden, weight), a.x.dtype)
+        return rounded(matmul_nt(hidden, second[expert].values()), a.x.dtype)
 
     results = mixture.results(a.expert_ids, a.x.shape[1], mlp)
     # One choice after the other: the sum must not depend on what numpy does with the other tokens.
@@ -100,8 +102,8 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     require(a.x.dtype == bfloat16, f"x is {a.x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    if not is_int4(a.gate_up_scales):
-        expect_float8(target, a.gate_up_scales or a.down_scales)
+    if any(isinstance(one.form, Fp8) for one in _weights(a)):
+        expect_float8(target)
     hidden: Tensor | Scratch = a.x
     if a.norm_weight is not None and a.eps is not None:
         hidden = Scratch(a.x.shape, a.x.dtype)
@@ -111,8 +113,8 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     kernels = PlainExperts(
         a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, a.gate_up, a.down,
         a.gate_up_scales, a.down_scales,
-        adds=a.out is None, first=tile(target, pairs.count, experts, inter, width, first=True),
-        second=tile(target, pairs.count, experts, width, inter, first=False),
+        adds=a.out is None, first=expert_tile(target, pairs.count, experts, inter, width, first=True),
+        second=expert_tile(target, pairs.count, experts, width, inter, first=False),
         results=Scratch((pairs.count, width), a.x.dtype),
     )  # fmt: skip
     yield from mixture.launches(kernels, pairs)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 
-from openinfer.kernels.formats.codes import SCALE_BLOCK, Coding, coded, halves, of_rows
-from openinfer.kernels.formats.int4 import is_int4
-from openinfer.kernels.linear.adapted_products import adapted_product
-from openinfer.kernels.linear.products import normed_product
+from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.int4 import Int4Groups
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.linear import kernels as linear
+from openinfer.kernels.linear.problem import Problem
 from openinfer.kernels.lora.low_rank import expect_lora, lora_numbers, lora_of, lora_sums
 from openinfer.kernels.norms import Norm
-from openinfer.kernels.op.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
+from openinfer.kernels.op.contract import FLOATS, expect, expect_norm, require
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, matmul_nt, normed, rounded, silu
+from openinfer.kernels.op.rounding import SCALE_BLOCK, Coding, coded
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
 
@@ -29,7 +31,7 @@ class _Args(Generic[T]):
     x [T, H], norm_weight [H], weight [2 I, H] (the gate's rows, then the up projection's), out [T, I], of one float
     dtype; norm_weight may also be float32 (as in norm_linear). g and u are rounded as outputs of a linear layer,
     silu(g) is rounded, and the product is rounded. H and I are multiples of 16. With `scales` the weight is
-    float8_e4m3fn, each half with blocks of its own (contract.expect_weight, parts=2), or INT4. coding and
+    float8_e4m3fn, each half with blocks of its own (formats.linear, parts=2), or INT4. coding and
     x_scale: how the normalised x is quantised, as in norm_linear. Without norm_weight and eps, x is normalised already.
 
     lora: adapters of the product of the normalised x, before it is quantised, two parts (low_rank.Lora). With scales of
@@ -51,14 +53,18 @@ class _Args(Generic[T]):
     token_slots: T | None = None
 
 
+def _linear(a: _Args[T]) -> Linear[Any]:
+    return Linear(a.weight, a.scales, a.coding, a.x_scale)
+
+
 def _check(a: _Args[Tensor]) -> None:
     lora = lora_of(a)
     expect("x", a.x, (-1, -1), *FLOATS)
     tokens, hidden = a.x.shape
     expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
     expect("out", a.out, (tokens, -1), a.x.dtype)
-    expect_weight("weight", a.weight, a.scales, (2 * a.out.shape[1], hidden), a.x.dtype, parts=2, rows=True)
-    expect_coding(a.coding, a.x_scale, a.weight, a.scales)
+    shape, forms = (2 * a.out.shape[1], hidden), (Plain, Fp8, Int4Groups)
+    expect_linear("weight", _linear(a), shape, a.x.dtype, *forms, parts=2)
     require(
         hidden % 16 == 0 and a.out.shape[1] % 16 == 0,
         f"weight is {a.weight.shape}; sizes must be multiples of 16",
@@ -69,10 +75,7 @@ def _check(a: _Args[Tensor]) -> None:
             lora["lora_parts"] == a.out.shape[1:] * 2, f"two parts of {a.out.shape[1]} columns are possible"
         )
         require(
-            a.scales is None
-            or a.out.shape[1] % SCALE_BLOCK == 0
-            or of_rows(a.weight, a.scales)
-            or is_int4(a.scales),
+            _linear(a).form != Fp8(by_row=False) or a.out.shape[1] % SCALE_BLOCK == 0,
             f"weight is {a.weight.shape} in float8; adapters are possible where each half is of whole blocks",
         )
 
@@ -80,7 +83,7 @@ def _check(a: _Args[Tensor]) -> None:
 def _reference(a: _Args[Array]) -> None:
     lora = lora_of(a)
     h = normed(a.x, a.norm_weight, a.eps)
-    both = [matmul_nt(coded(h, a.coding, a.x_scale), half) for half in halves(a.weight, a.scales)]
+    both = [matmul_nt(coded(h, a.coding, a.x_scale), half) for half in _linear(a).halves()]
     if lora:
         sums = np.split(lora_sums(h, **lora), 2, axis=1)
         both = [half + more for half, more in zip(both, sums, strict=True)]
@@ -90,34 +93,9 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     lora = lora_of(a)
-    if lora:
-        own = Norm.of(a.norm_weight, a.eps)
-        yield from adapted_product(
-            target,
-            "gate_up_silu",
-            a.out,
-            a.x,
-            a.weight,
-            a.scales,
-            lora,
-            normed=own,
-            coding=a.coding,
-            x_scale=a.x_scale,
-            gated=True,
-        )
-        return
-    yield from normed_product(
-        target,
-        "gate_up_silu",
-        a.out,
-        a.x,
-        a.norm_weight,
-        a.eps,
-        a.weight,
-        a.scales,
-        gated=True,
-        coding=a.coding,
-        x_scale=a.x_scale,
+    norm, adapter = Norm.of(a.norm_weight, a.eps), lora or None
+    yield from linear.launches(
+        Problem(target, "gate_up_silu", a.out, a.x, _linear(a), "gated", norm, adapter)
     )
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 
-from openinfer.kernels.formats.codes import Coding, coded, dequantized
-from openinfer.kernels.formats.int4 import group_words
-from openinfer.kernels.linear.adapted_products import adapted_product
-from openinfer.kernels.linear.products import product
+from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.int4 import Int4Groups, group_words
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.linear import kernels as linear
+from openinfer.kernels.linear.problem import Epilogue, Problem
 from openinfer.kernels.lora.low_rank import expect_lora, lora_numbers, lora_of, lora_sums
 from openinfer.kernels.norms import norm
 from openinfer.kernels.op.cases import Memory, OpCase
-from openinfer.kernels.op.contract import FLOATS, expect, expect_coding, expect_normed, expect_weight, require
+from openinfer.kernels.op.contract import FLOATS, expect, expect_normed, require
 from openinfer.kernels.op.launch import Collective, Command, Scratch
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rounded
 from openinfer.kernels.op.reference import normed as normed_of
+from openinfer.kernels.op.rounding import Coding, coded
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.ranks.communicator import Communicator, sum_over
 from openinfer.kernels.ranks.exchange import Normed, sum_of_ranks
@@ -32,7 +34,7 @@ class _Args(Generic[T]):
 
     x [T, H], h [T, K], weight [H, K] of one float dtype. The product accumulates in float32; the published models round
     it before the addition, an implementation may round once after it. H and K are multiples of 16. With `scales` the
-    weight is float8_e4m3fn or INT4 (contract.expect_weight). coding and x_scale: how h is quantised, as in
+    weight is float8_e4m3fn or INT4 (formats.linear). coding and x_scale: how h is quantised, as in
     norm_linear. A rank's product is rounded before the sum.
 
     lora: adapters of the product, one part (low_rank.Lora); of several ranks, a rank's part of them.
@@ -58,13 +60,16 @@ class _Args(Generic[T]):
     token_slots: T | None = None
 
 
+def _linear(a: _Args[T]) -> Linear[Any]:
+    return Linear(a.weight, a.scales, a.coding, a.x_scale)
+
+
 def _check(a: _Args[Tensor]) -> None:
     lora = lora_of(a)
     expect("x", a.x, (-1, -1), *FLOATS)
     tokens, hidden = a.x.shape
     expect("h", a.h, (tokens, -1), a.x.dtype)
-    expect_weight("weight", a.weight, a.scales, (hidden, a.h.shape[1]), a.x.dtype, rows=True)
-    expect_coding(a.coding, a.x_scale, a.weight, a.scales)
+    expect_linear("weight", _linear(a), (hidden, a.h.shape[1]), a.x.dtype, Plain, Fp8, Int4Groups)
     require(
         hidden % 16 == 0 and a.h.shape[1] % 16 == 0,
         f"weight is {a.weight.shape}; sizes must be multiples of 16",
@@ -76,7 +81,7 @@ def _check(a: _Args[Tensor]) -> None:
 
 def _reference(a: _Args[Array], communicator: Communicator | None) -> None:
     lora = lora_of(a)
-    y = matmul_nt(coded(a.h, a.coding, a.x_scale), dequantized(a.weight, a.scales))
+    y = matmul_nt(coded(a.h, a.coding, a.x_scale), _linear(a).values())
     if lora:
         y += lora_sums(a.h, **lora)
     a.x[:] = f32(a.x) + sum_over(communicator, rounded(y, a.x.dtype))
@@ -88,31 +93,9 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     lora = lora_of(a)
     own = Normed.of(a.normed, a.norm_weight, a.eps)
     y = a.x if a.ranks == 1 else Scratch(a.x.shape, a.x.dtype)
-    if lora:
-        yield from adapted_product(
-            target,
-            "linear_add",
-            y,
-            a.h,
-            a.weight,
-            a.scales,
-            lora,
-            add=a.ranks == 1,
-            coding=a.coding,
-            x_scale=a.x_scale,
-        )
-    else:
-        yield from product(
-            target,
-            "linear_add",
-            y,
-            a.h,
-            a.weight,
-            a.scales,
-            add=a.ranks == 1,
-            coding=a.coding,
-            x_scale=a.x_scale,
-        )
+    epilogue: Epilogue = "add" if a.ranks == 1 else "none"
+    problem = Problem(target, "linear_add", y, a.h, _linear(a), epilogue, adapter=lora or None)
+    yield from linear.launches(problem)
     if isinstance(y, Scratch):
         yield from sum_of_ranks(target, a.x, y, a.ranks, normed=own)
     elif own is not None:

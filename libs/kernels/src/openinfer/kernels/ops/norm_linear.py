@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
-from openinfer.kernels.formats.codes import Coding, coded, dequantized
-from openinfer.kernels.linear.adapted_products import adapted_product
-from openinfer.kernels.linear.products import normed_product
+from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.int4 import Int4Groups
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.linear import kernels as linear
+from openinfer.kernels.linear.problem import Problem
 from openinfer.kernels.lora.low_rank import expect_lora, lora_numbers, lora_of, lora_sums
 from openinfer.kernels.norms import Norm
-from openinfer.kernels.op.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
+from openinfer.kernels.op.contract import FLOATS, expect, expect_norm, require
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, matmul_nt, normed
+from openinfer.kernels.op.rounding import Coding, coded
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, float32
 
@@ -26,11 +29,11 @@ class _Args(Generic[T]):
     x [T, H], norm_weight [H], weight [N, H] of one float dtype; out [T, N] of that dtype, or float32 (logits: not
     rounded). The norm is computed in float32, rounded, multiplied by its weight and rounded; a norm_weight of float32
     multiplies before the one rounding. The product accumulates in float32 and is rounded once. H and N are multiples
-    of 16. With `scales` the weight is float8_e4m3fn or INT4 (contract.expect_weight). Without norm_weight and
+    of 16. With `scales` the weight is float8_e4m3fn or INT4 (formats.linear). Without norm_weight and
     eps, x is normalised already.
 
-    coding: how the normalised x is quantised to e4m3 before the product (formats.coded; not at all if None). x_scale:
-    float32 [1], the scale for "tensor". See contract.expect_coding. lora: adapters of the product of the normalised x,
+    coding: how the normalised x is quantised to e4m3 before the product (rounding.coded; not at all if None). x_scale:
+    float32 [1], the scale for "tensor". See formats.linear. lora: adapters of the product of the normalised x,
     before it is quantised (low_rank.Lora).
     """
 
@@ -49,13 +52,16 @@ class _Args(Generic[T]):
     token_slots: T | None = None
 
 
+def _linear(a: _Args[T]) -> Linear[Any]:
+    return Linear(a.weight, a.scales, a.coding, a.x_scale)
+
+
 def _check(a: _Args[Tensor]) -> None:
     lora = lora_of(a)
     expect("x", a.x, (-1, -1), *FLOATS)
     tokens, hidden = a.x.shape
     expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
-    expect_weight("weight", a.weight, a.scales, (-1, hidden), a.x.dtype, rows=True)
-    expect_coding(a.coding, a.x_scale, a.weight, a.scales)
+    expect_linear("weight", _linear(a), (-1, hidden), a.x.dtype, Plain, Fp8, Int4Groups)
     expect("out", a.out, (tokens, a.weight.shape[0]), a.x.dtype, float32)
     require(
         hidden % 16 == 0 and a.weight.shape[0] % 16 == 0,
@@ -71,7 +77,7 @@ def _check(a: _Args[Tensor]) -> None:
 def _reference(a: _Args[Array]) -> None:
     lora = lora_of(a)
     h = normed(a.x, a.norm_weight, a.eps)
-    y = matmul_nt(coded(h, a.coding, a.x_scale), dequantized(a.weight, a.scales))
+    y = matmul_nt(coded(h, a.coding, a.x_scale), _linear(a).values())
     if lora:
         y[:, : sum(lora["lora_parts"])] += lora_sums(h, **lora)
     a.out[:] = y
@@ -80,15 +86,8 @@ def _reference(a: _Args[Array]) -> None:
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     lora = lora_of(a)
     op = "norm_linear" if a.out.dtype == a.x.dtype else "logits"
-    if lora:
-        own = Norm.of(a.norm_weight, a.eps)
-        yield from adapted_product(
-            target, op, a.out, a.x, a.weight, a.scales, lora, normed=own, coding=a.coding, x_scale=a.x_scale
-        )
-        return
-    yield from normed_product(
-        target, op, a.out, a.x, a.norm_weight, a.eps, a.weight, a.scales, coding=a.coding, x_scale=a.x_scale
-    )
+    norm = Norm.of(a.norm_weight, a.eps)
+    yield from linear.launches(Problem(target, op, a.out, a.x, _linear(a), norm=norm, adapter=lora or None))
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:

@@ -8,13 +8,17 @@ from typing import Any, Generic
 
 import numpy as np
 
-from openinfer.kernels.formats.codes import SCALE_BLOCK, dequantized, q8
-from openinfer.kernels.linear import packed_products as linear
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.formats.mx import Mx
+from openinfer.kernels.linear import kernels as linear
+from openinfer.kernels.linear import mx
+from openinfer.kernels.linear.problem import Problem, expect_q8
 from openinfer.kernels.op.cases import Memory, OpCase
-from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, expect_packed, require
+from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, require
 from openinfer.kernels.op.launch import Command, Scratch
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.op.rounding import SCALE_BLOCK, q8
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32
 
@@ -23,10 +27,10 @@ from openinfer.tensor import Tensor, bfloat16, float32
 class _ProjectArgs(Generic[T]):
     """out = x @ weight^T; in `groups`, each with an equal part of the columns of x and of the rows of weight.
 
-    x [T, G K], rows at any stride; weight [N, K] of x's dtype, or packed float8 with scales (contract.expect_packed);
+    x [T, G K], rows at any stride; weight [N, K] of x's dtype, or packed float8 with scales (formats.linear);
     out [T, N] of x's dtype, or float32 (not rounded): rows g N / G .. of weight times columns g K .. of x. Accumulated
     in float32 and rounded once; with `quantized` the rounded values go through q8 in blocks of 128 columns of out
-    (formats.q8; N is then a multiple of 128, or N divides 128 and is one block). N / G and K are multiples of 16.
+    (rounding.q8; N is then a multiple of 128, or N divides 128 and is one block). N / G and K are multiples of 16.
     `rounded_x`: the caller has put x through q8, in blocks of 128 of its columns; products with float8 weights may then
     be of codes.
     """
@@ -40,6 +44,10 @@ class _ProjectArgs(Generic[T]):
     quantized: bool
 
 
+def _linear(a: _ProjectArgs[T] | _GateUpClampedArgs[T]) -> Linear[Any]:
+    return Linear(a.weight, a.scales)
+
+
 def _project_check(a: _ProjectArgs[Tensor]) -> None:
     expect_columns("x", a.x, (-1, -1), *FLOATS)
     tokens, width = a.x.shape
@@ -47,7 +55,7 @@ def _project_check(a: _ProjectArgs[Tensor]) -> None:
         a.groups >= 1 and width % a.groups == 0,
         f"x has {width} columns, which {a.groups} groups cannot share",
     )
-    expect_packed("weight", a.weight, a.scales, (-1, width // a.groups), a.x.dtype)
+    expect_linear("weight", _linear(a), (-1, width // a.groups), a.x.dtype, Plain, Mx)
     rows = a.weight.shape[0]
     expect("out", a.out, (tokens, rows), a.x.dtype, float32)
     require(
@@ -65,7 +73,7 @@ def _in_blocks(size: int) -> bool:
 
 
 def _project_reference(a: _ProjectArgs[Array]) -> None:
-    wide, (n, k) = dequantized(a.weight, a.scales), a.weight.shape
+    wide, (n, k) = _linear(a).values(), a.weight.shape
     each = n // a.groups
     y = np.empty(a.out.shape, np.float32)
     for g in range(a.groups):
@@ -76,10 +84,13 @@ def _project_reference(a: _ProjectArgs[Array]) -> None:
 
 
 def _project_launches(target: Target, a: _ProjectArgs[Tensor]) -> Iterator[Command]:
-    linear.expect_q8(target, a.quantized)
-    yield from linear.projection(target, a.out, a.x, a.weight, a.scales, groups=a.groups, rounded=a.rounded_x)
+    expect_q8(target, a.quantized)
+    own = _linear(a)
+    yield from linear.launches(
+        Problem(target, "project", a.out, a.x, own, groups=a.groups, rounded=a.rounded_x)
+    )
     if a.quantized:
-        yield linear.q8_rows(a.out)
+        yield mx.q8_rows(a.out)
 
 
 def _weight_bytes(weight: Tensor, scales: Tensor | None) -> int:
@@ -113,8 +124,8 @@ class _GateUpClampedArgs(Generic[T]):
     """out = silu(min(g, limit)) * clamp(u, -limit, limit) with [g, u] = x @ weight^T.
 
     x [T, K]. weight [2 I, K]: the gate's rows, then the up projection's; of x's dtype, or packed float8 with parts=2
-    (contract.expect_packed). out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer. The product is
-    in float32 and rounded. With `quantized` it then goes through q8 in blocks of 128 (formats.q8), as x has
+    (formats.linear). out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer. The product is
+    in float32 and rounded. With `quantized` it then goes through q8 in blocks of 128 (rounding.q8), as x has
     (`rounded_x` of project). K is a multiple of 16. I is a multiple of 128, or 16, 32 or 64.
     """
 
@@ -129,7 +140,7 @@ class _GateUpClampedArgs(Generic[T]):
 def _gate_check(a: _GateUpClampedArgs[Tensor]) -> None:
     expect("x", a.x, (-1, -1), *FLOATS)
     expect("out", a.out, (a.x.shape[0], -1), a.x.dtype)
-    expect_packed("weight", a.weight, a.scales, (2 * a.out.shape[1], a.x.shape[1]), a.x.dtype, parts=2)
+    expect_linear("weight", _linear(a), (2 * a.out.shape[1], a.x.shape[1]), a.x.dtype, Plain, Mx, parts=2)
     require(a.x.shape[1] % 16 == 0, f"x has {a.x.shape[1]} columns; it must be a multiple of 16")
     require(
         a.out.shape[1] % 16 == 0 and _in_blocks(a.out.shape[1]),
@@ -139,17 +150,19 @@ def _gate_check(a: _GateUpClampedArgs[Tensor]) -> None:
 
 
 def _gate_reference(a: _GateUpClampedArgs[Array]) -> None:
-    wide, inter = dequantized(a.weight, a.scales, parts=2), a.out.shape[1]
-    gate, up = (rounded(matmul_nt(a.x, half), a.x.dtype) for half in (wide[:inter], wide[inter:]))
+    inter = a.out.shape[1]
+    gate, up = (rounded(matmul_nt(a.x, half), a.x.dtype) for half in _linear(a).halves())
     y = rounded(clamped_product(gate, up, a.limit), a.x.dtype)
     a.out[:] = q8(y, min(inter, SCALE_BLOCK)) if a.quantized else y
 
 
 def _gate_launches(target: Target, a: _GateUpClampedArgs[Tensor]) -> Iterator[Command]:
-    linear.expect_q8(target, a.quantized)
-    both, rows = Scratch((a.x.shape[0], a.weight.shape[0]), bfloat16), min(a.out.shape[1], SCALE_BLOCK)
-    yield from linear.projection(target, both, a.x, a.weight, a.scales, rounded=a.quantized, scale_rows=rows)
-    yield linear.clamped_gate(a.out, both, a.limit, a.quantized)
+    expect_q8(target, a.quantized)
+    both = Scratch((a.x.shape[0], a.weight.shape[0]), bfloat16)
+    yield from linear.launches(
+        Problem(target, "project", both, a.x, _linear(a), rounded=a.quantized, parts=2)
+    )
+    yield mx.clamped_gate(a.out, both, a.limit, a.quantized)
 
 
 def _gate_cost(workload: Workload, a: _GateUpClampedArgs[Tensor]) -> Cost:
@@ -170,7 +183,7 @@ gate_up_clamped = Op(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NormRowsArgs(Generic[T]):
-    """out = norm_weight * x / rms(x), rounded once, then q8 in blocks of 128 with `quantized` (formats.q8).
+    """out = norm_weight * x / rms(x), rounded once, then q8 in blocks of 128 with `quantized` (rounding.q8).
 
     x and out [T, D] of one float dtype, norm_weight float32 [D]; with `quantized` D is a multiple of 128.
     """
@@ -199,8 +212,8 @@ def _norm_reference(a: _NormRowsArgs[Array]) -> None:
 
 
 def _norm_launches(target: Target, a: _NormRowsArgs[Tensor]) -> Iterator[Command]:
-    linear.expect_q8(target, a.quantized)
-    yield linear.norm_rows(a.out, a.x, a.norm_weight, a.eps, a.quantized)
+    expect_q8(target, a.quantized)
+    yield mx.norm_rows(a.out, a.x, a.norm_weight, a.eps, a.quantized)
 
 
 def _norm_cost(workload: Workload, a: _NormRowsArgs[Tensor]) -> Cost:

@@ -9,12 +9,12 @@ from typing import Any, Generic
 import numpy as np
 
 from openinfer.kernels.attention.kv_cache import cached_bytes, expect_cache
-from openinfer.kernels.formats.codes import q8_codes
 from openinfer.kernels.linear.choices import releases
 from openinfer.kernels.op.contract import FLOATS, expect, expect_cos_sin, require
 from openinfer.kernels.op.launch import Aligned, Command, Launch, launch, power_of_two
 from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array, f32, rms_norm
+from openinfer.kernels.op.rounding import q8_codes
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -27,7 +27,7 @@ class WriteArgs(Generic[T]):
     qkv [T, (A + 2 G) d]: A query heads, G key heads, G value heads; or [T, (2 A + 2 G) d]: each query head is followed
     by d columns of its output gate, which are not read here. q out [T, A, d]. kv out [pages, 2, G, page_size, d], and
     kv_scales out of an FP8 cache: one layer of the cache (K, then V; kv_cache.expect_cache). Codes are those of the
-    values rounded to q's dtype (formats.q8_codes). q_norm, k_norm [d]. All but an FP8 cache of one float dtype; q_norm
+    values rounded to q's dtype (rounding.q8_codes). q_norm, k_norm [d]. All but an FP8 cache of one float dtype; q_norm
     and k_norm may both be float32 (as in norm_linear), or both be left out: then q and k are rotated without a norm.
     cos_sin float32 [P, 2, r/2]: cosines and sines by position, P > every position; of each head the
     first r <= d elements are rotated, element i with i + r/2. positions, token_slots int32 [T]; block_tables int32

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.linear.cublas import CublasLt
 from openinfer.kernels.op.launch import TRITON_TYPES, Collective, CudaSpec, Matmul, Peers, Spec, TensorMap
 from openinfer.kernels.op.packing import Parameters
+from openinfer.kernels.packs.cublas import CublasLt
 from openinfer.kernels.ranks.gpu_ranks import GpuRanks
 from openinfer.kernels.store.cubins import Compiled, Store
 from openinfer.tensor import Device, Event, Stream, check, driver

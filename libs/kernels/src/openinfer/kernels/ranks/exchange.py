@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.linear.choices import MOST_OF_TWO, MOST_PUSHED, NCCL, Exchange, choose_exchange
 from openinfer.kernels.norms import norm
 from openinfer.kernels.op.launch import (
     Aligned,
@@ -22,8 +22,18 @@ from openinfer.kernels.op.launch import (
     power_of_two,
 )
 from openinfer.kernels.op.target import Target
+from openinfer.kernels.store.tables import EXCHANGES, Exchange, entry_for
 from openinfer.tensor import Tensor, bfloat16
 
+NCCL = Exchange("nccl")
+MOST_PUSHED = 4 << 20
+"""Bytes of a sum that the rule still pushes. Figures: docs/lessons/ranks.md."""
+MOST_OF_TWO = 32 << 20
+"""The same between two ranks, for sums whose kernel is push_sum."""
+ROWS_OF_16 = 128
+"""The most rows that programs of 16 warps push. Of 8 warps twice as many run at once."""
+ONE_SHOT_SENT = 768 << 10
+"""Bytes that a rank sends to more than one other up to which the rule takes one shot."""
 PROGRAMS = 512
 """Rows that ranks push to each other at once, by one kernel; a slot holds as many. More rows are more kernels."""
 WARPS = 2048
@@ -39,6 +49,25 @@ EARLY_ARCH = 90
 
 _BLOCK = 1024
 _DEVICE = "openinfer.kernels.device.push_sum"
+
+
+@functools.cache
+def choose_exchange(target: Target, ranks: int, rows: int, width: int, most: int = MOST_PUSHED) -> Exchange:
+    """The way to add up bf16 [rows, width] over ranks. most: bytes that the rule still pushes."""
+    if target.batch_invariant:
+        return Exchange("push", 8)
+    entry = entry_for(target.gpu, EXCHANGES, f"{ranks}x{width}", rows)
+    return exchange_rule(ranks, rows, width, most) if entry is None else Exchange(**entry)
+
+
+def exchange_rule(ranks: int, rows: int, width: int, most: int = MOST_PUSHED) -> Exchange:
+    """The choice for a sum without a measurement. In one shot a rank sends its rows to each other rank; in two shots it
+    sends them twice, less a part, and waits twice. NCCL alone has no bound of rows at once."""
+    nbytes = 2 * rows * width
+    if nbytes > most:
+        return NCCL
+    one_shot = ranks == 2 or nbytes * (ranks - 1) <= ONE_SHOT_SENT
+    return Exchange("push" if one_shot else "two_shot", 16 if rows <= ROWS_OF_16 else 8)
 
 
 class Normed(NamedTuple):

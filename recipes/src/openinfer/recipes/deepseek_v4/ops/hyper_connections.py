@@ -140,7 +140,7 @@ class _PreArgs(_MixingArgs[T], Generic[T]):
         C = softmax over k + hc_eps;  C = C / (sum over j + hc_eps)
         iters - 1 times:  C = C / (sum over k + hc_eps);  C = C / (sum over j + hc_eps)
         out = norm_weight * y / rms(y), with y = sum_s pre_s * streams[t, s] rounded; rounded once
-        rounded_out = q8(out), in blocks of 128 (formats.q8), unless it is None
+        rounded_out = q8(out), in blocks of 128 (rounding.q8), unless it is None
         mix = post, then C row by row
 
     streams [T, n, D], out and rounded_out [T, D] of one float dtype; fn float32 [2n + n n, n D], base float32

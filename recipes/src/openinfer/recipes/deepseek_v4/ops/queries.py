@@ -47,7 +47,7 @@ def rounded_key(x: Array, rotary: int) -> Array:
 class _Args(Generic[T]):
     """Split qkv into the query's Q columns and the key-value vector's d; normalise both; rotate and write the latter.
 
-    qkv [T, Q + d]. qr [T, Q] = q_norm * q / rms(q), rounded; with `quantized` through q8 in blocks of 128 (formats.q8).
+    qkv [T, Q + d]. qr [T, Q] = q_norm * q / rms(q), rounded; with `quantized` through q8 in blocks of 128.
     The key-value vector: kv_norm * v / rms(v), rounded, its last r channels rotated in pairs (2i, 2i + 1), rounded;
     with `quantized` the first d - r go through q8 in blocks of 64. It is written to kv [pages, 128, d]: one layer of
     the window pages, dense within a page, pages at any stride. All of one float dtype; q_norm float32 [Q], kv_norm

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from openinfer.kernels.formats.codes import of_rows
-from openinfer.kernels.linear.choices import Choice, cluster_choice
-from openinfer.kernels.linear.cluster_memory import ROW_BYTES, adapters_bytes, copied_tokens, sent_bytes
+from collections.abc import Iterator
+
+from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.linear import Plain
+from openinfer.kernels.linear.choices import (
+    ROW_BYTES,
+    adapters_bytes,
+    cluster_choice,
+    copied_tokens,
+    planned,
+    sent_bytes,
+)
+from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.lora.low_rank import Lora
-from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, TensorMap, launch_cuda
-from openinfer.kernels.op.target import Target
+from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, TensorMap, launch_cuda
+from openinfer.kernels.store.tables import ProductChoice
 from openinfer.tensor import Tensor, float32, int32
 
 WORKERS = 192
@@ -19,56 +29,50 @@ MOST_PLACES = 32
 MOST_RANK = 64
 
 
-def cluster_product(
-    c: Choice,
-    out: Tensor | Scratch,
-    x: Tensor | Scratch,
-    weight: Tensor | Scratch,
-    scales: tuple[Tensor | Scratch, Tensor] | None = None,
-    *,
-    lora: Lora | None = None,
-    add: bool = False,
-    gated: bool = False,
-) -> Launch:
-    """out [M, N] = x [M, K] @ weight [N, K]^T, M at most `c.bm`, by clusters of `c.split` blocks.
+def coded_clusters(p: Problem) -> ProductChoice | None:
+    """The clusters that multiply codes, or None where another kernel does."""
+    return cluster_choice(p.target, p.op, p.m, p.rows, p.k, codes=True)
 
-    `scales`: of x and of weight, both float8 codes (coded_products.Coded, formats.of_rows); without them both are bf16.
-    `lora`: adapters of a choice by adapted_choice.
+
+def cluster_product(c: ProductChoice, p: Problem) -> Launch:
+    """By clusters of `c.split` blocks, M at most `c.bm`. x and the weight are both float8 codes, or both bf16; an
+    adapter is one of a choice by adapted_choice.
+
     The launch is early where the weight is a tensor: the kernel reads it at once, so no kernel ahead may write it."""
-    (m, n), k = out.shape, x.shape[1]
-    halves, parts = 2 if gated else 1, 2 if c.bm == 64 else 1
-    rows, row = copied_tokens(m), halves * c.bn
+    weight, k = p.weight.weight, p.k
+    halves, parts = 2 if p.gated else 1, 2 if c.bm == 64 else 1
+    rows, row = copied_tokens(p.m), halves * c.bn
     stage = (rows + row) * ROW_BYTES
     sums = parts * c.bm * (row + (40 - row % 32) % 32) * 4
     codes, held, steps = 0, 0, -(-k // c.bk // c.split)
     args: dict[str, Arg] = {
-        "out": out,
-        "x": TensorMap(x, (rows, c.bk)),
+        "out": p.out,
+        "x": TensorMap(p.x, (rows, c.bk)),
         "weight": TensorMap(weight, (c.bn, c.bk)),
     }
-    if scales is not None:
-        args["x_scales"], args["scales"] = scales
-        codes = 2 if of_rows(weight, scales[1]) else 1
+    if p.x_scales is not None and p.weight.scales is not None:
+        args |= {"x_scales": p.x_scales, "scales": p.weight.scales}
+        codes = 2 if p.form == Fp8(by_row=True) else 1
         held = (2 * halves + rows) * steps * 4 if codes == 1 else 0
-    constants, grid = {"PROJECTIONS": 0}, -(-n // c.bn) * c.split
-    if lora:
-        held = adapters_bytes(c.bm, rows, lora["lora_b"].shape[2])
-        more, constants = _adapters(c, x, lora, grid)
+    constants, grid = {"PROJECTIONS": 0}, -(-p.n // c.bn) * c.split
+    if p.adapter:
+        held = adapters_bytes(c.bm, rows, p.adapter["lora_b"].shape[2])
+        more, constants = _adapters(c, p, p.adapter, grid)
         args |= more
     return launch_cuda(
         "openinfer.kernels.device",
         "cluster_product.cu",
         "cluster_product",
         (grid,),
-        {**args, "M": m, "N": Aligned(n), "K": Aligned(k)},
+        {**args, "M": p.m, "N": Aligned(p.n), "K": Aligned(k)},
         {
             "TOKENS": c.bm,
             "ROWS": rows,
             "COLUMNS": c.bn,
             "SPLIT": c.split,
             "STAGES": c.stages,
-            "GATED": gated,
-            "ADD": add,
+            "GATED": p.gated,
+            "ADD": p.add,
             "CODES": codes,
             "STEPS": steps if codes == 1 else 0,
             **constants,
@@ -82,21 +86,19 @@ def cluster_product(
     )
 
 
-def adapted_choice(
-    target: Target, op: str, x: Tensor, weight: Tensor, lora: Lora, *, gated: bool
-) -> Choice | None:
+def adapted_choice(p: Problem, lora: Lora) -> ProductChoice | None:
     """The clusters of a bf16 product with adapters, or None where their kernel does not take it: a block has columns of
     at most two projections, and copies begin at multiples of 16 bytes."""
     a, b, parts = lora["lora_a"], lora["lora_b"], lora["lora_parts"]
     (places, width, k), rank = a.shape, b.shape[2]
-    choice = cluster_choice(target, op, max(2, x.shape[0]), *weight.shape, rank=rank)
-    if choice is None or rank > MOST_RANK or places > MOST_PLACES:
+    if p.form != Plain() or rank > MOST_RANK or places > MOST_PLACES:
         return None
-    if places * width // 16 * _chunks(lora) > MOST_TASKS or any(
-        t.ptr % 16 or t.strides[0] % 8 for t in (a, b)
-    ):
+    choice = cluster_choice(p.target, p.op, max(2, p.m), p.rows, p.k, rank=rank)
+    if choice is None or places * width // 16 * _chunks(lora) > MOST_TASKS:
         return None
-    whole = parts == (weight.shape[0] // 2,) * 2 if gated else min(parts) >= choice.bn
+    if any(t.ptr % 16 or t.strides[0] % 8 for t in (a, b)):
+        return None
+    whole = parts == (p.rows // 2,) * 2 if p.gated else min(parts) >= choice.bn
     fits = whole and not any(size % 8 for size in parts) and k >= 2 * choice.split * choice.bk
     return choice if fits else None
 
@@ -107,15 +109,13 @@ def _chunks(lora: Lora) -> int:
     return 16 if len(lora["lora_parts"]) == 1 else 8
 
 
-def _adapters(
-    c: Choice, x: Tensor | Scratch, lora: Lora, blocks: int
-) -> tuple[dict[str, Arg], dict[str, int]]:
+def _adapters(c: ProductChoice, p: Problem, lora: Lora, blocks: int) -> tuple[dict[str, Arg], dict[str, int]]:
     """Arguments and constants of the adapters."""
     a, b, parts = lora["lora_a"], lora["lora_b"], lora["lora_parts"]
     (places, width, _), chunks = a.shape, _chunks(lora)
     ends = [sum(parts[: i + 1]) for i in range(len(parts) - 1)]
     args: dict[str, Arg] = {
-        "hidden": x,
+        "hidden": p.x,
         "a": a,
         "b": b,
         "adapters": lora["adapters"],
@@ -130,3 +130,19 @@ def _adapters(
         "columns": sum(parts),
     }
     return args, {"RANK": b.shape[2], "PROJECTIONS": len(parts), "CHUNKS": chunks}
+
+
+def _of_codes(p: Problem) -> Iterator[Command]:
+    choice = coded_clusters(p)
+    assert choice is not None
+    yield cluster_product(choice, p)
+
+
+def _plain(p: Problem) -> Iterator[Command]:
+    yield cluster_product(planned(p), p)
+
+
+OF_CODES = Kernel(
+    "clusters of codes", lambda p: p.x_scales is not None and coded_clusters(p) is not None, _of_codes
+)
+PLAIN = Kernel("clusters", lambda p: planned(p).kind == "cluster", _plain)

@@ -1,0 +1,143 @@
+"""A weight of a linear layer as one value, and the formats of its numbers: one class and one entry of FORMS each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.int4 import Int4Groups
+from openinfer.kernels.formats.mx import Mx
+from openinfer.kernels.op.contract import expect, require
+from openinfer.kernels.op.rounding import SCALE_BLOCK, Array, Coding
+from openinfer.tensor import Tensor, float32
+
+T = TypeVar("T")
+
+
+class Form(Protocol):
+    """A format of a weight's numbers, with the sizes that kernels depend on. Forms of the same format and sizes are
+    equal."""
+
+    def columns(self, weight: Any) -> int:
+        """Columns of a weight that is stored so."""
+
+    def values(self, weight: Array, scales: Any, parts: int) -> Array:
+        """The float32 values, exactly. `parts`: projections stacked in the rows."""
+
+    def expect(
+        self, name: str, weight: Tensor, scales: Any, shape: tuple[int, ...], dtype: np.dtype[Any], parts: int
+    ) -> None:
+        """Raise ContractError unless the tensors hold a weight [..., N, K] of this shape (-1 = any)."""
+
+    def allows(self, coding: Coding | None) -> bool:
+        """Whether activations may be quantised so before they are multiplied with the weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Numbers of the model's dtype, without scales."""
+
+    def __str__(self) -> str:
+        return "plain"
+
+    def columns(self, weight: Any) -> int:
+        return int(weight.shape[-1])
+
+    def values(self, weight: Array, scales: Any, parts: int) -> Array:
+        return weight.astype(np.float32, copy=False)
+
+    def expect(
+        self, name: str, weight: Tensor, scales: Any, shape: tuple[int, ...], dtype: np.dtype[Any], parts: int
+    ) -> None:
+        expect(name, weight, shape, dtype)
+
+    def allows(self, coding: Coding | None) -> bool:
+        return True
+
+    @classmethod
+    def of(cls, weight: Any, scales: Any) -> Plain | None:
+        """The form of these tensors or arrays, None for another format's."""
+        return cls() if scales is None else None
+
+
+FORMS = (Plain, Int4Groups, Mx, Fp8)
+"""All formats; the first that knows the dtypes of weight and scales is a weight's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Generic[T]):
+    """A weight [N, K] (of experts [E, N, K]) of the model's dtype, or packed with scales as its `form` says.
+
+    coding, x_scale: how activations are quantised before they are multiplied with it; x_scale is float32 [1], which
+    only "tensor" has."""
+
+    weight: T
+    scales: T | None = None
+    coding: Coding | None = None
+    x_scale: T | None = None
+
+    @property
+    def form(self) -> Form:
+        """The format of its numbers."""
+        return next(form for kind in FORMS if (form := kind.of(self.weight, self.scales)) is not None)
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self.form.columns(self.weight)
+
+    def values(self: Linear[Array], parts: int = 1) -> Array:
+        """The float32 values, exactly. `parts`: projections stacked in the rows."""
+        return self.form.values(self.weight, self.scales, parts)
+
+    def halves(self: Linear[Array]) -> tuple[Array, Array]:
+        """The gate's and the up projection's half of a weight [..., 2 I, K], each as float32 [..., I, K]."""
+        wide, inter = self.values(2), self.weight.shape[-2] // 2
+        return wide[..., :inter, :], wide[..., inter:, :]
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The arguments of an op that multiplies with the weight."""
+        return {"weight": self.weight, "scales": self.scales, "coding": self.coding, "x_scale": self.x_scale}
+
+    def __getitem__(self: Linear[Any], expert: int) -> Linear[Any]:
+        """One expert's."""
+        return Linear(self.weight[expert], None if self.scales is None else self.scales[expert])
+
+    def rows_from(self: Linear[Tensor], first: int) -> Linear[Tensor]:
+        """The rows from `first` on, which begins a projection: blocks of scales begin there too."""
+        if self.scales is None:
+            return replace(self, weight=self.weight[first:])
+        block = 1 if self.scales.shape[-2] == self.weight.shape[-2] else SCALE_BLOCK
+        return replace(self, weight=self.weight[first:], scales=self.scales[first // block :])
+
+
+def expect_linear(
+    name: str,
+    linear: Linear[Tensor],
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *forms: type[Form] | Form,
+    parts: int = 1,
+) -> None:
+    """Raise ContractError unless a weight [..., N, K] has this shape (-1 = any), is in one of these forms, where plain
+    numbers are of `dtype`, and activations may be quantised as it says. `parts`: projections stacked in N."""
+    form, coding = linear.form, linear.coding
+    kinds = {one if isinstance(one, type) else type(one): one for one in forms}
+    require(type(form) in kinds, f"{name} is {form}; no product of this op takes that")
+    one = kinds[type(form)]
+    (form if isinstance(one, type) else one).expect(name, linear.weight, linear.scales, shape, dtype, parts)
+    require(
+        (linear.x_scale is not None) == (coding == "tensor"),
+        f"coding is {coding!r} and x_scale is {linear.x_scale!r}; only 'tensor' has an x_scale",
+    )
+    if linear.x_scale is not None:
+        expect("x_scale", linear.x_scale, (1,), float32)
+    require(
+        form.allows(coding),
+        f"coding is {coding!r}, and {name} is {form}; 'block' is for FP8 with scales of blocks, the others are for "
+        "FP8 with scales of rows",
+    )

@@ -1,0 +1,58 @@
+"""FP8 and FP4 weights with scales of E8M0, which are exponents: byte b is 2^(b - 127)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer.kernels.formats.fp8 import of_blocks, scale_shape
+from openinfer.kernels.op.contract import expect
+from openinfer.kernels.op.rounding import FP4_BLOCK, Array, Coding, e8m0, unpack_fp4
+from openinfer.tensor import Tensor, float8_e4m3fn, uint8
+
+
+@dataclass(frozen=True, slots=True)
+class Mx:
+    """uint8 scales, at most 134 for FP8 and 128 for FP4; codes are numbers, no NaN. `fp4`: uint8 [..., N, K / 2],
+    column 2i in the low nibble of byte i, with scales [..., N, K / 32]. Else float8_e4m3fn with scales of blocks as
+    fp8.Fp8 has them. Products of float8 codes take an FP4 block whose byte is below 102 for zero: it holds less than
+    2^-22."""
+
+    fp4: bool
+
+    @classmethod
+    def of(cls, weight: Any, scales: Any) -> Mx | None:
+        """The form of these tensors or arrays, None for another format's."""
+        return cls(weight.dtype == uint8) if scales.dtype == uint8 else None
+
+    def __str__(self) -> str:
+        return f"FP{4 if self.fp4 else 8} with E8M0 scales"
+
+    def columns(self, weight: Any) -> int:
+        return int(weight.shape[-1]) * (2 if self.fp4 else 1)
+
+    def values(self, weight: Array, scales: Array, parts: int) -> Array:
+        if self.fp4:
+            return np.asarray(unpack_fp4(weight) * np.repeat(e8m0(scales), FP4_BLOCK, axis=-1))
+        return np.asarray(weight.astype(np.float32) * of_blocks(e8m0(scales), weight.shape, parts))
+
+    def expect(
+        self,
+        name: str,
+        weight: Tensor,
+        scales: Tensor,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        parts: int,
+    ) -> None:
+        if self.fp4:
+            expect(name, weight, (*shape[:-1], shape[-1] // 2))
+            expect(f"scales of {name}", scales, (*weight.shape[:-1], shape[-1] // FP4_BLOCK), uint8)
+            return
+        expect(name, weight, shape, float8_e4m3fn)
+        expect(f"scales of {name}", scales, (*weight.shape[:-2], *scale_shape(weight.shape, parts)), uint8)
+
+    def allows(self, coding: Coding | None) -> bool:
+        return coding is None

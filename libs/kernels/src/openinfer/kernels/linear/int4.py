@@ -1,0 +1,228 @@
+"""Products with INT4 weights: clusters (device/int4_cluster.cu) or Triton's kernel for few tokens. For many, the weight
+is made bf16 first."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from openinfer.kernels.formats.int4 import Int4Groups
+from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.linear.choices import CLUSTERED, CodedTile, sent_bytes
+from openinfer.kernels.linear.problem import Kernel, Problem, sums_of_parts
+from openinfer.kernels.norms import silu_mul
+from openinfer.kernels.op.launch import (
+    Aligned,
+    Arg,
+    Command,
+    Launch,
+    Scratch,
+    TensorMap,
+    launch,
+    launch_cuda,
+    power_of_two,
+)
+from openinfer.kernels.op.target import Target, shared_bytes
+from openinfer.tensor import Tensor, bfloat16, int32
+
+FEW_TOKENS = 64
+"""Tokens up to which Triton's kernel unpacks the codes in the product. With more tokens each code would be unpacked for
+several tiles, and a product of bf16 weights costs less, with the pass that makes them."""
+
+_DEVICE = "openinfer.kernels.device.int4"
+PACKED_GROUP = 128
+"""Columns of a group whose codes go to the tensor cores without a detour through shared memory."""
+MOST_TOKENS, BLOCK_TOKENS = 256, 128
+"""The most tokens of a call, and of a block. More tokens than those of a block are several waves."""
+LARGE = 20 << 20
+"""Numbers of a weight from which two waves cost less than making the weight bf16."""
+DEPTH, GROUP, TILE = 256, 128, 64
+"""Columns of K of a stage and of a group, and rows of a tile of the weight. The kernel has these numbers too."""
+FEWEST_ROWS, FEWEST_STAGES = 32, 3
+"""A block has no fewer, because what a tile reads of rows that do not exist must lie in shared memory."""
+FOLDED_TOKENS = 64
+"""With more tokens there are no registers for the sums of a group, so the kernel scales the weight in bf16."""
+MOST_TILES, MOST_FOLDED_TILES, MOST_STAGES = 6, 4, 12
+"""The most tiles of a block, whose sums are in registers, also of such tokens, and the most stages of its ring."""
+MOST_COPIED = 256
+"""The most rows of a tile that is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clusters:
+    """`columns` of out for each cluster of `split` blocks, and a ring of `stages`."""
+
+    tokens: int
+    columns: int
+    split: int
+    stages: int
+
+
+def int4_choice(p: Problem) -> Clusters | None:
+    """The clusters for a product, or None where their kernel does not take it."""
+    if p.form != Int4Groups(GROUP) or p.target.batch_invariant or not 1 < p.m <= MOST_TOKENS:
+        return None
+    if not p.target.nvrtc or p.target.arch != 90 or p.k % DEPTH or p.n % 16:
+        return None
+    if p.m > BLOCK_TOKENS and p.rows * p.k < LARGE:
+        return None
+    return _choose(p.target.num_sms, min(BLOCK_TOKENS, max(8, power_of_two(p.m))), p.n, p.k, p.gated)
+
+
+@functools.cache
+def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool) -> Clusters | None:
+    """All clusters run at once, a block an SM. K has as many parts as let a block read least, where x counts half,
+    because the second-level cache has it."""
+    found = {}
+    for split, share in CLUSTERED.items():
+        columns = max(FEWEST_ROWS, -(-n // (int(num_sms * share) // split) // 8) * 8)
+        rows = 2 * columns if gated else columns
+        cost = rows * (k // 2 + k // 32) // split + tokens * k // split
+        if split > 1:
+            cost += 4 * tokens * rows
+        held = _held(rows, k, split) + sent_bytes(tokens, rows, split, shares(tokens, rows)[1])
+        room = (shared_bytes(90) - 16 - held) // (_stage(tokens, rows) + 16)
+        stages = min(MOST_STAGES, -(-k // DEPTH // split), room)
+        most = MOST_TILES if tokens <= FOLDED_TOKENS else MOST_FOLDED_TILES
+        fits = rows <= most * TILE and columns <= MOST_COPIED and stages >= 2
+        if fits and k >= split * FEWEST_STAGES * DEPTH:
+            found[cost] = Clusters(tokens, columns, split, stages)
+    return found[min(found)] if found else None
+
+
+def words_of(k: int, split: int) -> int:
+    """Words of a row that a block holds: those of its part of K, and a few more, so that rows have other banks."""
+    words = -(-k // DEPTH // split) * (DEPTH // GROUP)
+    return words + (4 - words) % 8
+
+
+def _held(rows: int, k: int, split: int) -> int:
+    """Bytes of a block's words, whole tiles of them."""
+    return -(-rows // TILE) * TILE * words_of(k, split) * 4
+
+
+def _stage(tokens: int, rows: int) -> int:
+    """Bytes of a stage of the ring."""
+    return DEPTH * (rows // 2 + 2 * tokens)
+
+
+def shares(tokens: int, rows: int) -> tuple[int, int]:
+    """Into how many parts warpgroups divide a block's tiles, and the groups of a stage."""
+    tiles = -(-rows // TILE)
+    if tokens > FOLDED_TOKENS and tiles == 3:
+        return 3, 1
+    if tokens >= FOLDED_TOKENS:  # more than two warpgroups have too few registers
+        return (2, 1) if tiles > 1 else (1, 2)
+    return (tiles if tiles < 5 else 3), (2 if tiles < 3 else 1)
+
+
+def int4_cluster(c: Clusters, p: Problem) -> Launch:
+    """The product by the clusters of `c`."""
+    k, rows, pitch = p.k, 2 * c.columns if p.gated else c.columns, words_of(p.k, c.split)
+    sides, parts = shares(c.tokens, rows)
+    sums = parts * c.tokens * (rows + (20 - rows % 16) % 16) * 4
+    ring = max(c.stages * _stage(c.tokens, rows), sums)
+    assert p.weight.scales is not None
+    return launch_cuda(
+        "openinfer.kernels.device",
+        "int4_cluster.cu",
+        "int4_cluster",
+        (-(-p.n // c.columns) * c.split, -(-p.m // c.tokens)),
+        {
+            "out": p.out,
+            "x": TensorMap(p.x, (c.tokens, 64)),
+            "weight": TensorMap(p.weight.weight, (c.columns, DEPTH // 2)),
+            "words": p.weight.scales,
+            "M": p.m,
+            "N": Aligned(p.n),
+            "K": Aligned(k),
+        },
+        {
+            "TOKENS": c.tokens,
+            "ROWS": c.columns,
+            "SPLIT": c.split,
+            "STAGES": c.stages,
+            "SIDES": sides,
+            "PARTS": parts,
+            "WORDS": pitch,
+            "GATED": p.gated,
+            "ADD": p.add,
+        },
+        threads=128 * (sides * parts + 1),
+        shared=ring
+        + _held(rows, k, c.split)
+        + sent_bytes(c.tokens, rows, c.split, parts)
+        + 16 * (c.stages + 1),
+        early=True,
+    )
+
+
+def _clusters(p: Problem) -> Iterator[Command]:
+    choice = int4_choice(p)
+    assert choice is not None
+    yield int4_cluster(choice, p)
+
+
+def _few(p: Problem) -> Iterator[Command]:
+    if p.gated:
+        both = p.both()
+        yield from [*_few(p.ungated(both)), silu_mul(p.out, both)]
+        return
+    tile, weight, words = few_tile(p.target, p.m, p.n, p.k), p.weight.weight, p.weight.scales
+    assert isinstance(p.form, Int4Groups)
+    assert isinstance(weight, Tensor)
+    assert words is not None
+    columns, tiles, group = -(-p.n // tile.rows), -(-p.m // tile.bm), p.form.group
+    args: dict[str, Arg] = {
+        "out": p.out,
+        "x": p.x,
+        "weight": weight,
+        "words": words,
+        **sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles),
+        "M": p.m,
+        "N": Aligned(p.n),
+        "K": Aligned(p.k),
+    }
+    grid, name = (columns, tile.split, tiles), "project_int4"
+    constants: dict[str, int | bool] = {"BM": tile.bm, "SPLIT": tile.split, "ADD": p.add}
+    if group == PACKED_GROUP:
+        name, args["weight"] = "project_int4_packed", weight.view_as(int32)
+        pairs = p.target.arch >= 90 and not p.target.interpreted
+        constants |= {"ROWS": tile.rows, "WARPS": tile.warps, "PAIRS": pairs}
+    else:
+        constants |= {"BN": tile.rows, "GROUP": group}
+    yield launch(_DEVICE, name, grid, args, constants, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def few_tile(target: Target, m: int, n: int, k: int) -> CodedTile:
+    """The tile of `_few`, as measured on an H200 for the weights of Qwen3-4B. K is split until the programs fill
+    the GPU once, and twice with up to 32 tokens."""
+    bm = min(64, max(16, power_of_two(m)))
+    rows = 128 if bm == 16 and n >= 128 * target.num_sms else 64
+    programs, split, fill = -(-n // rows) * -(-m // bm), 1, (2 if bm <= 32 else 1) * target.num_sms
+    while split < 8 and split * programs <= fill and k // PACKED_GROUP >= 4 * split:
+        split *= 2
+    return CodedTile(rows, bm, split)
+
+
+def _widened(p: Problem) -> Iterator[Command | Problem]:
+    assert isinstance(p.form, Int4Groups)
+    assert p.weight.scales is not None
+    wide, block = Scratch((p.rows, p.k), bfloat16), 32
+    sizes: dict[str, Arg] = {"N": p.rows, "K": Aligned(p.k)}
+    args: dict[str, Arg] = {"out": wide, "weight": p.weight.weight, "words": p.weight.scales, **sizes}
+    grid, constants = (-(-p.rows // block), p.k // p.form.group), {"BN": block, "GROUP": p.form.group}
+    yield launch(_DEVICE, "dequantize_int4", grid, args, constants)
+    yield replace(p, weight=Linear(wide))
+
+
+def _is_few(p: Problem) -> bool:
+    return isinstance(p.form, Int4Groups) and p.m <= FEW_TOKENS and not p.target.batch_invariant
+
+
+KERNELS = (
+    Kernel("clusters of INT4", lambda p: int4_choice(p) is not None, _clusters),
+    Kernel("few of INT4", _is_few, _few),
+    Kernel("INT4 to bf16", lambda p: isinstance(p.form, Int4Groups), _widened),
+)

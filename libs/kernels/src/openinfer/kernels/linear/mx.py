@@ -1,0 +1,250 @@
+"""Products of the op "project", with bf16 weights and those with E8M0 scales: packed weights in the kernel where tokens
+are few, made bf16 first where they are many."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from openinfer.kernels.errors import ContractError
+from openinfer.kernels.formats.linear import Linear, Plain
+from openinfer.kernels.linear.choices import measured, rule
+from openinfer.kernels.linear.problem import Kernel, Operand, Problem, sums_of_parts
+from openinfer.kernels.op.launch import (
+    Aligned,
+    Arg,
+    Command,
+    Launch,
+    Scratch,
+    aligned,
+    depth,
+    launch,
+    power_of_two,
+)
+from openinfer.kernels.op.rounding import SCALE_BLOCK
+from openinfer.kernels.op.target import Target, shared_bytes
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
+
+_DEVICE = "openinfer.kernels.device.packed_linear"
+
+FEW, FEW_PACKED, FEW_IN_GROUPS, FEW_CODED = 64, 128, 512, 512
+"""Up to this many tokens the time is that of reading the weights. The limits of packed weights and of groups are
+higher: several reads cost less than making the weights bf16, or than one product a group."""
+
+ROWS, WARPS = 64, 4
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTile:
+    """Rows of float8 weights and tokens at a time, and how many programs share the columns."""
+
+    rows: int
+    bm: int
+    split: int
+    warps: int
+    stages: int
+
+
+def multiplies_codes(target: Target) -> bool:
+    """Whether products of values that q8 gave are of float8 codes: on Hopper, whose tensor cores multiply them at twice
+    the rate of bf16, without anything to unpack."""
+    return target.arch == 90 and not target.batch_invariant
+
+
+def packed_tile(target: Target, tokens: int, n: int, k: int) -> PackedTile:
+    """The tile for a float8 weight [n, k], as measured on an H200 for the weights of V4-Flash.
+
+    K is split further while each program keeps enough blocks of 128 columns and the programs do not yet fill the GPU
+    several times. With at least eight blocks left, the split goes on up to more programs than with four."""
+    bm = min(64, max(16, power_of_two(tokens)))
+    rows = 2 * ROWS if n >= 2 * ROWS * target.num_sms or tokens > 256 else ROWS
+    programs, blocks, split = -(-n // rows) * -(-tokens // bm), k // 128, 1
+    few, many = (2.0, 4.0) if bm == 16 else (1.5, 2.0)
+    while blocks >= 8 * split:
+        if programs * split * 2 > (many if blocks >= 16 * split else few) * target.num_sms:
+            break
+        split *= 2
+    return PackedTile(rows, bm, split, WARPS, 3 if rows > ROWS else 4)
+
+
+def _scale_rows(p: Problem) -> int:
+    """Rows of a float8 weight that share scales: fewer than 128 where a rank has a part of a block of each stacked
+    projection."""
+    return SCALE_BLOCK if p.parts == 1 else min(p.rows // p.parts, SCALE_BLOCK)
+
+
+def _takes_codes(p: Problem) -> bool:
+    return (
+        p.op == "project"
+        and p.form != Plain()
+        and p.rounded
+        and p.groups == 1
+        and p.m <= FEW_CODED
+        and multiplies_codes(p.target)
+        and p.k % 128 == 0
+        and _scale_rows(p) == SCALE_BLOCK
+    )
+
+
+def _takes_few(p: Problem) -> bool:
+    few = FEW_IN_GROUPS if p.groups > 1 else FEW if p.form == Plain() else FEW_PACKED
+    return p.op == "project" and (p.m <= few or p.target.arch < 90 or p.target.batch_invariant)
+
+
+def _many(p: Problem) -> Iterator[Command | Problem]:
+    """Products of bf16 matrices; of columns of wider ones by the kernel that reads through tensor maps."""
+    op, rows = "linear_add" if p.out.dtype == bfloat16 else "logits", p.rows // p.groups
+    for g in range(p.groups):
+        ours: Operand
+        if p.form == Plain():
+            ours = _tensor(p.weight.weight)[g * rows : (g + 1) * rows]
+        else:
+            ours = Scratch((rows, p.k), bfloat16)
+            yield _dequantized(p, ours, g * rows)
+        out, x = p.out, _tensor(p.x)
+        if isinstance(out, Tensor):
+            out, x = out[:, g * rows : (g + 1) * rows], x[:, g * p.k : (g + 1) * p.k]
+        if x.is_contiguous and (isinstance(out, Scratch) or out.is_contiguous):
+            choice = measured(p.target, op, p.m, rows, p.k)
+        else:
+            choice = rule(dataclasses.replace(p.target, cublas=False), op, p.m, rows, p.k)
+        if choice.kind in ("gemv", "small"):
+            choice = rule(p.target, op, FEW + 1, rows, p.k)
+        yield Problem(p.target, op, out, x, Linear(ours), choice=choice)
+
+
+def _tensor(operand: Operand | None) -> Tensor:
+    assert isinstance(operand, Tensor)
+    return operand
+
+
+def _few(p: Problem) -> Iterator[Command]:
+    x, weight, k, float8 = _tensor(p.x), _tensor(p.weight.weight), p.k, p.form != Plain()
+    if float8 and k % 64:
+        raise ContractError(f"a float8 weight has {k} columns; on a GPU they are a multiple of 64")
+    rows, bm = p.n // p.groups, min(FEW, max(16, power_of_two(p.m)))
+    if p.target.batch_invariant:
+        bm = 16
+    bk = 64 if float8 else depth(k, 128 if bm <= 32 else 64)
+    tiles, columns, split = -(-p.m // bm) * p.groups, -(-rows // ROWS), 1
+    while split < 16 and not p.target.batch_invariant:
+        if columns * tiles * split >= 2 * p.target.num_sms or k // bk < split * 8:
+            break
+        split *= 2
+    words = weight.view_as(int32) if float8 else weight
+    args: dict[str, Arg] = {
+        "out": p.out,
+        "x": x,
+        "weight": words,
+        "scales": p.weight.scales or weight,
+        **sums_of_parts(split, (split, p.m, p.n), columns * tiles),
+        "M": p.m,
+        "N": Aligned(p.n),
+        "K": Aligned(k),
+        "K_WORDS": Aligned(words.shape[1]),
+        "GROUP_ROWS": Aligned(rows),
+        "x_stride": aligned(x.strides[0]),
+        "scale_blocks": -(-k // 128),
+    }
+    constants = {
+        "BM": bm,
+        "ROWS": ROWS,
+        "BK": bk,
+        "SPLIT": split,
+        "WARPS": WARPS,
+        "FLOAT8": float8,
+        "SCALE_ROWS": _scale_rows(p),
+        "PAIRS": p.target.arch >= 90 and not p.target.interpreted,
+    }
+    turn = bk * (ROWS * weight.itemsize + 2 * bm)  # bytes of one stage
+    stages = min(5 if bm <= 32 else 4, (shared_bytes(p.target.arch) - 1024) // turn)
+    grid = (columns, split, tiles)
+    yield launch(_DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages)
+
+
+def _codes(p: Problem) -> Iterator[Launch]:
+    """Products of float8 codes: x is what q8 gave."""
+    x, k, tile = _tensor(p.x), p.k, packed_tile(p.target, p.m, p.rows, p.k)
+    padded, blocks = -(-p.m // tile.bm) * tile.bm, min(8, power_of_two(k // 128))
+    codes, x_scales = Scratch((p.m, k), float8_e4m3fn), Scratch((k // 128, padded), float32)
+    args: dict[str, Arg] = {
+        "codes": codes,
+        "scales": x_scales,
+        "x": x,
+        "width": Aligned(k),
+        "x_stride": aligned(x.strides[0]),
+        "TOKENS": Aligned(padded),
+    }
+    yield launch(_DEVICE, "code_rows", (p.m, -(-k // (128 * blocks))), args, {"BLOCKS": blocks})
+    columns, tiles = -(-p.n // tile.rows), -(-p.m // tile.bm)
+    args = {
+        "out": p.out,
+        "x": codes,
+        "x_scales": x_scales,
+        "weight": p.weight.weight,
+        "scales": _tensor(p.weight.scales),
+        **sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles),
+        "M": p.m,
+        "N": Aligned(p.n),
+        "K": Aligned(k),
+        "K_BLOCKS": k // 128,
+        "TOKENS": Aligned(padded),
+    }
+    constants, warps = {"BM": tile.bm, "ROWS": tile.rows, "SPLIT": tile.split}, tile.warps
+    grid = (columns, tile.split, tiles)
+    yield launch(_DEVICE, "project_codes", grid, args, constants, num_warps=warps, num_stages=tile.stages)
+
+
+def _dequantized(p: Problem, out: Scratch, first: int) -> Launch:
+    """Some rows of a float8 weight made bf16."""
+    (n, k), scales = out.shape, _tensor(p.weight.scales)
+    args: dict[str, Arg] = {
+        "out": out,
+        "weight": p.weight.weight,
+        "scales": scales,
+        "first": first,
+        "N": n,
+        "K": Aligned(k),
+        "scale_blocks": scales.shape[1],
+    }
+    constants = {"BN": 32, "SCALE_ROWS": _scale_rows(p)}
+    return launch(_DEVICE, "dequantize", (-(-n // 32), -(-k // 128)), args, constants)
+
+
+KERNELS = (
+    Kernel("projection of codes", _takes_codes, _codes),
+    Kernel("projection of few", _takes_few, _few),
+    Kernel("projection of many", lambda p: p.op == "project", _many),
+)
+
+
+def q8_rows(out: Tensor) -> Launch:
+    """out through q8, in place."""
+    rows, width = out.shape
+    blocks = min(8, power_of_two(width // 128))
+    args: dict[str, Arg] = {"x": out, "width": Aligned(width)}
+    return launch(_DEVICE, "q8_rows", (rows, -(-width // (128 * blocks))), args, {"BLOCKS": blocks})
+
+
+def clamped_gate(out: Tensor, both: Scratch, limit: float, quantized: bool) -> Launch:
+    """out [T, I] from the gate's and the up projection's columns."""
+    rows, width = out.shape
+    blocks = min(8, power_of_two(width // 128))
+    args: dict[str, Arg] = {"out": out, "both": both, "limit": limit, "width": Aligned(width)}
+    constants = {"BLOCKS": blocks, "QUANTIZED": quantized}
+    return launch(_DEVICE, "clamped_gate", (rows, -(-width // (128 * blocks))), args, constants)
+
+
+def norm_rows(out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized: bool) -> Launch:
+    """out = the RMS norm of x, rounded by q8 if asked."""
+    rows, width = out.shape
+    args: dict[str, Arg] = {
+        "out": out,
+        "x": x,
+        "norm_weight": norm_weight,
+        "width": aligned(width),
+        "eps": eps,
+    }
+    constants = {"BLOCKS": power_of_two(-(-width // 128)), "QUANTIZED": quantized}
+    return launch(_DEVICE, "norm_rows", (rows,), args, constants, num_warps=8 if width > 2048 else 4)
