@@ -7,6 +7,7 @@ can go through its whole loop. Run by check_clients; prints `ready on URL`.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 from pathlib import Path
@@ -18,14 +19,24 @@ from openinfer.frontend.http import ChatTemplate, Tokenizer, create_app, run_ser
 from openinfer.frontend.testing import FakeEngine
 
 DATA = Path(__file__).parents[2] / "libs/frontend/tests/data"
-TEMPLATE = (
-    "{%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif -%}"
-    "{%- for m in messages -%}[{{ m.role }}]{{ m.content }}{%- endfor -%}"
-)
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}\n</tool_call>'
-SHELL = (
-    '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo sunny > weather.txt"}}\n</tool_call>'
-)
+SHELLS = {
+    "exec_command": "cmd",  # Codex
+    "Bash": "command",  # Claude Code
+    "run_shell_command": "command",  # Qwen Code
+    "bash": "command",  # opencode
+}
+"""Tools of coding agents that run a command, and what they call it."""
+COMMANDS = ("echo sunny > weather.txt", "cat weather.txt")
+"""What an agent is told to run, one after the other."""
+EDIT = """weather.txt
+```
+<<<<<<< SEARCH
+=======
+sunny
+>>>>>>> REPLACE
+```
+"""
 MARKDOWN = """# Title
 
 **bold** and `x < y`, <img src=x onerror="document.title='owned'"> <script>document.title = 'owned'</script>
@@ -42,26 +53,46 @@ print("hi")
 | 1 | 2 |
 """
 ANSWERS = (
-    ("[tool]", "It will be sunny in Bonn."),
-    ('"exec_command"', f"I look.\n{SHELL}"),
+    ("SEARCH/REPLACE", f"<think>\nI write a file.\n</think>\n\nIt will be sunny in Bonn.\n\n{EDIT}"),
     ("<tools>", f"<think>\nI need the weather.\n</think>\n\nI look.\n{CALL}"),
     ("Markdown", MARKDOWN),
     ("JSON", '```json\n{"city": "Bonn", "days": 2}\n```'),
     ("", "<think>\nhm\n</think>\n\nHello there, friend."),
 )
+LAST = "<think>\nI know it.\n</think>\n\nIt will be sunny in Bonn."
+
+
+def answer(prompt: str) -> str:
+    """What to say: calls while there are commands to run, the weather once the tools have answered."""
+    asked = prompt.rpartition("<|im_start|>user\n")[2]
+    results = asked.count("<|im_start|>tool\n")
+    shell = next((name for name in SHELLS if f'"name": "{name}"' in prompt), None)
+    if shell is not None and results < len(COMMANDS):
+        arguments = {SHELLS[shell]: COMMANDS[results], "description": "Tells the weather"}
+        if shell == "run_shell_command":
+            arguments["is_background"] = False
+        call = json.dumps({"name": shell, "arguments": arguments})
+        return f"<think>\nI need the weather.\n</think>\n\nI look.\n<tool_call>\n{call}\n</tool_call>"
+    return LAST if results else next(text for mark, text in ANSWERS if mark in prompt)
 
 
 class Speaker(FakeEngine):
-    """Says the first of ANSWERS whose mark is in the prompt, and ends; what a request forces changes nothing."""
+    """Says what `answer` does, and ends; what a request forces changes nothing. A prompt that closes the thoughts gets
+    none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(model="speaker", max_model_len=1 << 18, features=["grammar"])
         self._tokenizer = tokenizer
-        self._answers = [(mark, [*tokenizer.encode_short(text), 2]) for mark, text in ANSWERS]
+        self._scripts: dict[int, list[int]] = {}
 
     def _generate(self, live: Any, outputs: StepOutputs) -> None:
-        prompt = self._tokenizer.decode(live.request.prompt_token_ids, False)
-        self._script = next(script for mark, script in self._answers if mark in prompt)
+        if live.generated == 0:
+            prompt = self._tokenizer.decode(live.request.prompt_token_ids, False)
+            said = answer(prompt)
+            if prompt.rstrip().endswith("</think>"):
+                said = said.rpartition("</think>\n\n")[2]
+            self._scripts[live.request.id] = [*self._tokenizer.encode_short(said), 2]
+        self._script = self._scripts[live.request.id]
         super()._generate(live, outputs)
 
 
@@ -73,7 +104,7 @@ async def main() -> None:
     app = create_app(
         driver,
         tokenizer=tokenizer,
-        template=ChatTemplate(TEMPLATE, {}),
+        template=ChatTemplate((DATA / "agents.jinja").read_text(), {}),
         tool_parser="hermes",
         reasoning_parser="qwen3",
     )

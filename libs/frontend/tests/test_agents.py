@@ -1,12 +1,16 @@
 """What coding agents send is served, and what they read in an answer or a refusal is there, on all three APIs."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from openinfer.frontend.http import ChatTemplate
+from openinfer.frontend.contract import Request, StepOutputs
+from openinfer.frontend.http import ChatTemplate, Tokenizer
+from openinfer.frontend.testing import FakeEngine
+from openinfer.frontend.thread_driver import ThreadDriver
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -16,34 +20,7 @@ WEATHER = {
 }
 CALL = '<tool_call>\n{"name": "NAME", "arguments": {"city": "Bonn"}}\n</tool_call>'
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
-TEMPLATE = """
-{%- if tools -%}<tools>{{ tools | tojson }}</tools>{%- endif -%}
-{%- for m in messages -%}
-<|im_start|>{{ m.role }}
-{% if m.role == "assistant" -%}
-<think>
-{{ m.reasoning }}
-</think>
-
-{% endif -%}
-{{ m.content }}
-{%- for c in m.tool_calls or [] %}
-<tool_call>
-{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
-</tool_call>
-{%- endfor -%}
-<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking -%}
-<think>
-
-</think>
-
-{% endif -%}
-{%- endif -%}
-"""
+TEMPLATE = (Path(__file__).parent / "data" / "agents.jinja").read_text()
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
 
 
@@ -285,7 +262,7 @@ def test_what_a_tool_gives_beside_text_is_named_in_its_place(live: Any, tokenize
         assert "in results of tools are left out: this model reads only text" in said
     messages = [*HI, called, {"role": "tool", "tool_call_id": "t", "content": [text, url]}]
     prompt = tokenizer.decode(live.post("/tokenize", messages=messages).json()["tokens"], False)
-    assert "see:\n[image_url: left out, because this model reads only text]" in prompt
+    assert "see:[image_url: left out, because this model reads only text]" in prompt
 
 
 def test_what_the_user_gives_beside_text_stays_refused(live: Any) -> None:
@@ -586,3 +563,80 @@ def test_models_have_the_fields_of_both_apis(live: Any) -> None:
     assert (model["type"], model["object"], model["display_name"]) == ("model", "model", "fake")
     assert model["created_at"].endswith("Z")
     assert live.http.get("/v1/models/fake").json() == model
+
+
+# ---- whole sessions, recorded
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "agents.json").read_text())
+"""Requests of agents in the order in which they sent them, their own texts replaced, and what the model said."""
+
+
+class Replay(FakeEngine):
+    """Says one answer after the other, and remembers the prompts."""
+
+    def __init__(self, tokenizer: Tokenizer, answers: list[str]) -> None:
+        super().__init__(max_model_len=1 << 17, features=["grammar"])
+        self.prompts: list[list[int]] = []
+        self._answers = [[*tokenizer.encode_short(text), 2] for text in answers]
+
+    def submit(self, request: Request) -> None:
+        self.prompts.append(request.prompt_token_ids)
+        super().submit(request)
+
+    def _generate(self, live: Any, outputs: StepOutputs) -> None:
+        self._script = self._answers[len(self.prompts) - 1]
+        super()._generate(live, outputs)
+
+
+def cached(path: str, answer: httpx.Response) -> int:
+    """What the usage says of the prefix cache."""
+    body = answer.json()
+    usage = body["usage"]
+    if path == MESSAGES:
+        return int(usage["cache_read_input_tokens"])
+    return int(usage["prompt_tokens_details" if path == CHAT else "input_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("session", RECORDED, ids=lambda session: session["agent"])
+def test_a_session_reuses_all_before_the_new_message(start: Any, tokenizer: Any, session: Any) -> None:
+    engine = Replay(tokenizer, session["answers"])
+    app = {
+        "template": ChatTemplate(TEMPLATE, {}),
+        "tool_parser": "hermes",
+        "reasoning_parser": "qwen3",
+        "model_names": ["speaker"],
+    }
+    live = start(app=app, driver=ThreadDriver(lambda: engine))
+    turn = "<|im_start|>"
+    for index, request in enumerate(session["requests"]):
+        answer = live.post(session["path"], **request | {"stream": False, "stream_options": None})
+        assert answer.status_code == 200, answer.text
+        if index == 0:
+            continue
+        before = tokenizer.decode(engine.prompts[index - 1], False) + session["answers"][index - 1]
+        turns = before.split(turn)
+        match session["reuse"][index - 1]:
+            case "answer":
+                shared = before
+            case "user":  # thoughts are written only behind the last message of the user
+                last = max(place for place, text in enumerate(turns) if text.startswith("user"))
+                shared = turn.join(turns[: last + 1])
+            case int(count):  # this agent changes its history from there on
+                shared = turn.join(turns[: count + 1])
+        known = len(tokenizer.encode_short(shared))
+        assert cached(session["path"], answer) >= (known - 1) // 16 * 16
+        assert tokenizer.decode(engine.prompts[index], False).startswith(shared)
+
+
+def test_a_new_session_of_claude_code_reuses_its_system_prompt(speak: Any) -> None:
+    live = speak(engine={"max_model_len": 1 << 17})
+    request = RECORDED[0]["requests"][0] | {"model": "fake", "stream": False, "thinking": None}
+    served(live, MESSAGES, **request)
+    head = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.f0f; cc_entrypoint=cli;"}
+    other = [{"role": "user", "content": "Another question, in another session."}]
+    usage = served(
+        live, MESSAGES, **request | {"system": [head, *request["system"][1:]], "messages": other}
+    ).json()["usage"]
+    assert usage["cache_read_input_tokens"] > 0.9 * (
+        usage["input_tokens"] + usage["cache_read_input_tokens"] - 40
+    )

@@ -1,5 +1,6 @@
 """An engine without a model, for testing frontends, drivers and load generators."""
 
+import itertools
 import os
 import time
 from collections import deque
@@ -32,11 +33,14 @@ from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["FakeEngine"]
 
+BLOCK = 16
+
 
 @dataclass(slots=True)
 class _Live:
     request: Request
     generated: int = 0
+    token_ids: list[int] = field(default_factory=list)
     stops: frozenset[int] = field(default_factory=frozenset)
 
 
@@ -56,6 +60,9 @@ class FakeEngine:
     max_adapters: adapters that requests may name at once; a path with "bad" in it is refused in a future. adapters:
     the names of those that it starts with.
     features: what it claims to honour besides logprobs and prefix_cache (its tokens stay the known ones).
+
+    Its prefix cache has every block of 16 tokens that it has seen: of prompts from when they are scheduled, of outputs
+    from their end.
     """
 
     def __init__(
@@ -91,7 +98,7 @@ class FakeEngine:
             vocab_size=vocab_size,
             eos_token_ids=[2, 0] if eos_token_ids is None else eos_token_ids,
             kv_capacity_tokens=max_running * max_model_len,
-            block_size=16,
+            block_size=BLOCK,
             features=["logprobs", "prefix_cache", *(features or ())],
             max_adapters=max_adapters,
             hang_timeout_s=hang_timeout_s,
@@ -106,7 +113,7 @@ class FakeEngine:
         self._running: dict[int, _Live] = {}
         self._ready = StepOutputs()
         self._stats = EngineStats(adapters=[AdapterState(name, "/flag", 0, 0) for name in adapters])
-        self._seen_prompts: set[tuple[int, ...]] = set()
+        self._seen_blocks: set[int] = set()
         self._has_tokens = False
 
     def submit(self, request: Request) -> None:
@@ -143,7 +150,7 @@ class FakeEngine:
         if isinstance(command, LoadAdapter | UnloadAdapter):
             return self._adapt(command)
         if isinstance(command, ResetPrefixCache):
-            self._seen_prompts.clear()
+            self._seen_blocks.clear()
         if isinstance(command, Sleep | WakeUp):
             self._stats.asleep = isinstance(command, Sleep)
             self._stats.weights_dropped |= isinstance(command, Sleep) and command.level == 2
@@ -201,9 +208,11 @@ class FakeEngine:
             time.sleep(3600)
 
     def _admit(self, request: Request, outputs: StepOutputs) -> None:
-        prompt = tuple(request.prompt_token_ids)
-        cached = (len(prompt) - 1) // 16 * 16 if prompt in self._seen_prompts else 0
-        self._seen_prompts.add(prompt)
+        prompt = request.prompt_token_ids
+        blocks = _blocks(request, prompt)
+        known = itertools.takewhile(self._seen_blocks.__contains__, blocks)
+        cached = min(len(list(known)), (len(prompt) - 1) // BLOCK) * BLOCK
+        self._seen_blocks.update(blocks)
         self._stats.prompt_tokens += len(prompt)
         self._stats.prefix_query_tokens += len(prompt)
         self._stats.prefix_hit_tokens += cached
@@ -229,6 +238,7 @@ class FakeEngine:
         if token in live.stops and live.generated < request.sampling.min_tokens:
             token = self._filler
         live.generated += 1
+        live.token_ids.append(token)
         self._stats.generation_tokens += 1
         outputs.request_ids.append(request.id)
         outputs.token_ids.append(token)
@@ -250,5 +260,18 @@ class FakeEngine:
         return TokenLogprobs(-0.5, top, [-0.5 - place for place in range(wanted)], rank)
 
     def _finish(self, outputs: StepOutputs, finished: Finished) -> None:
-        del self._running[finished.id]
+        live = self._running.pop(finished.id)
+        self._seen_blocks.update(_blocks(live.request, live.request.prompt_token_ids + live.token_ids[:-1]))
         outputs.updates.append(finished)
+
+
+def _blocks(request: Request, token_ids: Sequence[int]) -> list[int]:
+    """A hash for each whole block, which covers all before it, and what keeps requests' blocks apart."""
+    starts = range(0, len(token_ids) - BLOCK + 1, BLOCK)
+    first = hash((request.cache_salt, request.adapter))
+    hashes = itertools.accumulate(
+        (tuple(token_ids[start : start + BLOCK]) for start in starts),
+        lambda before, block: hash((before, block)),
+        initial=first,
+    )
+    return list(hashes)[1:]
