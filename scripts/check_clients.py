@@ -4,8 +4,9 @@ For every client (all by default) a fresh environment gets the pinned packages b
 program in scripts/clients runs there against three servers on the loopback: a small model of random weights on the CPU,
 one that says what a request tells it to say (speaker.py), and a small trained model. Besides clients there are `page`,
 which looks at / with a headless Chromium, and `openapi`, which runs Schemathesis on the document. No other address can
-be reached: telemetry is off, and proxies lead nowhere. With `--write` the table of docs/clients.md gets the rows of the
-clients that ran. With `--here` no environment is made: the script's own has the clients.
+be reached: telemetry is off, and proxies lead nowhere (Qwen Code, which heeds no NO_PROXY, has none). With `--write`
+the table of docs/clients.md gets the rows of the clients that ran. With `--here` no environment is made: the script's
+own has the clients.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ CLIENTS = {
     "agents": Client(
         "openai-agents", ("openai-agents==0.24.0",), "agents with tools, hand-overs, streams, both APIs"
     ),
+    "aider": Client("aider", ("aider-chat==0.86.2",), "edits a file in two turns"),
     "aiperf": Client("aiperf", ("aiperf==0.13.0",), "loads on chats, completions, responses and messages"),
     "anthropic": Client(
         "anthropic", ("anthropic==2.12.0",), "messages, streams, tools, typed answers, thoughts"
@@ -70,8 +72,17 @@ CLIENTS = {
         ("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"),
         "chats, streams, an assistant with a tool, typed answers",
     ),
+    "claude_code": Client(
+        "Claude Code",
+        ("@anthropic-ai/claude-code@2.1.197",),
+        "commands in three sessions, over /v1/messages; what they reuse",
+        npm=True,
+    ),
     "codex": Client(
-        "Codex CLI", ("@openai/codex@0.169.0",), "a task with a command, over /v1/responses", npm=True
+        "Codex CLI",
+        ("@openai/codex@0.171.0",),
+        "commands and a tool of an MCP server in two turns, over /v1/responses; what they reuse",
+        npm=True,
     ),
     "crewai": Client(
         "crewai", ("crewai==1.15.30",), "its models, streams, a crew with a tool, typed answers"
@@ -108,6 +119,9 @@ CLIENTS = {
         ("mirascope[openai,anthropic]==2.8.2",),
         "calls, streams, a tool, typed answers, on three APIs",
     ),
+    "opencode": Client(
+        "opencode", ("opencode-ai@1.18.33",), "commands in two turns on three APIs; what they reuse", npm=True
+    ),
     "openai_node": Client(
         "openai-node", ("openai@6.49.0", "zod@4.6.7"), "chats, tool runner, responses, zod", npm=True
     ),
@@ -118,6 +132,9 @@ CLIENTS = {
     "page": Client("Chromium", ("selenium==4.51.0",), "the page at /"),
     "pydantic_ai": Client(
         "pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "tools, types with dates, both APIs"
+    ),
+    "qwen_code": Client(
+        "Qwen Code", ("@qwen-code/qwen-code@0.15.10",), "commands in two turns; what they reuse", npm=True
     ),
     "semantic_kernel": Client(
         "semantic-kernel",

@@ -54,7 +54,12 @@ def check_noise_streams_as_it_comes(real: str, speaker: str) -> None:
 
 def check_a_tools_round(real: str, speaker: str) -> None:
     with client(speaker) as c:
-        options: dict[str, Any] = {"model": "speaker", "max_tokens": 300, "tools": [WEATHER]}
+        options: dict[str, Any] = {
+            "model": "speaker",
+            "max_tokens": 300,
+            "tools": [WEATHER],
+            "thinking": {"type": "adaptive"},
+        }
         first = c.messages.create(messages=ASK, **options)
         assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
         assert first.stop_reason == "tool_use"

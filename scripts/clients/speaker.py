@@ -27,6 +27,8 @@ SHELLS = {
     "bash": "command",  # opencode
 }
 """Tools of coding agents that run a command, and what they call it."""
+MCP = "mcp__w__weather"
+"""A tool of an MCP server, as Codex names it."""
 COMMANDS = ("echo sunny > weather.txt", "cat weather.txt")
 """What an agent is told to run, one after the other."""
 EDIT = """weather.txt
@@ -59,21 +61,27 @@ ANSWERS = (
     ("JSON", '```json\n{"city": "Bonn", "days": 2}\n```'),
     ("", "<think>\nhm\n</think>\n\nHello there, friend."),
 )
-LAST = "<think>\nI know it.\n</think>\n\nIt will be sunny in Bonn."
+LAST = "It will be sunny in Bonn."
 
 
 def answer(prompt: str) -> str:
-    """What to say: calls while there are commands to run, the weather once the tools have answered."""
-    asked = prompt.rpartition("<|im_start|>user\n")[2]
-    results = asked.count("<|im_start|>tool\n")
-    shell = next((name for name in SHELLS if f'"name": "{name}"' in prompt), None)
-    if shell is not None and results < len(COMMANDS):
-        arguments = {SHELLS[shell]: COMMANDS[results], "description": "Tells the weather"}
-        if shell == "run_shell_command":
-            arguments["is_background"] = False
-        call = json.dumps({"name": shell, "arguments": arguments})
+    """What to say: calls while an agent has something to run, the weather once the tools have answered."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+    for name, field in SHELLS.items():
+        if f'"name": "{name}"' in prompt:
+            more = {"is_background": False} if name == "run_shell_command" else {}
+            calls += [
+                (name, {field: command, "description": "Tells the weather", **more}) for command in COMMANDS
+            ]
+    if calls and f'"name": "{MCP}"' in prompt:
+        calls.append((MCP, {"city": "Bonn"}))
+    results = prompt.rpartition("<|im_start|>user\n")[2].count("<|im_start|>tool\n")
+    if results < len(calls):
+        call = json.dumps(dict(zip(("name", "arguments"), calls[results], strict=True)))
         return f"<think>\nI need the weather.\n</think>\n\nI look.\n<tool_call>\n{call}\n</tool_call>"
-    return LAST if results else next(text for mark, text in ANSWERS if mark in prompt)
+    if "<|im_start|>tool\n" in prompt:
+        return LAST
+    return next(text for mark, text in ANSWERS if mark in prompt)
 
 
 class Speaker(FakeEngine):
