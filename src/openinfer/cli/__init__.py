@@ -99,6 +99,12 @@ def _bench(argv: list[str]) -> int:
     return main(argv)
 
 
+def _check(argv: list[str]) -> int:
+    from openinfer.cli.check import main
+
+    return main(argv)
+
+
 def _explain(argv: list[str]) -> int:
     from openinfer.cli.explain.command import main
 
@@ -124,6 +130,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "bench": ("measure: a server, steps, ops, the host, answers", _bench),
     "tune": ("measure which kernels are fastest for a checkpoint on this GPU", _tune),
     "plan": ("a server's latencies and throughput over load, before there is one; needs no GPU", _plan),
+    "check": ("what a checkpoint is, whether it loads, its memory; reads headers only", _check),
     "explain": ("a step op by op: floor, cost, memory plan; needs no GPU", _explain),
     "selftest": ("check this machine's GPU: tests, accuracy, speed", _selftest),
 }
