@@ -18,9 +18,9 @@ import pytest
 import zmq
 
 from openinfer.kvpool import InvalidConfig
+from openinfer.recipes.engine.devices import split
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
-from openinfer.recipes.engine.replicas import split
 
 MODEL = Path(__file__).parent / "goldens" / "qwen3-tiny"
 

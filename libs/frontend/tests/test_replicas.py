@@ -24,6 +24,7 @@ from openinfer.frontend import (
 from openinfer.frontend.client import Delta, Health
 from openinfer.frontend.contract import (
     AdapterState,
+    Command,
     EngineInfo,
     LoadAdapter,
     ResetPrefixCache,
@@ -307,6 +308,17 @@ def test_all_replicas_sleep_or_none() -> None:
     assert [replica.asleep for replica in group.replicas] == [False, False]
     with pytest.raises(Unsupported, match="would have other weights"):
         control(Sleep(2))
+
+
+@pytest.mark.parametrize("command", [Sleep(), ResetPrefixCache()])
+def test_a_command_that_one_replica_refuses_costs_no_other_its_prefixes(command: Command) -> None:
+    group, heard = Group(3), []
+    for replica in group.replicas:
+        replica.control = lambda command: heard.append(command)  # type: ignore[method-assign, assignment]
+    group.ask([1] * 200)
+    with pytest.raises(Unsupported, match="1 requests run or wait"):
+        asyncio.run(group.client.control(command))
+    assert heard == []
 
 
 def test_sums() -> None:

@@ -18,7 +18,7 @@ from openinfer.graph.runner import Leader, LoneLeader, Ring, Runner, Writer, rea
 from openinfer.kernels import Op, Pack
 from openinfer.kernels.authoring import CacheForm
 from openinfer.kvpool import Pool
-from openinfer.recipes.engine.engine import Bounds, Engine, Served
+from openinfer.recipes.engine.engine import Engine, Served
 from openinfer.recipes.engine.followers import NoFollowers
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.offload import Cache
@@ -57,9 +57,8 @@ def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs
     pool = Pool(blueprint.groups(limits, [blocks] * groups), prefix_cache=False)
     followers = NoFollowers()
     desk = desk_of(blueprint, model, arena, stream, limits, (), followers, lambda: lambda done, total: None)
-    served = Served("host", tuple(blueprint.eos_token_ids))
-    bounds = Bounds(rows, LENGTH, max_queued=4096)
-    return Engine(runner, Cache(pool), FirstCome(TOKENS), desk, bounds, served, followers)
+    served = Served("host", tuple(blueprint.eos_token_ids), rows, LENGTH, max_queued=4096)
+    return Engine(runner, Cache(pool), FirstCome(TOKENS), desk, served, followers)
 
 
 CPU = Device("cpu")

@@ -20,6 +20,7 @@ from openinfer.frontend.contract import (
     EngineStats,
     LoadAdapter,
     Request,
+    ResetPrefixCache,
     Sleep,
     SlowTraces,
     StepTimes,
@@ -176,6 +177,11 @@ class ReplicatedClient:
             if not replica.health().ok:  # the replicas must stay alike
                 why = f"replica {index} is down, so none does this: {replica.health().detail}; try again"
                 raise EngineDeadError(why)
+        if isinstance(command, Sleep | ResetPrefixCache) and any(self._load):
+            # An idle replica would forget its prefixes before a busy one refuses, and nothing brings them back.
+            raise Unsupported(
+                f"{sum(self._load)} requests run or wait; this is possible only while none does"
+            )
         undo: dict[int, Command] = {}
         if isinstance(command, Sleep | WakeUp):
             asleep = isinstance(command, WakeUp)

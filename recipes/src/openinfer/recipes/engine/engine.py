@@ -61,20 +61,15 @@ FEATURES = ["logprobs", "prompt_logprobs", "penalties", "logit_bias", "allowed_t
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """The most rows of a step, tokens of a sequence, and requests that wait."""
-
-    max_rows: int
-    max_model_len: int
-    max_queued: int
-
-
-@dataclass(frozen=True, slots=True)
 class Served:
-    """The model that an engine serves: its name, and the adapters that are there from the start."""
+    """What an engine serves: its model, and the adapters that are there from the start; and the most rows of a step,
+    tokens of a sequence, and requests that wait."""
 
     name: str
     eos_token_ids: tuple[int, ...]
+    max_rows: int
+    max_model_len: int
+    max_queued: int
     adapters: Sequence[Adapter] = ()
 
 
@@ -87,16 +82,15 @@ class Engine:
         cache: Cache,
         policy: Policy,
         desk: WeightsDesk,
-        bounds: Bounds,
         served: Served,
         followers: Followers | NoFollowers,
         store: Store | None = None,
     ) -> None:
         self.runner, self._cache, self._followers, self._store = runner, cache, followers, store
         self._vocab_size, self._eos_token_ids = runner.model.vocab_size, served.eos_token_ids
-        drafting, pool, tiers, max_queued = runner.drafting, cache.pool, cache.tiers, bounds.max_queued
+        drafting, pool, tiers, max_queued = runner.drafting, cache.pool, cache.tiers, served.max_queued
         self._loop = StepLoop(
-            runner, pool, policy, max_rows=bounds.max_rows, max_model_len=bounds.max_model_len,
+            runner, pool, policy, max_rows=served.max_rows, max_model_len=served.max_model_len,
             max_queued=max_queued, speculation=drafting if isinstance(drafting, Drafting) else None,
             lone_tokens=runner.buckets.lone_tokens,
         )  # fmt: skip
@@ -115,7 +109,7 @@ class Engine:
         self._counts_at_ready = DriverCounts.now()
         self.info = EngineInfo(
             model=served.name,
-            max_model_len=bounds.max_model_len,
+            max_model_len=served.max_model_len,
             vocab_size=self._vocab_size,
             eos_token_ids=list(served.eos_token_ids),
             kv_capacity_tokens=pool.capacity_tokens,

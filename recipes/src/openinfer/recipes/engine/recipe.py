@@ -84,7 +84,7 @@ class Recipe(ABC, Generic[O]):
 
     def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> list[EngineSpec]:
         """The engines of --data-parallel-size, each on devices of its own. Raises SetupError."""
-        from openinfer.recipes.engine.replicas import split
+        from openinfer.recipes.engine.devices import split
 
         return [self._spec(model_dir, options) for options in split(self.parsed(args), count)]
 

@@ -36,7 +36,7 @@ from openinfer.recipes.engine.adapters import read_modules
 from openinfer.recipes.engine.blueprint import Blueprint, M
 from openinfer.recipes.engine.config_fields import end_token
 from openinfer.recipes.engine.devices import devices_of, open_device
-from openinfer.recipes.engine.engine import Bounds, Engine, Served
+from openinfer.recipes.engine.engine import Engine, Served
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.followers import Followers, NoFollowers
 from openinfer.recipes.engine.following import Following
@@ -159,8 +159,11 @@ class Builder(Generic[O]):
         ends = tuple(dict.fromkeys((*self.blueprint.eos_token_ids, *end)))
         engine = Engine(
             self.runner, self.cache, _policy(self.options, limits), self.desk,
-            Bounds(limits.max_rows, limits.max_model_len, self.options.max_num_queued_reqs),
-            Served(path.name, ends, self.loaded), self.followers, self.store,
+            Served(
+                path.name, ends, limits.max_rows, limits.max_model_len, self.options.max_num_queued_reqs,
+                self.loaded,
+            ),
+            self.followers, self.store,
         )  # fmt: skip
         self.followers.begin()
         if tiers is not None:  # after everything else, because it goes on to lock memory

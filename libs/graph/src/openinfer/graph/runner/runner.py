@@ -19,11 +19,10 @@ from openinfer.graph.runner.host import recorded
 from openinfer.graph.runner.masking import Constrained, Masking, NoMasks, accept, constrained_rows
 from openinfer.graph.runner.model import Masks, Model
 from openinfer.graph.runner.proposing import keeps
-from openinfer.graph.runner.sampling import Sampling
+from openinfer.graph.runner.sampling import Sampling, Wishes
 from openinfer.graph.runner.scoring import Scores, Share, read_scores, write_scores
 from openinfer.graph.runner.segments import UPLOAD, segments
 from openinfer.graph.runner.verifying import read_verified, write_following, write_verified
-from openinfer.graph.runner.wishes import Wishes
 from openinfer.graph.steps import StepGraphs
 from openinfer.graph.watch.trace import StepTrace
 from openinfer.graph.watch.watch import NoWatch, Watch

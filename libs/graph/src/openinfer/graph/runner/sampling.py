@@ -1,8 +1,11 @@
-"""Sampling: the part of a request that its row on the device needs."""
+"""Sampling: the part of a request that its row on the device needs; Wishes: what the rows of a step ask for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from openinfer.graph.runner.drafting import Proposal
 from openinfer.graph.runner.model import Constraint
@@ -10,6 +13,8 @@ from openinfer.graph.runner.scoring import PromptScore
 from openinfer.graph.runner.verifying import DraftCounts
 from openinfer.kernels.lora.adapters import Adapter
 from openinfer.sampler import SamplingParams
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(slots=True)
@@ -27,3 +32,30 @@ class Sampling:
     proposal: Proposal | None = None
     draftless: bool = False  # the request wants no drafts
     drafted: DraftCounts = field(default_factory=DraftCounts)
+
+
+class Wishes:
+    """The wishes of the sequences in the slots, because a step does no more than its rows ask for. A slot that never
+    held a sequence asks for nothing."""
+
+    def __init__(self, slots: int) -> None:
+        self._tops, self._more = np.zeros(slots, bool), np.zeros(slots, bool)
+
+    def join(self, slot: int, sampling: Sampling) -> None:
+        """A sequence takes the slot."""
+        params = sampling.params
+        self._tops[slot] = bool(params.logprobs)
+        self._more[slot] = (
+            not params.is_greedy
+            or params.adjusts_logits
+            or params.logprobs is not None
+            or sampling.constraint is not None
+        )
+
+    def tops(self, slots: Array) -> bool:
+        """Whether one of these slots asks for the most likely tokens."""
+        return bool(self._tops[slots].any())
+
+    def greedy(self, slots: Array) -> bool:
+        """Whether all of these slots want the largest of the raw logits and no logprob (sampler.gpu.greedy_rows)."""
+        return not self._more[slots].any()

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 
@@ -265,16 +266,15 @@ class EngineConformance:
         engine = session.engine
         if not isinstance(engine, Engine):
             raise TypeError("the suite drives an engine of openinfer.recipes.engine")
-        inner, engine.runner.pack = engine.runner.pack, (tap := _Tap(engine.runner.pack))
-        engine.runner.record()
         params = [SamplingParams(**asked, seed=seed, ignore_eos=True) for seed, asked in enumerate(SAMPLED)]
         prompts = self.prompts(len(params))
-        ids = [
-            session.submit(prompt, NEW, **asked, seed=seed, ignore_eos=True)
-            for seed, (prompt, asked) in enumerate(zip(prompts, SAMPLED, strict=True))
-        ]
-        session.finish()
-        engine.runner.pack = inner
+        with patch.object(engine.runner, "pack", tap := _Tap(engine.runner.pack)):
+            engine.runner.record()
+            ids = [
+                session.submit(prompt, NEW, **asked, seed=seed, ignore_eos=True)
+                for seed, (prompt, asked) in enumerate(zip(prompts, SAMPLED, strict=True))
+            ]
+            session.finish()
         engine.runner.record()
         for p, prompt, request in zip(params, prompts, ids, strict=True):
             output, lengths = session.outcomes[request].tokens, range(len(prompt), len(prompt) + NEW)
