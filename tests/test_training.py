@@ -6,8 +6,10 @@ import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -27,7 +29,8 @@ from openinfer.recipes.engine.startup import build
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3_5 import RECIPE as HYBRID
 from openinfer.sampler import SamplingParams
-from openinfer.tensor import Checkpoint, OutOfMemory, SharedWeights
+from openinfer.tensor import Checkpoint, OutOfMemory, SharedWeights, handover
+from openinfer.tensor.handover import Giver
 from openinfer.tensor.mapped import MappedMemory
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -480,6 +483,41 @@ def test_weights_come_from_another_processs_memory(engine: Engine, tmp_path: Pat
         engine.control(UpdateWeights(str(path), "9"))
     assert generate(engine, [request(PROMPT)]) == after
     assert engine.stats().weights_version == "8"
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("fault", ["silent", "no memory", "not sealed", "another user's"])
+def test_a_socket_that_gives_no_weights_is_refused_at_once(
+    engine: Engine, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And changes nothing: the engine waits for no stranger, and maps nothing that could become shorter."""
+    before = generate(engine, [request(PROMPT)])
+    path, file = str(tmp_path / "weights"), os.memfd_create("weights", os.MFD_ALLOW_SEALING)
+    os.truncate(file, 1 << 20)
+    monkeypatch.setattr("openinfer.tensor.shared.CONNECT_S", 0.2)
+    ended, words = (
+        threading.Event(),
+        {"silent": "timed out", "no memory": "no memory", "not sealed": "F_SEAL_SHRINK"},
+    )
+
+    def give(asking: socket.socket) -> None:
+        if fault == "silent":
+            ended.wait(30)
+        else:
+            socket.send_fds(asking, [b"\0" * 8], [file] * (fault != "no memory"))
+
+    giver = Giver(path, give, "giver")
+    if fault == "another user's":
+        monkeypatch.setattr(handover, "_user", lambda connection: os.getuid() + 1)
+    with pytest.raises(Unsupported, match=words.get(fault, "belongs to user")):
+        engine.control(UpdateWeights(path, "9"))
+    ended.set()
+    giver.close()
+    os.close(file)
+    hit = engine.pool.stats.hit_tokens
+    assert generate(engine, [request(PROMPT)]) == before
+    assert engine.pool.stats.hit_tokens > hit
+    assert engine.stats().weights_version == ""
 
 
 # -- a trainer and the engine --

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -385,6 +386,24 @@ def test_answers_have_the_keys_of_vllm(engines: Make) -> None:
         "remote_num_tokens": 64,
         "tp_size": 1,
     }
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("secret", [True, False])
+def test_a_request_cannot_fill_the_cache_from_a_peer_of_its_own(server: Any, secret: bool) -> None:
+    """Its blocks would be other users' answers."""
+    own = config() if secret else config(kv_connector_extra_config={})
+    live = server(GOLDENS / "qwen3-tiny", "--kv-transfer-config", own, "--kv-peer", "127.0.0.1:1")
+    with socket.create_server(("127.0.0.1", 0)) as liar:
+        liar.settimeout(0.0)
+        given = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": liar.getsockname()[1]}
+        body = {"prompt": PROMPTS[1], "max_tokens": 2, "kv_transfer_params": given}
+        answer = httpx.post(f"{live.url}/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "unsupported"
+        assert ("--kv-peer" if secret else "secret_file") in answer.json()["error"]["message"]
+        with pytest.raises(BlockingIOError):
+            liar.accept()
 
 
 def test_a_proxy_sends_requests_to_both_servers(server: Any) -> None:

@@ -29,7 +29,7 @@ from openinfer.tensor.peers import PeerMemory, PeerSegment
 from openinfer.tensor.stream import Stream
 from openinfer.tensor.tensor import Tensor
 
-CONNECT_S = 3.0
+CONNECT_S = 1.0
 """Seconds that the other process has to give its memory. The engine stands still meanwhile."""
 _PAGE = 4096
 
