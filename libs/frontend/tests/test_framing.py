@@ -162,9 +162,13 @@ def test_what_follows_a_refusal_is_not_parsed(live: Any, monkeypatch: pytest.Mon
     assert sum(seen) < 1000
 
 
-@pytest.mark.parametrize("raw", [PLAIN, CHUNKED, PLAIN + CHUNKED + PLAIN], ids=["plain", "chunked", "three"])
+@pytest.mark.parametrize(
+    "raw",
+    [PLAIN, CHUNKED, PLAIN + CHUNKED + PLAIN, PLAIN + PLAIN + CHUNKED[:-60], PLAIN + BAD["two hosts"]],
+    ids=["plain", "chunked", "three", "two and a half", "one and a bad one"],
+)
 def test_a_client_that_closes_its_sending_half_is_answered(live: Any, raw: bytes) -> None:
-    count = raw.count(b"POST")
+    count = sum(raw.count(body) for body in (PLAIN, CHUNKED))
     for stream in (False, True):
         sent = raw.replace(b'"max_tokens": 2', b'"stream": 1    ' if stream else b'"max_tokens": 2')
         with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
@@ -199,6 +203,23 @@ def test_a_whole_request_before_a_bad_one_is_answered(live: Any) -> None:
     said = exchange(live, PLAIN + BAD["two hosts"])
     assert said.startswith(b"HTTP/1.1 200")
     assert said.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_bad_body_is_refused_after_the_answers_before(live: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The application reads the body, or waits behind another request, when the server has refused it."""
+    bad = HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    for parts, answers in (
+        ([bad, b"xyz\r\n"], 0),
+        ([bad + b"xyz\r\n"], 0),
+        ([PLAIN + bad + b"xyz\r\n"], 1),
+        ([PLAIN * 3 + bad + b"xyz\r\n"], 3),
+        ([PLAIN * 3 + bad, b"xyz\r\n"], 3),
+    ):
+        said = exchange(live, *parts)
+        assert said.count(b"HTTP/1.1 200") == said.count(b'"finish_reason"') == answers, (parts, said)
+        assert said.count(b"HTTP/1.1 400") <= 1
+    assert live.http.get("/health").status_code == 200
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("wish", [b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__", b"Upgrade: websocket"])

@@ -51,7 +51,7 @@ def _strict(parser: Any) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._framing = Framing()
-            self._answered = self._thrown_away = 0
+            self._answered = self._thrown_away = self._whole = 0
             self._refused = self._half_closed = False
 
         def data_received(self, data: bytes) -> None:
@@ -60,41 +60,55 @@ def _strict(parser: Any) -> Any:
                 if self._thrown_away > LINGER_BYTES:
                     self.transport.abort()
                 return
+            before = self._framing.heads
             sound, violation = self._framing.feed(data)
             if violation is None and self._framing.heads - self._answered > MAX_PIPELINED:
                 violation = Violation(f"More than {MAX_PIPELINED} requests wait for their answers.")
-                sound = 0
+                sound, self._framing.heads = 0, before
             if sound:
                 super().data_received(data if sound == len(data) else data[:sound])
             if violation is not None and not (self._refused or self.transport.is_closing()):
-                self._refuse(str(violation))
+                self._refuse(str(violation), self._framing.heads - (not self._framing.in_head))
 
         def on_response_complete(self) -> None:
             self._answered += 1
-            if (
-                self.cycle.more_body and self.cycle.response_complete
-            ):  # what is left of the body is not parsed
+            early = self.cycle.more_body and self.cycle.response_complete  # the rest is not parsed
+            if early or (self._refused and self._answered >= self._whole):
                 self._linger()
-            elif self._half_closed and self._framing.heads == self._answered:
+            elif self._half_closed and self._answered >= self._whole:
                 self.transport.close()
             else:
                 super().on_response_complete()
 
         def send_400_response(self, message: str) -> None:
-            head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
-            self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(message), message.encode()))
-            self._linger()
+            """The parser refuses what `Framing` has passed."""
+            waits = self.cycle is not None and not self.cycle.response_complete
+            queued = len(self._queued()) + 1 - self.cycle.more_body if waits else 0
+            self._refuse(message, self._answered + queued)
 
-        def _refuse(self, message: str) -> None:
-            """Nothing more is read. An answer to a whole request is sent to its end before."""
-            self._refused = True
+        def _refuse(self, message: str, whole: int) -> None:
+            """Nothing more is read. Answers to the first `whole` requests are sent to their end before."""
+            self._refused, self._whole = True, whole
             cycle = self.cycle
-            if cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started):
-                self.send_400_response(message)
-            elif cycle.more_body:
+            if cycle is not None and cycle.more_body and self._queued():
+                self._queued().popleft()
+            elif self._answered < whole:
+                return
+            elif cycle is not None and cycle.response_started and not cycle.response_complete:
                 self.transport.close()
             else:
-                self.shutdown()
+                head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+                self.transport.write(
+                    head + b"content-length: %d\r\n\r\n%b" % (len(message), message.encode())
+                )
+                if cycle is not None:  # the application reads its body, and may not answer any more
+                    cycle.disconnected = True
+                    cycle.message_event.set()
+                self._linger()
+
+        def _queued(self) -> Any:
+            """Pipelined requests of httptools, the newest first; h11 keeps them itself."""
+            return getattr(self, "pipeline", ())
 
         def _linger(self) -> None:
             """Close once the client has closed too, or soon: to close before would reset the connection, and the answer
@@ -113,9 +127,12 @@ def _strict(parser: Any) -> Any:
         def eof_received(self) -> bool:
             """A client that has closed its sending half gets the answers to its whole requests. One that has left looks
             the same, so it is looked at."""
-            cycle, waiting = self.cycle, self._framing.heads - self._answered
-            whole = cycle is not None and not cycle.more_body and (waiting > 1 or not cycle.response_started)
-            if self._refused or not waiting or not whole or self.scheme == "https":
+            if not self._refused:
+                self._whole = self._framing.heads - (not self._framing.in_head)
+            waiting = self._whole - self._answered
+            if waiting < 1 or self.cycle is None or self.scheme == "https":
+                return False
+            if waiting == 1 and self.cycle.response_started:
                 return False
             self._half_closed = True
             self._look(0)

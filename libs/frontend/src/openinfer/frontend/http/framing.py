@@ -130,7 +130,6 @@ class Framing:
             raise Violation("A header of the request is malformed or folded.")
 
     def _end_head(self) -> None:
-        self.heads += 1
         request, *lines = self._lines
         values: dict[bytes, list[bytes]] = {b"host": [], b"content-length": [], b"transfer-encoding": []}
         for line in lines:
@@ -155,6 +154,7 @@ class Framing:
                 raise Violation(
                     "Transfer-Encoding must be chunked, alone, without Content-Length, and in HTTP/1.1."
                 )
+            self.heads += 1
             self._chunks = self._chunk_bytes = 0
             self._begin("size")
             return
@@ -164,6 +164,7 @@ class Framing:
                 raise Violation("Content-Length must be one number.")
             self._skip = int(lengths[0])
             self._part = "body" if self._skip else "head"
+        self.heads += 1
 
     def _begin_chunk(self, line: bytes) -> None:
         digits = line.partition(b";")[0].rstrip(b" \t")
