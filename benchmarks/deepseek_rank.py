@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.cli.bench.ops import measured as entries_of
+from openinfer.cli.bench.ops import ledger_entries as entries_of
 from openinfer.cli.explain.ledger import Machine
 from openinfer.cli.explain.segments import step_segments
 from openinfer.graph import Readback, Shape, StepGraphs

@@ -25,7 +25,7 @@ from typing import Any
 
 from openinfer.cli import recipes
 from openinfer.cli.bench import idle as bench_idle
-from openinfer.cli.explain.ledger import Recorder
+from openinfer.cli.explain.ledger import CallRecorder
 from openinfer.frontend.contract import SlowTraces
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.recipes.engine.startup import build
@@ -107,7 +107,7 @@ class Drill:
     def slow_kernel(self) -> list[str]:
         """The kernels of one op run many times in a step."""
         runner, shape = self.engine.runner, self.engine.runner._shape
-        recorder = Recorder()
+        recorder = CallRecorder()
         runner.model.forward(recorder, num_tokens=shape.tokens, num_rows=shape.rows, max_q_len=shape.longest)
         call = next(call for call in recorder.calls if call.op.name == SLOW_OP)
 
@@ -191,7 +191,7 @@ def _drill() -> int:
             drill.steps(100)
             drill.lines()
         drill.engine.close()
-    times = bench_idle.measure(recipes.find(args.model_dir), ROWS, steps=2000, changes=10)["watch"]
+    times = bench_idle.measure_idle(recipes.find(args.model_dir), ROWS, steps=2000, changes=10)["watch"]
     found["watch_us"] = statistics.median(times)
     print(json.dumps({key: found[key] for key in ("device", "clock", "step_ms", "watch_us", "calm")}))
     if args.json:

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.cli import recipe_flags
-from openinfer.cli.bench.serve import Load
+from openinfer.cli.bench.serve import OfferedLoad
 from openinfer.cli.explain import ledger as bench_ledger
 from openinfer.cli.explain.segments import Outline
 from openinfer.cli.plan import tiers as plan_tiers
-from openinfer.cli.plan.load import Agents, Point, Server
+from openinfer.cli.plan.load import Agents, PlannedServer, Point
 from openinfer.cli.plan.text import name_of
 from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Cost, Figures, Lines, Parts, Speed
@@ -100,11 +100,11 @@ def rows() -> Iterator[tuple[str, Point, float, list[Figure]]]:
     """Each recorded row: its model, the predicted point, the measured requests a second, the figures."""
     for file, (model, gpus, flags) in RUNS.items():
         _, asked = recipe_flags.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
-        server = Server.of(asked, H200, GPUS[H200.gpu], gpus)
+        server = PlannedServer.of(asked, H200, GPUS[H200.gpu], gpus)
         for result in json.loads((RESULTS / file).read_text())["results"]:
             rate = float(result["request_rate"])
             names = ("num_prompts", "max_concurrency", "input_len", "output_len", "seed")
-            point = server.serve(Load(rate, *(result[name] for name in names)))
+            point = server.serve(OfferedLoad(rate, *(result[name] for name in names)))
             found = [
                 Figure(f"{what.upper()} {p}", getattr(point, f"{what}_ms")[p], result[f"{what}_ms"][p])
                 for what in ("ttft", "tpot")
@@ -199,9 +199,9 @@ def tiered() -> Iterator[tuple[str, Point]]:
     for name, flags in TIERS.items():
         words = [TIERED, "--max-model-len", "40960", *flags.split()]
         _, asked = recipe_flags.parse(words, "plan", __doc__, lambda parser: None, named=True)
-        server = Server.of(asked, H200, GPUS[H200.gpu], 1, agents=agents)
+        server = PlannedServer.of(asked, H200, GPUS[H200.gpu], 1, agents=agents)
         for rate in RATES:
-            yield name, server.serve(Load(rate, REQUESTS, 0, INPUT, OUTPUT, 1))
+            yield name, server.serve(OfferedLoad(rate, REQUESTS, 0, INPUT, OUTPUT, 1))
 
 
 def tiers_table() -> str:
@@ -287,7 +287,7 @@ def fitted_speed() -> tuple[Speed, list[float]]:
     for model, file in RECORDED.items():
         # Prompts were cut so when they were recorded.
         made = outline(model, 1, ("--max-num-batched-tokens", "2048"))
-        recorded += tune_speed.measured(made, RESULTS / file)
+        recorded += tune_speed.measured_steps(made, RESULTS / file)
     own = GPUS[H200.gpu]._replace(ops={})
     speed = fit_speed(recorded, own)
     return speed, errors(recorded, own.at(speed))
@@ -398,7 +398,7 @@ def groups(made: Outline, point: str) -> Iterator[Group]:
     found: dict[tuple[str, str, int], tuple[int, int, Cost]] = {}
     for step, workload in tune_speed.point_steps(made, point):
         for call in step:
-            name = call.kind, bench_ledger.key(call.op, call.args, workload), call.tokens
+            name = call.kind, bench_ledger.ledger_key(call.op, call.args, workload), call.tokens
             one, (count, kernels, total) = call.cost(workload), found.get(name, (0, 0, Cost(0, 0)))
             cost = Cost(total.bytes + call.times * one.bytes, total.flops + call.times * one.flops)
             found[name] = count + call.times, kernels + call.times * len(call.commands), cost

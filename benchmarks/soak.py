@@ -171,7 +171,7 @@ def plot(path: Path, data: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    from openinfer.cli.bench.record import add_arguments, record, write
+    from openinfer.cli.bench.record import add_record_arguments, record, write
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw a picture into this file; needs openinfer[plot]"
     )
-    add_arguments(parser)
+    add_record_arguments(parser)
     args = parser.parse_args()
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'openinfer[plot]'")

@@ -27,11 +27,11 @@ from openinfer.cli.bench import ops as bench_ops
 from openinfer.cli.bench import serve as bench_serve
 from openinfer.cli.bench import server as bench_server
 from openinfer.cli.bench import step as bench_step
-from openinfer.cli.bench.client import Answer, Client, Run, arrivals, run_load
+from openinfer.cli.bench.client import Client, LoadRun, StreamedAnswer, arrivals, run_load
 from openinfer.cli.bench.record import percentile
-from openinfer.cli.bench.serve import Load, summary
+from openinfer.cli.bench.serve import OfferedLoad, serve_summary
 from openinfer.cli.explain import command as explain
-from openinfer.cli.explain.ledger import Machine, Recorder, grouped, key
+from openinfer.cli.explain.ledger import CallRecorder, Machine, grouped, ledger_key
 from openinfer.cli.explain.segments import Outline
 from openinfer.graph.runner import Leader, LoneLeader, Writer
 from openinfer.kernels import H200, Cost, NullPack, Workload
@@ -81,8 +81,8 @@ async def scripted(reply: Callable[[bytes], list[bytes]]) -> AsyncIterator[str]:
         await asyncio.gather(*open_connections)
 
 
-def ask(reply: Callable[[bytes], list[bytes]], count: int = 1, limit: int = 1) -> list[Answer]:
-    async def run() -> list[Answer]:
+def ask(reply: Callable[[bytes], list[bytes]], count: int = 1, limit: int = 1) -> list[StreamedAnswer]:
+    async def run() -> list[StreamedAnswer]:
         async with scripted(reply) as url:
             client = Client(url, "m")
             done = await run_load(client, [client.message([1, 2], 3)] * count, [0.0] * count, limit)
@@ -150,7 +150,7 @@ def test_what_goes_wrong_is_an_error_of_that_request(pieces: list[bytes], error:
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
-    async def run() -> Run:
+    async def run() -> LoadRun:
         client = Client("http://127.0.0.1:9", "m")
         return await run_load(client, [client.message([1], 1)], [0.0])
 
@@ -165,7 +165,7 @@ def test_concurrency_is_limited_and_arrivals_are_kept() -> None:
     together = ask(lambda body: whole, count=4, limit=4)
     assert max(a.sent for a in together) < min(a.last for a in together)
 
-    async def spread() -> Run:
+    async def spread() -> LoadRun:
         async with scripted(lambda body: whole) as url:
             client = Client(url, "m")
             run = await run_load(client, [client.message([1], 1)] * 3, [0.0, 0.03, 0.06])
@@ -192,15 +192,15 @@ def test_arrivals_are_poisson_and_offer_the_rate() -> None:
     assert arrivals(3, math.inf, random.Random(1)) == [0.0] * 3
 
 
-def answer(ttft: float, tpot: float, tokens: int = 11, error: str = "") -> Answer:
+def answer(ttft: float, tpot: float, tokens: int = 11, error: str = "") -> StreamedAnswer:
     gaps = [tpot] * (tokens - 1)
-    return Answer(0.0, 1.0, 1.0 + ttft, 1.0 + ttft + sum(gaps), gaps, 5, tokens, error)
+    return StreamedAnswer(0.0, 1.0, 1.0 + ttft, 1.0 + ttft + sum(gaps), gaps, 5, tokens, error)
 
 
 def test_the_summary_of_a_load() -> None:
     answers = [answer(0.1, 0.01), answer(0.2, 0.02), answer(0.3, 0.03), answer(9.0, 9.0, error="lost")]
-    load = Load(4.0, 4, 0, 5, 11, 0)
-    found = summary(load, Run(answers, 2.0, 0.1), {"ttft": 250.0, "tpot": 15.0})
+    load = OfferedLoad(4.0, 4, 0, 5, 11, 0)
+    found = serve_summary(load, LoadRun(answers, 2.0, 0.1), {"ttft": 250.0, "tpot": 15.0})
     assert (found["completed"], found["errors"]) == (3, {"lost": 1})
     assert found["requests_per_s"] == 1.5
     assert found["output_tokens_per_s"] == 16.5
@@ -212,7 +212,7 @@ def test_the_summary_of_a_load() -> None:
     assert math.isclose(found["e2el_ms"]["p50"], 400)
     assert len(found["repeats"]["ttft_ms"]) == 3
     json.dumps(found, allow_nan=False)
-    nothing = summary(load, Run([answer(1, 1, error="lost")], 2.0, 0.1), {})
+    nothing = serve_summary(load, LoadRun([answer(1, 1, error="lost")], 2.0, 0.1), {})
     assert nothing["ttft_ms"] is None
     json.dumps(nothing, allow_nan=False)
     assert "lost" in bench_serve._table([found, nothing])
@@ -492,9 +492,9 @@ def test_bench_ops_refuses_what_would_take_a_cpu_hours(capsys: pytest.CaptureFix
 
 
 def test_tables_fit_100_columns() -> None:
-    load = Load(123.45, 20000, 1024, 16384, 1024, 0)
+    load = OfferedLoad(123.45, 20000, 1024, 16384, 1024, 0)
     answers = [answer(80.0, 1.0), answer(90.0, 0.9), answer(1, 1, error="lost")]
-    served = summary(load, Run(answers, 1e-3, 9e-4), {})
+    served = serve_summary(load, LoadRun(answers, 1e-3, 9e-4), {})
     counted = ("steps", "compiles_after_ready", "allocations_after_ready", "host_waits_after_ready")
     cost = {"us": 1234567.0, "floor_us": 1234567.0, "of_floor": 1.0, "bytes": 10**13, "flops": 10**15}
     key = "norm_rope_attend result[2048x32x128], 256 rows, 12345678 cached, 123456789 pairs"
@@ -511,7 +511,7 @@ def test_tables_fit_100_columns() -> None:
         bench_serve._table([{**served, "counters": dict.fromkeys(counted, 1e6)}]),
         bench_ops.line({**cost, "key": key, "calls_a_step": 100}),
         explain.table([link], with_measured=True),
-        bench_gaps.table(gaps),
+        bench_gaps.gap_table(gaps),
         bench_step._line(step),
         bench_host._line(host),
     )
@@ -524,11 +524,11 @@ def test_calls_are_told_apart_by_what_their_time_depends_on() -> None:
     def keys(rows: int, context: int) -> list[str]:
         found = []
         for segment in outline.decode(rows, context)[0]:
-            recorder, null = Recorder(), NullPack(H200)
+            recorder, null = CallRecorder(), NullPack(H200)
             segment.run(recorder)
             segment.run(null)
             assert [c.op.name for c in recorder.calls] == [c.op.name for c in null.calls]
-            found += [key(op, args, segment.workload) for op, args in recorder.calls]
+            found += [ledger_key(op, args, segment.workload) for op, args in recorder.calls]
             assert sum(map(len, grouped(recorder.calls, segment.workload).values())) == len(recorder.calls)
         return found
 
@@ -541,10 +541,10 @@ def test_calls_are_told_apart_by_what_their_time_depends_on() -> None:
 
 def test_prompts_of_as_many_tokens_as_rows_are_told_from_decode_steps() -> None:
     outline = Outline(RECIPE, Source.read(TINY), RECIPE.options(max_num_seqs=8), H200)
-    recorder, workload = Recorder(), Workload(8, 8, 800, 800)
+    recorder, workload = CallRecorder(), Workload(8, 8, 800, 800)
     for longest in (1, 8):
         outline.model.forward(recorder, num_tokens=8, num_rows=8, max_q_len=longest)
-    keys = {key(op, args, workload) for op, args in recorder.calls if op.name == "norm_rope_attend"}
+    keys = {ledger_key(op, args, workload) for op, args in recorder.calls if op.name == "norm_rope_attend"}
     assert len(keys) == 2
     assert sum("prompts" in one for one in keys) == 1
 

@@ -45,9 +45,11 @@ def test_without_a_gpu_there_is_a_line_and_no_figure(capsys: pytest.CaptureFixtu
 def test_an_entry_has_its_floor_and_a_failed_one_its_reason() -> None:
     _, case = next(iter(bench_kernels.cases(Memory(Device("null")), ["route"])))
     limits = Machine(1e12, 100e12)
-    good = bench_kernels.entry(case, Measurement("chosen", 2e-6), limits)
+    good = bench_kernels.kernel_entry(case, Measurement("chosen", 2e-6), limits)
     assert good["of_floor"] == pytest.approx(good["floor_us"] / 2)
-    assert "2.00 us" in bench_kernels.line(good)
-    bad = bench_kernels.entry(case, Measurement("16 places", math.nan, "out differs by 1.0e+00"), limits)
+    assert "2.00 us" in bench_kernels.kernel_line(good)
+    bad = bench_kernels.kernel_entry(
+        case, Measurement("16 places", math.nan, "out differs by 1.0e+00"), limits
+    )
     assert (bad["us"], bad["of_floor"]) == (None, None)
-    assert bench_kernels.line(bad).endswith("out differs by 1.0e+00")
+    assert bench_kernels.kernel_line(bad).endswith("out differs by 1.0e+00")

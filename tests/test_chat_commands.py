@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from openinfer.cli import chat
-from openinfer.cli.api import Delta
+from openinfer.cli.api import AnswerDelta
 
 
 class Heard:
@@ -23,9 +23,9 @@ class Heard:
     def first_model(self) -> str:
         return self.said
 
-    def stream(self, body: dict[str, Any]) -> Iterator[Delta]:
+    def stream(self, body: dict[str, Any]) -> Iterator[AnswerDelta]:
         self.bodies.append(body)
-        yield Delta(content=self.said, reasoning=self.said)
+        yield AnswerDelta(content=self.said, reasoning=self.said)
 
 
 def talk(lines: str, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:

@@ -102,7 +102,7 @@ def test_shares_change_the_mix(maker: dict[str, ModuleType]) -> None:
 
 
 def test_training_text_has_no_held_out_question(maker: dict[str, ModuleType]) -> None:
-    cases = eval_cases.load(ROOT / "demo" / "eval.jsonl")
+    cases = eval_cases.load_cases(ROOT / "demo" / "eval.jsonl")
     held_out = {json.dumps(case.messages[-1]) for case in cases if case.kind in ("extraction", "tool_call")}
     seen = {json.dumps(chat.messages[-2]) for chat in itertools.islice(maker["corpus"].chats(4), 3000)}
     assert len(held_out) > 100
@@ -152,6 +152,6 @@ def test_checks(check: dict[str, Any], content: str, calls: list[tuple[str, str]
 def test_a_case_that_is_none_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "cases.jsonl").write_text(line)
     with pytest.raises(eval_cases.CaseError, match=r"line 1"):
-        eval_cases.load(tmp_path / "cases.jsonl")
+        eval_cases.load_cases(tmp_path / "cases.jsonl")
     with pytest.raises(eval_cases.CaseError, match="cannot be read"):
-        eval_cases.load(tmp_path / "none.jsonl")
+        eval_cases.load_cases(tmp_path / "none.jsonl")

@@ -15,7 +15,7 @@ from openinfer.cli.explain import command as explain
 from openinfer.cli.explain.ledger import Machine
 from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.cli.plan import command as plan
-from openinfer.cli.plan.load import Server
+from openinfer.cli.plan.load import PlannedServer
 from openinfer.kernels import GPUS, H200, CudaSpec, Parts, Workload
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import kernel_specs
@@ -84,7 +84,7 @@ def test_plan_has_the_memory_of_an_engine(tmp_path: Path, capsys: pytest.Capture
 def test_a_server_predicts_with_the_kernels_that_speeds_were_fitted_to() -> None:
     _, asked = recipe_flags.parse(["qwen3-8B"], "plan", None, lambda parser: None, named=True)
     figures = GPUS[H200.gpu]
-    served, fitted = (Server.of(asked, target, figures, 1).outline.steps for target in (SERVED, H200))
+    served, fitted = (PlannedServer.of(asked, target, figures, 1).outline.steps for target in (SERVED, H200))
     assert list(served) == list(fitted)
     for shape, calls in served.items():
         workload = Workload(shape.tokens, shape.rows, 1000, 1000)

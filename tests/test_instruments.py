@@ -50,7 +50,7 @@ def test_the_profile_is_of_the_median_step_and_names_the_longest_gaps() -> None:
     steady = step((0, 10), (11, 20), (26, 30))
     disturbed = step((0, 10), (50, 60), (66, 70))  # 40 us once is not the kernels' doing
     other = step((0, 1), (2, 3), name="prefill")
-    found = bench_gaps.summary([steady, other, steady, disturbed])
+    found = bench_gaps.gap_summary([steady, other, steady, disturbed])
     assert (found["steps"], found["kernels_a_step"]) == (3, 3)
     assert found["idle_us"] == 7.0
     assert (found["longest_gap_us"], found["over_limit"]) == (6.0, 1)
@@ -61,12 +61,12 @@ def test_the_profile_is_of_the_median_step_and_names_the_longest_gaps() -> None:
     assert found["kernels"] == [
         {**k1, "name": "k0", "gaps_us": 0.0}, {**k1, "us": 9.0}, {**k1, "name": "k2", "us": 4.0, "gaps_us": 6.0},
     ]  # fmt: skip
-    assert "after k1" in bench_gaps.table({"point": "p", "how": "h", "device_ms": 0.03, **found})
+    assert "after k1" in bench_gaps.gap_table({"point": "p", "how": "h", "device_ms": 0.03, **found})
 
 
 def test_without_kernels_there_is_no_profile() -> None:
     with pytest.raises(ValueError, match="CUPTI recorded no kernels"):
-        bench_gaps.summary([[], []])
+        bench_gaps.gap_summary([[], []])
 
 
 class FakeRecorder:
@@ -202,7 +202,7 @@ def test_a_serving_engine_allocates_nothing_and_waits_for_its_results_only(fake:
 
 
 def test_the_host_s_work_for_one_row_is_measured() -> None:
-    times = bench_idle.measure(RECIPES["qwen3"], 1, steps=4 * bench_idle.BLOCK, changes=2, waiting=2)
+    times = bench_idle.measure_idle(RECIPES["qwen3"], 1, steps=4 * bench_idle.BLOCK, changes=2, waiting=2)
     assert {name: len(found) for name, found in times.items()} == {
         "steady": 64,
         "watch": 1,

@@ -379,7 +379,7 @@ def test_a_benchmark_gives_rows_adapters(small: Made, monkeypatch: pytest.Monkey
     asked: list[str] = []
     submit = engine.submit
     monkeypatch.setattr(engine, "submit", lambda request: (asked.append(request.adapter), submit(request))[1])
-    steps.run(engine, small.prompts[:3], 4)
+    steps.run_points(engine, small.prompts[:3], 4)
     assert asked == ["dummy-2", "dummy-1", "dummy-2"]
     placed = Placed(engine, [8, 8, 0], [4, 4, 4], np.random.default_rng(0))
     rows = engine.runner.model.batch.rows["adapters"]

@@ -15,12 +15,12 @@ from module_files import module_at
 
 from openinfer.cli import recipe_flags
 from openinfer.cli.bench import ops as bench_ops
-from openinfer.cli.bench.serve import Load
+from openinfer.cli.bench.serve import OfferedLoad
 from openinfer.cli.plan import command as plan
 from openinfer.cli.plan import text as plan_text
 from openinfer.cli.plan.compare import Objectives, Variant, choice
 from openinfer.cli.plan.cost import PROMPT_STEP_S, StepCost
-from openinfer.cli.plan.load import Point, Server
+from openinfer.cli.plan.load import PlannedServer, Point
 from openinfer.cli.tune import command as tune
 from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Prediction, Speed, Workload
@@ -41,9 +41,9 @@ def served(tmp_path: Path, *words: str) -> dict[str, Any]:
     return found
 
 
-def server(model: str, *flags: str) -> Server:
+def server(model: str, *flags: str) -> PlannedServer:
     _, asked = recipe_flags.parse([model, *flags], "plan", None, lambda parser: None, named=True)
-    return Server.of(asked, H200, GPUS[H200.gpu], 1)
+    return PlannedServer.of(asked, H200, GPUS[H200.gpu], 1)
 
 
 def test_a_plan_has_every_load_and_the_flags_to_take(
@@ -167,12 +167,12 @@ def test_the_costs_are_those_of_the_engines_steps() -> None:
 
 
 def test_rows_and_room_that_run_out_are_named() -> None:
-    rush = Load(float("inf"), 12, 0, 200, 60, 0)
+    rush = OfferedLoad(float("inf"), 12, 0, 200, 60, 0)
     assert server(str(TINY), "--max-num-seqs", "4").serve(rush).limits == ["rows"]
     tight = server(str(TINY), "--kv-cache-memory-bytes", "4000000", "--max-model-len", "300").serve(rush)
     assert tight.limits == ["KV room"]
     assert "queue for KV room" in plan_text.row(tight, tight.requests_per_s)
-    calm = server(str(TINY)).serve(Load(4.0, 8, 0, 200, 60, 0))
+    calm = server(str(TINY)).serve(OfferedLoad(4.0, 8, 0, 200, 60, 0))
     assert calm.limits == []
     assert "queue" not in plan_text.row(calm, 100.0)
 
@@ -185,13 +185,15 @@ def test_steps_with_drafts_are_verifying_steps() -> None:
     assert shape[:4] == (24, 8, 3, 2)
     step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures)
     assert cost(StepWork(8, 800, 0, 0, 16)) == step.seconds(800, 2400, 8) > cost(StepWork(8, 800, 0, 0))
-    alone = Load(float("inf"), 3, 1, 50, 400, 0)  # a step this short has drafts only after trials of them
+    alone = OfferedLoad(
+        float("inf"), 3, 1, 50, 400, 0
+    )  # a step this short has drafts only after trials of them
     never, often = (dataclasses.replace(one, acceptance=chance).serve(alone) for chance in (0.0, 1.0))
     assert never.tpot_ms["p50"] > 1.4 * often.tpot_ms["p50"]
 
 
 def point(rate: float, ttft_ms: float, tpot_ms: float) -> Point:
-    load = Load(rate, 100, 0, 1024, 128, 0)
+    load = OfferedLoad(rate, 100, 0, 1024, 128, 0)
     ttft, tpot, e2el = ({"mean": x, "p50": x, "p99": x} for x in (ttft_ms, tpot_ms, ttft_ms + 127 * tpot_ms))
     return Point(load, rate, 128 * rate, ttft, tpot, e2el, 1.0, {"launches": 1.0}, [], 9, 0.1, 0, 0)
 
@@ -382,7 +384,7 @@ def test_an_engines_trace_refits_the_speeds(tmp_path: Path) -> None:
         events += [{**step, "args": {**facts, "timed": False, "device_us": 9e9}}, {"name": "plan"}]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    found, _ = tune_speed.fitted(made, [path])
+    found, _ = tune_speed.fitted_figures(made, [path])
     speed = found.fitted
     assert speed.bytes_per_s == pytest.approx(true.fitted.bytes_per_s, rel=0.02)
     assert speed.kernel_s == pytest.approx(true.fitted.kernel_s, rel=0.05)
@@ -394,8 +396,8 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
     """Steps one after the other, with 2 ms of the host between two, and one in eight held up."""
     flags = ["--max-num-seqs", "16"]
     _, asked = recipe_flags.parse([str(TINY), *flags], "plan", None, lambda parser: None, named=True)
-    made = Server.of(asked, tune_speed.CPU, tune_speed.figures(tune_speed.CPU), 1).outline
-    true, events, now = tune_speed.figures(tune_speed.CPU).at(Speed(4e9, 8e9, 60e-6)), [], 0.0
+    made = PlannedServer.of(asked, tune_speed.CPU, tune_speed.target_figures(tune_speed.CPU), 1).outline
+    true, events, now = tune_speed.target_figures(tune_speed.CPU).at(Speed(4e9, 8e9, 60e-6)), [], 0.0
     for tokens, rows in ((1, 1), (4, 4), (16, 16), (64, 1), (256, 4)):
         shape = made.buckets.choose(tokens, rows)
         facts = {"bucket": str(shape), "rows": rows, "kv_tokens": rows * 100, "qk_pairs": tokens * 100}
@@ -411,8 +413,8 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
     words = [str(TINY), *flags, "--gpu", "CPU"]
     assert tune.main([*words, "--from-trace", str(trace), "--out", str(speeds)]) == 0
     speed = Speed(*(json.loads(speeds.read_text())[name] for name in Speed._fields))
-    steps = tune_speed.measured(made, trace)
-    assert max(map(abs, errors(steps, tune_speed.figures(tune_speed.CPU).at(speed)))) < 0.02
+    steps = tune_speed.measured_steps(made, trace)
+    assert max(map(abs, errors(steps, tune_speed.target_figures(tune_speed.CPU).at(speed)))) < 0.02
     assert plan.main([*words, *FLAGS, "--speeds", str(speeds), "--compare", "--max-num-seqs 8"]) == 0
     assert "on 1 x CPU" in capsys.readouterr().out
 
@@ -420,8 +422,8 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
 def test_a_cpus_trace_gives_a_line_to_each_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One op is ten times slower than bytes and FLOPs say, and the host takes 2 ms between two decode steps."""
     _, asked = recipe_flags.parse([str(TINY)], "plan", None, lambda parser: None, named=True)
-    made = Server.of(asked, tune_speed.CPU, tune_speed.figures(tune_speed.CPU), 1).outline
-    true, events, now = tune_speed.figures(tune_speed.CPU).at(Speed(4e9, 8e9, 60e-6)), [], 0.0
+    made = PlannedServer.of(asked, tune_speed.CPU, tune_speed.target_figures(tune_speed.CPU), 1).outline
+    true, events, now = tune_speed.target_figures(tune_speed.CPU).at(Speed(4e9, 8e9, 60e-6)), [], 0.0
     for tokens, rows in ((1, 1), (4, 4), (64, 1)):
         shape = made.buckets.choose(tokens, rows)
         workload = Workload(shape.tokens, rows, rows * 100, tokens * 100)
@@ -439,7 +441,7 @@ def test_a_cpus_trace_gives_a_line_to_each_op(tmp_path: Path, capsys: pytest.Cap
             now += 2000
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    found, text = tune_speed.fitted(made, [path])
+    found, text = tune_speed.fitted_figures(made, [path])
     assert "ops have lines of their own" in text
     assert tune.main([str(TINY), "--from-trace", str(path)]) == 1
     assert "has steps of a CPU, and the speeds are to be those of NVIDIA H200" in capsys.readouterr().err
@@ -448,7 +450,7 @@ def test_a_cpus_trace_gives_a_line_to_each_op(tmp_path: Path, capsys: pytest.Cap
         {**event, "name": {"sample": "greedy"}.get(event.get("name"), event.get("name"))} for event in events
     ]
     greedy.write_text(json.dumps({"traceEvents": [one for one in others if one["name"] != "top_logprobs"]}))
-    lines = tune_speed.fitted(made, [greedy])[0].ops
+    lines = tune_speed.fitted_figures(made, [greedy])[0].ops
     assert found.ops.keys() - lines.keys() == {"sample", "top_logprobs"} & found.ops.keys()
     words = [str(TINY.parent / "qwen3_5-tiny"), "--gpu", "CPU", "--from-trace"]
     for file in (path, greedy):
@@ -460,8 +462,8 @@ def test_a_cpus_trace_gives_a_line_to_each_op(tmp_path: Path, capsys: pytest.Cap
     took = speed.kernel_s + cost.floor_s(speed.bytes_per_s, speed.flops_per_s)
     assert took == pytest.approx(10 * (60e-6 + cost.floor_s(4e9, 8e9)), rel=0.15)
     out = tmp_path / "cpu.json"
-    tune_speed.save(out, tune_speed.CPU, found)
-    again = tune_speed.load(out, tune_speed.CPU, true)
+    tune_speed.save_figures(out, tune_speed.CPU, found)
+    again = tune_speed.load_figures(out, tune_speed.CPU, true)
     assert again.host_s == found.host_s
     assert again.speed("linear_add", 64, 1) == pytest.approx(speed, rel=0.01)
 

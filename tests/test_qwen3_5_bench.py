@@ -52,7 +52,7 @@ def test_prompts_follow_rows_with_more_tokens(monkeypatch: pytest.MonkeyPatch) -
         segments.append(segment)
         return []
 
-    monkeypatch.setattr(bench_ops, "measured", measured)
+    monkeypatch.setattr(bench_ops, "ledger_entries", measured)
     sizes = ("--max-num-seqs", "2", "--max-num-batched-tokens", "128")
     assert bench_ops.main([str(TINY), *SMALL, *sizes, "--context", "100", "--tokens", "128"]) == 0
     assert any(segment.name.startswith("forward 128 tokens") for segment in segments)

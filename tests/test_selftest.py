@@ -15,7 +15,7 @@ from openinfer.cli import recipes
 from openinfer.cli.selftest import gate
 from openinfer.cli.selftest import packed as selftest_packed
 from openinfer.cli.selftest import small_model as selftest_model
-from openinfer.cli.selftest.ops import check
+from openinfer.cli.selftest.ops import check_case
 from openinfer.kernels import H200
 from openinfer.kernels.linear.choices import choose, cluster_choice
 from openinfer.kernels.op.cases import Memory
@@ -35,7 +35,7 @@ def case() -> Any:
 
 
 def test_an_op_that_does_what_its_reference_does_agrees(case):
-    found = check(case, CpuPack().run)
+    found = check_case(case, CpuPack().run)
     assert (found.op, found.problem, found.off) == ("route", "", 0.0)
 
 
@@ -46,7 +46,7 @@ def test_a_wrong_output_is_named(case, output, part):
         array = getattr(args, output).numpy()
         array[:] = (array * part + 1).astype(array.dtype)
 
-    found = check(case, run)
+    found = check_case(case, run)
     assert found.output == output
     assert found.problem.startswith(f"{output} is off by")
 
@@ -55,7 +55,7 @@ def test_a_cache_is_compared_where_it_is_written():
     """The rest stays NaN; an element that the reference leaves alone must be left alone."""
     case = next(c for c in attention_cases(Memory(Device("cpu"), poisoned=True)) if c.op.name == "q_kv_write")
     assert np.isnan(case.args[0]["kv"].numpy().astype(np.float32)).all()
-    assert check(case, CpuPack().run).problem == ""
+    assert check_case(case, CpuPack().run).problem == ""
 
     case.args[0]["kv"].numpy()[:] = np.nan
 
@@ -63,12 +63,12 @@ def test_a_cache_is_compared_where_it_is_written():
         CpuPack().run(op, args)
         args.kv.numpy()[0, 3] = 1
 
-    found = check(case, run)
+    found = check_case(case, run)
     assert found.problem.startswith("kv is off by")
 
 
 def test_an_op_that_writes_nothing_is_no_success(case):
-    assert check(case, lambda op, args: None).problem.startswith("expert_")
+    assert check_case(case, lambda op, args: None).problem.startswith("expert_")
 
 
 def test_a_model_is_held_against_numpy():

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from openinfer.cli import recipe_flags
-from openinfer.cli.bench.serve import Load
+from openinfer.cli.bench.serve import OfferedLoad
 from openinfer.cli.plan.cost import StepCost
-from openinfer.cli.plan.load import Server, requests
+from openinfer.cli.plan.load import PlannedServer, requests
 from openinfer.frontend.contract import TERMINALS, Request, SlowTraces
 from openinfer.graph import StepTrace, Watch
 from openinfer.graph.runner import FirstTokens
@@ -246,7 +246,7 @@ def test_a_calm_server_raises_no_alarm(seconds: int, monkeypatch: pytest.MonkeyP
         max_model_len=server.max_model_len, clock=lambda: runner.now,
     )  # fmt: skip
     first_tokens = FirstTokens(watch, lambda: runner.now)
-    coming = deque(requests(Load(16.0, 16 * seconds, 0, 1024, 128, 1)))
+    coming = deque(requests(OfferedLoad(16.0, 16 * seconds, 0, 1024, 128, 1)))
     ids = itertools.count(1)
     while coming or loop.has_work:
         while coming and coming[0].arrival <= runner.now:
@@ -267,9 +267,9 @@ def test_a_calm_server_raises_no_alarm(seconds: int, monkeypatch: pytest.MonkeyP
     assert [found.line for found in watch.findings] == []
 
 
-def planned() -> Server:
+def planned() -> PlannedServer:
     _, asked = recipe_flags.parse(["qwen3-4B"], "plan", None, lambda parser: None, named=True)
-    return Server.of(asked, H200, GPUS[H200.gpu], 1)
+    return PlannedServer.of(asked, H200, GPUS[H200.gpu], 1)
 
 
 def spreads() -> list[float]:

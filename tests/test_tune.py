@@ -150,7 +150,7 @@ def test_the_ways_to_add_up_are_measured_once_and_used(
         for count in rows:
             yield count, {Exchange("push", 8): count * 1e-6, Exchange("two_shot", 16): 10e-6, NCCL: 12e-6}
 
-    monkeypatch.setattr(tune_ranks, "measured", measured)
+    monkeypatch.setattr(tune_ranks, "_measured", measured)
     assert run() == 0
     assert asked == []
     assert run("-tp", "2") == 0

@@ -14,7 +14,7 @@ import msgspec
 
 from openinfer.frontend import flag_types
 
-__all__ = ["Api", "ApiError", "Delta", "add_api_key", "api_key"]
+__all__ = ["AnswerDelta", "Api", "ApiError", "add_api_key", "api_key"]
 
 TIMEOUT_S = 600.0
 LOOK_S = 30.0
@@ -24,7 +24,7 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_REFUSAL_BYTES = 4096
 
 
-class Delta(msgspec.Struct):
+class AnswerDelta(msgspec.Struct):
     """What a chunk adds to an answer."""
 
     content: str | None = None
@@ -34,7 +34,7 @@ class Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: Delta | None = None
+    delta: AnswerDelta | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -105,7 +105,7 @@ class Api:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ApiError(f"the answer of {self._parts.geturl()} is no JSON object: {error}") from error
 
-    def stream(self, body: dict[str, Any]) -> Iterator[Delta]:
+    def stream(self, body: dict[str, Any]) -> Iterator[AnswerDelta]:
         """What each chunk of a streamed chat completion adds. Closing the iterator ends the request."""
         connection, response = self._open("POST", "/v1/chat/completions", {**body, "stream": True})
         with contextlib.closing(connection), self._reading():
@@ -117,7 +117,7 @@ class Api:
                     yield from self._deltas(data)
             raise ConnectionError("it has no end")
 
-    def _deltas(self, data: bytes) -> list[Delta]:
+    def _deltas(self, data: bytes) -> list[AnswerDelta]:
         if message := _message(data):
             raise ApiError(message)
         try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from openinfer.cli import hub, recipe_flags, recipes
-from openinfer.cli.explain.command import memory
+from openinfer.cli.explain.command import memory_plan
 from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.cli.recipe_flags import Asked
 from openinfer.frontend.chat import DeepSeekV4Renderer
@@ -29,20 +29,20 @@ from openinfer.tensor import Checkpoint, Device, TensorError, format_bytes
 def main(argv: list[str]) -> int:
     """Print; returns 0 for a checkpoint that loads, 1 for one that does not, 2 for wrong arguments."""
     if recipes.wants_help(argv):
-        return recipe_flags.run(argv, "check", __doc__, _flags, _check)
+        return recipe_flags.run_command(argv, "check", __doc__, _flags, _check)
     parser = recipe_flags.merged_parser("check", __doc__, _flags)
     name, rest = recipes.model_and_rest(parser, argv)
     try:
         with hub.headers(name, rest) as (folder, flags):
             print(name)
-            return recipe_flags.run([str(folder), *flags], "check", __doc__, _flags, _check)
+            return recipe_flags.run_command([str(folder), *flags], "check", __doc__, _flags, _check)
     except recipes.NoRecipe as error:
         print(f"openinfer check: error: {one_line(error)}", file=sys.stderr)
         return 1
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    hub.add_arguments(parser)
+    hub.add_hub_arguments(parser)
     parser.add_argument(
         "--gpu-memory",
         type=float,
@@ -87,7 +87,7 @@ def _check(args: argparse.Namespace, asked: Asked) -> int:
     if source is not None and not report.problems:
         with report.part("memory"):
             outline = Outline(recipe, source, options, SERVED)
-            print(memory(outline, args.gpu_memory * 1e9, options.gpu_memory_utilization))
+            print(memory_plan(outline, args.gpu_memory * 1e9, options.gpu_memory_utilization))
     for problem in report.problems:
         print(f"refused: {problem}")
     if not report.problems:

@@ -30,7 +30,7 @@ GPUS = {
 
 def main(argv: list[str]) -> int:
     """Compile; returns 0, 1 for what cannot be compiled, 2 for wrong arguments."""
-    return recipe_flags.run(argv, "compile", __doc__, _flags, _compile)
+    return recipe_flags.run_command(argv, "compile", __doc__, _flags, _compile)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:

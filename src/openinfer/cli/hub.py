@@ -18,7 +18,7 @@ NAME = re.compile(r"(?!demo/)[\w.-]+/[\w.-]+")
 FILES = ("*.json", "*.safetensors", "*.jinja", "encoding/*.py")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_hub_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a name of the hub takes. Token, cache and offline mode are huggingface_hub's environment variables."""
     group = parser.add_argument_group(
         "hub (HF_TOKEN, HF_HOME and HF_HUB_OFFLINE in the environment count too)"
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a checkpoint on the hub")
 
 
-def checkpoint(name: str, flags: list[str]) -> tuple[Path, list[str]]:
+def hub_checkpoint(name: str, flags: list[str]) -> tuple[Path, list[str]]:
     """The folder of a model, and the server's flags: without --revision, with the name that the hub has for it.
 
     Raises NoRecipe, which says in one line how to get a checkpoint that is not here.
@@ -78,7 +78,7 @@ def _write_header(path: Path, tensors: dict[str, Any]) -> None:
 def _found(name: str, flags: list[str]) -> tuple[Path | None, str | None, list[str]]:
     """The folder, or None for a name of the hub; its revision; the other flags. Raises NoRecipe."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_arguments(finder)
+    add_hub_arguments(finder)
     found, rest = finder.parse_known_args(flags)
     folder = recipes.checkpoint(name)
     if not folder.exists() and NAME.fullmatch(name):

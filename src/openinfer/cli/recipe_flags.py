@@ -53,7 +53,7 @@ def without_prefix_cache(asked: Asked) -> Engine:
 Body = Callable[[argparse.Namespace, Asked], int]
 
 
-def run(
+def run_command(
     argv: list[str], command: str, text: str | None, add: Flags, body: Body, *, named: bool = False
 ) -> int:
     """Parse MODEL, the command's own flags and the recipe's, and call `body`. Returns the exit code. named: a
@@ -96,7 +96,7 @@ def parse(
 def merged_parser(command: str, text: str | None, add: Flags) -> FlagParser:
     """The command's own flags and those of every recipe that it works with."""
     usable = [recipe for recipe in recipes.installed() if isinstance(recipe, Recipe)]
-    return recipes.merged(_parser(command, text, add), usable)
+    return recipes.with_recipe_flags(_parser(command, text, add), usable)
 
 
 def _parser(command: str, text: str | None, add: Flags) -> FlagParser:

@@ -98,7 +98,7 @@ def checkpoint(name: str) -> Path:
     return path
 
 
-def merged(parser: FlagParser, recipes: Sequence[Recipe]) -> FlagParser:
+def with_recipe_flags(parser: FlagParser, recipes: Sequence[Recipe]) -> FlagParser:
     """The parser with the flags of every recipe, for help and for what can be said before the model is known."""
     parsers = {}
     for recipe in recipes:

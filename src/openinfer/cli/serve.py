@@ -25,14 +25,14 @@ def main(argv: list[str]) -> int:
     """Serve until told to stop; returns the exit code of frontend.serve, 1 for a checkpoint that no recipe serves, 2
     for wrong arguments."""
     parser = server_parser(PROG, TEXT)
-    hub.add_arguments(parser)
-    recipes.merged(parser, recipes.installed())
+    hub.add_hub_arguments(parser)
+    recipes.with_recipe_flags(parser, recipes.installed())
     if recipes.wants_help(argv):
         print(parser.format_help(), end="")
         return 0
     name, rest = recipes.model_and_rest(parser, argv)
     try:
-        model_dir, rest = hub.checkpoint(name, rest)
+        model_dir, rest = hub.hub_checkpoint(name, rest)
         recipe = recipes.find(model_dir)
     except Exception as error:
         if not is_users_error(error):

@@ -91,7 +91,7 @@ class LLM:
 
     def __init__(self, model: str, **flags: Any) -> None:
         revision = flags.pop("revision", None)
-        folder, _ = hub.checkpoint(model, [] if revision is None else ["--revision", str(revision)])
+        folder, _ = hub.hub_checkpoint(model, [] if revision is None else ["--revision", str(revision)])
         recipe = recipes.find(folder)
         self._tokenizer = Tokenizer.load(folder)
         self._template = self._find_template(folder)

@@ -26,7 +26,7 @@ from openinfer.frontend.errors import FlagError
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """One request, seen by the client; times are time.perf_counter() seconds. `error` says why it does not count."""
 
     due: float
@@ -75,7 +75,7 @@ class _Connection(asyncio.Protocol):
         self.open = False
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[None] | None = None
-        self._answer: Answer | None = None
+        self._answer: StreamedAnswer | None = None
         self._raw = b""  # received and not yet read
         self._line = b""  # the beginning of a line of the body
         self._status = 0
@@ -92,7 +92,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    async def request(self, message: bytes, answer: Answer) -> None:
+    async def request(self, message: bytes, answer: StreamedAnswer) -> None:
         """Send and wait for the end of the answer. Errors end up in the answer."""
         assert self._transport is not None
         self._answer, self._raw, self._line, self._status, self._left = answer, b"", b"", 0, -1
@@ -218,9 +218,9 @@ class Client:
         )
         return head.encode() + body
 
-    async def complete(self, message: bytes, due: float) -> Answer:
+    async def complete(self, message: bytes, due: float) -> StreamedAnswer:
         """Send one message and read its answer."""
-        answer = Answer(due, sent=time.perf_counter())
+        answer = StreamedAnswer(due, sent=time.perf_counter())
         connection = None
         while self._idle and (connection is None or not connection.open):
             connection = self._idle.pop()
@@ -258,10 +258,10 @@ def arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
     """The answers to one load, the seconds from its start to the last answer, and the client's own CPU seconds."""
 
-    answers: list[Answer]
+    answers: list[StreamedAnswer]
     seconds: float
     cpu_seconds: float
 
@@ -272,11 +272,11 @@ async def run_load(
     times: Sequence[float],
     max_concurrency: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Run:
+) -> LoadRun:
     """Send each message at its time (seconds after the start), at most max_concurrency at once (0: no limit; a
     request that waits for its turn is sent, and timed from, then). progress: called after each answer."""
     turns = asyncio.Semaphore(max_concurrency or len(messages))
-    answers: list[Answer] = []
+    answers: list[StreamedAnswer] = []
 
     async def one(message: bytes, due: float) -> None:
         async with turns:
@@ -295,6 +295,6 @@ async def run_load(
                 if wait > 0:
                     await asyncio.sleep(wait)
                 tasks.create_task(one(message, start + at))
-        return Run(answers, time.perf_counter() - start, time.process_time() - cpu)
+        return LoadRun(answers, time.perf_counter() - start, time.process_time() - cpu)
     finally:
         gc.enable()

@@ -21,7 +21,7 @@ from typing import Any
 from openinfer.cli import recipes
 from openinfer.cli.api import Api, ApiError, add_api_key, api_key
 from openinfer.cli.bench import eval_cases
-from openinfer.cli.bench.record import add_arguments, progress, record, write
+from openinfer.cli.bench.record import add_record_arguments, progress, record, write
 from openinfer.cli.bench.server import NotReady, serving
 from openinfer.frontend.errors import FlagError
 from openinfer.frontend.flag_parser import FlagParser
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     if folder is None and args.cases is None:
         parser.error("give --cases FILE with a URL")
     try:
-        cases = eval_cases.load(args.cases or (folder or Path()).resolve().parent / "eval.jsonl")
+        cases = eval_cases.load_cases(args.cases or (folder or Path()).resolve().parent / "eval.jsonl")
         cases = [case for case in cases if not args.kinds or case.kind in args.kinds]
         if not cases:
             raise eval_cases.CaseError(f"no case is of the kinds {', '.join(args.kinds)}")
@@ -88,15 +88,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--wrong", type=int, default=0, metavar="N", help="print the first N wrong answers")
     add_api_key(parser)
-    add_arguments(parser)
+    add_record_arguments(parser)
     return parser
 
 
-def _run(api: Api, cases: list[eval_cases.Case], args: argparse.Namespace) -> dict[str, Any]:
+def _run(api: Api, cases: list[eval_cases.EvalCase], args: argparse.Namespace) -> dict[str, Any]:
     """Scores, wrong answers and speed."""
     model, began = api.first_model(), time.perf_counter()
 
-    def ask(case: eval_cases.Case) -> dict[str, Any]:
+    def ask(case: eval_cases.EvalCase) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": model, "messages": case.messages, "temperature": 0, "max_tokens": args.max_tokens,
             "chat_template_kwargs": {"enable_thinking": case.thinking},

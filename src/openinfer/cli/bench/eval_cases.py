@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Case", "CaseError", "load", "passed", "scores"]
+__all__ = ["CaseError", "EvalCase", "load_cases", "passed", "scores"]
 
 CHECKS = {"contains", "last_number", "json", "calls"}
 
@@ -29,7 +29,7 @@ class CaseError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class EvalCase:
     """A chat whose answer is checked. tools: OpenAI's tool objects."""
 
     kind: str
@@ -39,7 +39,7 @@ class Case:
     check: dict[str, Any]
 
 
-def load(path: Path) -> list[Case]:
+def load_cases(path: Path) -> list[EvalCase]:
     """The cases of a file. Raises CaseError."""
     cases = []
     try:
@@ -49,7 +49,7 @@ def load(path: Path) -> list[Case]:
     for number, line in enumerate(lines, 1):
         try:
             raw = json.loads(line)
-            case = Case(
+            case = EvalCase(
                 raw["kind"], raw["messages"], raw.get("tools", []), raw.get("thinking", False), raw["check"]
             )
         except (ValueError, KeyError, TypeError) as error:

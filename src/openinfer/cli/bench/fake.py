@@ -33,7 +33,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(data))
 
 
-async def serve(port: int, folder: Path) -> int:
+async def _serve(port: int, folder: Path) -> int:
     """Serve on a port of this machine until SIGTERM."""
     from openinfer.frontend.contract import EngineSpec
     from openinfer.frontend.http import Tokenizer, create_app, run_server
@@ -54,4 +54,4 @@ async def serve(port: int, folder: Path) -> int:
 if __name__ == "__main__":
     from openinfer.frontend.web import run_loop
 
-    sys.exit(run_loop(serve(int(sys.argv[1]), Path(sys.argv[2]))))
+    sys.exit(run_loop(_serve(int(sys.argv[1]), Path(sys.argv[2]))))

@@ -28,10 +28,10 @@ NAME_CHARS = 87
 Step = Sequence[Activity]
 
 
-def measure(args: argparse.Namespace, asked: Asked) -> int:
+def measure_gaps(args: argparse.Namespace, asked: Asked) -> int:
     """Profile the decode points; returns 0, 1 if a gap is too long. Raises ActivityNotAvailable without CUPTI."""
     chosen = args.points or ["decode:1,1024"]
-    parsed = [points.parse(point) for point in chosen]
+    parsed = [points.parse_points(point) for point in chosen]
     for text, (kind, _) in zip(chosen, parsed, strict=True):
         if kind != "decode":
             raise FlagError(f"--gaps of {text}: only decode steps are profiled")
@@ -52,8 +52,8 @@ def measure(args: argparse.Namespace, asked: Asked) -> int:
                 ("through the engine", profiler.served(recorder, *point[1])),
             ):
                 progress(f"{text}, {how}")
-                results.append({"point": text, "how": how, "device_ms": plain, **summary(activities)})
-                print(table(results[-1]), flush=True)
+                results.append({"point": text, "how": how, "device_ms": plain, **gap_summary(activities)})
+                print(gap_table(results[-1]), flush=True)
     finally:
         recorder.close()
         engine.close()
@@ -80,7 +80,7 @@ def alike(steps: Sequence[Step]) -> list[Step]:
     return [step for step, name in zip(steps, names, strict=True) if name == most]
 
 
-def summary(steps: Sequence[Step]) -> dict[str, Any]:
+def gap_summary(steps: Sequence[Step]) -> dict[str, Any]:
     """The median of each gap over steps with the same activities, place by place. `repeats` has every step's sum and
     longest gap. Raises FlagError if no kernel was recorded."""
     steps = [step for step in alike(steps) if len(step) > 1]
@@ -101,7 +101,7 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
         "overlapped": sum(gap == 0 for gap in medians),
         "gap_p50_us": percentile(medians, 50),
         "gap_p99_us": percentile(medians, 99),
-        "kernels": times(steps, medians),
+        "kernels": _times(steps, medians),
         "longest": [
             {"after": names[at][0], "before": names[at][1], "p50_us": medians[at], "max_us": max(columns[at])}
             for at in longest
@@ -113,7 +113,7 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
     }
 
 
-def times(steps: Sequence[Step], gaps_us: Sequence[float]) -> list[dict[str, Any]]:
+def _times(steps: Sequence[Step], gaps_us: Sequence[float]) -> list[dict[str, Any]]:
     """Kernels, copies and memsets of a step by name, the longest first. Each has its number, and the sums of the
     medians of its times and of the gaps before it."""
     found: dict[str, dict[str, Any]] = {}
@@ -126,7 +126,7 @@ def times(steps: Sequence[Step], gaps_us: Sequence[float]) -> list[dict[str, Any
     return sorted(found.values(), key=lambda entry: -float(entry["us"]))
 
 
-def table(result: dict[str, Any]) -> str:
+def gap_table(result: dict[str, Any]) -> str:
     """A result as text."""
     head = (
         f"{result['point']} {result['how']}: {result['kernels_a_step']} kernels in {result['span_us']:.0f} us "

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.cli.bench import fake, idle
-from openinfer.cli.bench.client import Client, Run, run_load
-from openinfer.cli.bench.record import add_arguments, percentile, progress, record, write
+from openinfer.cli.bench.client import Client, LoadRun, run_load
+from openinfer.cli.bench.record import add_record_arguments, percentile, progress, record, write
 from openinfer.cli.bench.server import NotReady, Server, cpu_seconds, free_port, running
 from openinfer.frontend.flag_parser import FlagParser
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         usage="openinfer bench host [flags]",
         description=__doc__,
     )
-    add_arguments(parser)
+    add_record_arguments(parser)
     args = parser.parse_args(argv)
     try:
         results = [*engine_results(), pool_result(), *frontend_results(rounds=4)]
@@ -52,7 +52,7 @@ def engine_results(batches: tuple[int, ...] = (8, 256), steps: int = 2000) -> li
     for name, recipe in idle.recipes_that_can().items():
         for rows in batches:
             progress(f"{name}, steps of {rows} rows")
-            times = idle.measure(recipe, rows, steps=steps, changes=steps // 10)
+            times = idle.measure_idle(recipe, rows, steps=steps, changes=steps // 10)
             for what, us in (
                 ("decode step, nobody joins or leaves", times["steady"]),
                 ("trace and watch of such a step", times["watch"]),
@@ -110,7 +110,7 @@ async def _frontend(server: Server, rounds: int, *, stream: bool) -> dict[str, A
     message = client.message(fake.WORDS[:32], TOKENS_OUT, stream=stream)
     await run_load(client, [message] * CLIENTS, [0.0] * CLIENTS)
     used, count = cpu_seconds(server.pid), CLIENTS * rounds
-    run: Run = await run_load(client, [message] * count, [0.0] * count, CLIENTS)
+    run: LoadRun = await run_load(client, [message] * count, [0.0] * count, CLIENTS)
     used = cpu_seconds(server.pid) - used
     client.close()
     good = [answer for answer in run.answers if not answer.error]

@@ -207,7 +207,7 @@ class IdleEngine:
         return (time.perf_counter_ns() - start) / 1e3
 
 
-def measure(
+def measure_idle(
     recipe: Recipe[Any], rows: int, *, steps: int = 2000, changes: int = 200, waiting: int = 1000
 ) -> dict[str, list[float]]:
     """Microseconds of every step at a batch of `rows`: "steady" ones, and "change" turns while `waiting` queue;

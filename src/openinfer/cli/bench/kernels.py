@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from openinfer.cli.bench.ops import machine, machine_flags
-from openinfer.cli.bench.record import add_arguments, record, write
-from openinfer.cli.explain.ledger import Machine, figures
+from openinfer.cli.bench.record import add_record_arguments, record, write
+from openinfer.cli.explain.ledger import Machine, entry_figures
 from openinfer.frontend.flag_parser import FlagParser
 from openinfer.kernels.measure.benchmark import Measurement, measure
 from openinfer.kernels.measure.tuner import DeviceMeter
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     add("--variants", action="store_true", help="measure other launches of each case too")
     add("--list", action="store_true", help="print the names of the cases and stop")
     machine_flags(parser)
-    add_arguments(parser)
+    add_record_arguments(parser)
     args = parser.parse_args(argv)
     listed = list(cases(Memory(Device("null")), args.ops))
     missing = set(args.ops) - {case.op.name for _, case in listed}
@@ -94,15 +94,15 @@ def _measure(args: argparse.Namespace) -> int:
                 module.variants(meter.target, case) if args.variants and hasattr(module, "variants") else ()
             )
             for found in measure(meter, case, others):
-                results.append(entry(case, found, limits))
-                print(line(results[-1]), flush=True)
+                results.append(kernel_entry(case, found, limits))
+                print(kernel_line(results[-1]), flush=True)
     finally:
         if args.json:
             write(args.json, record("kernels", args, results, target=meter.target.gpu))
     return 0
 
 
-def entry(case: OpCase, found: Measurement, limits: Machine) -> dict[str, Any]:
+def kernel_entry(case: OpCase, found: Measurement, limits: Machine) -> dict[str, Any]:
     """The JSON entry of a measurement. Without a time `us` is None and `problem` says why."""
     cost = case.op.cost(case.workload, case.calls[0])
     floor_us, us = limits.floor_us(cost), found.seconds * 1e6
@@ -120,7 +120,7 @@ def entry(case: OpCase, found: Measurement, limits: Machine) -> dict[str, Any]:
     }
 
 
-def line(entry: dict[str, Any]) -> str:
+def kernel_line(entry: dict[str, Any]) -> str:
     """An entry as text."""
     what = f"{entry['op']} {entry['case']}: {entry['variant']}"
-    return f"{what}\n{figures(entry) if entry['us'] is not None else '    ' + entry['problem']}"
+    return f"{what}\n{entry_figures(entry) if entry['us'] is not None else '    ' + entry['problem']}"

@@ -15,9 +15,9 @@ from typing import Any
 
 from openinfer.cli import recipe_flags
 from openinfer.cli.bench import against
-from openinfer.cli.bench.record import add_arguments, percentile, progress, record, write
+from openinfer.cli.bench.record import add_record_arguments, percentile, progress, record, write
 from openinfer.cli.explain import ledger
-from openinfer.cli.explain.ledger import Machine, OpCall, Recorder, figures, grouped
+from openinfer.cli.explain.ledger import CallRecorder, Machine, OpCall, entry_figures, grouped
 from openinfer.cli.explain.segments import Segment, engine_segments
 from openinfer.cli.recipe_flags import Asked, without_prefix_cache
 from openinfer.graph import StepGraphs
@@ -33,7 +33,7 @@ CPU_TOKENS = 8192
 
 def main(argv: list[str]) -> int:
     """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
-    return recipe_flags.run(argv, "bench ops", __doc__, _flags, _measure)
+    return recipe_flags.run_command(argv, "bench ops", __doc__, _flags, _measure)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--ledger", type=Path, metavar="FILE",
         help="with --against: compare this ledger instead of measuring; needs no GPU")  # fmt: skip
     machine_flags(parser)
-    add_arguments(parser)
+    add_record_arguments(parser)
 
 
 def machine_flags(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def _measured(args: argparse.Namespace, asked: Asked) -> list[dict[str, Any]]:
     try:
         runner = engine.runner
         for segment in engine_segments(engine, args.context, args.tokens):
-            for entry in measured(segment, runner.pack, runner.stream, args.repeats, limits, seen):
+            for entry in ledger_entries(segment, runner.pack, runner.stream, args.repeats, limits, seen):
                 results.append(entry)
                 print(line(entry), flush=True)
     finally:
@@ -108,11 +108,11 @@ def _measured(args: argparse.Namespace, asked: Asked) -> list[dict[str, Any]]:
     return results
 
 
-def measured(
+def ledger_entries(
     segment: Segment, pack: Pack, stream: Stream, repeats: int, limits: Machine, seen: set[str]
 ) -> Iterator[dict[str, Any]]:
     """A ledger's entries for the calls of a segment that are not in `seen` yet; their keys are added to `seen`."""
-    recorder = Recorder()
+    recorder = CallRecorder()
     segment.run(recorder)
     groups = {k: c for k, c in grouped(recorder.calls, segment.workload).items() if k not in seen}
     progress(f"{segment.name}: {len(groups)} new of its ops and shapes")
@@ -169,4 +169,4 @@ def _entry(
 
 def line(entry: dict[str, Any]) -> str:
     """An entry as text."""
-    return f"{entry['calls_a_step']:3} x {entry['key']}\n{figures(entry)}"
+    return f"{entry['calls_a_step']:3} x {entry['key']}\n{entry_figures(entry)}"

@@ -45,7 +45,7 @@ class BadPoint(ValueError):
     user_can_mend = True
 
 
-def parse(text: str) -> Point:
+def parse_points(text: str) -> Point:
     """`kind:number,...` as a point. Raises BadPoint."""
     kind, _, rest = text.partition(":")
     numbers = tuple(int(n) for n in rest.split(",") if n.isdigit())
@@ -55,7 +55,7 @@ def parse(text: str) -> Point:
     return kind, numbers
 
 
-def measure(engine: Engine, points: Sequence[str], *, repeats: int = 20) -> Iterator[Result]:
+def measure_points(engine: Engine, points: Sequence[str], *, repeats: int = 20) -> Iterator[Result]:
     """Measure points, one after the other, on an idle engine without prefix cache.
 
     A result has the medians `wall_ms` (through the engine, on the host's clock; of a prefill to its first token) and
@@ -65,7 +65,7 @@ def measure(engine: Engine, points: Sequence[str], *, repeats: int = 20) -> Iter
     Raises BadPoint, before anything is measured.
     """
     bench = StepBench(engine, repeats)
-    parsed = [parse(text) for text in points]
+    parsed = [parse_points(text) for text in points]
     for point in parsed:
         bench.check(point)
     for text, (kind, numbers) in zip(points, parsed, strict=True):
@@ -108,14 +108,14 @@ class StepBench:
         lead = self._lead(rows, context)
         prompt_len = max(1, context - (lead + self._repeats) // 2)
         tokens = 2 * lead + self._repeats + WARM_UP + 2
-        _, steps, _ = run(self._engine, [self._ids(prompt_len) for _ in range(rows)], tokens)
+        _, steps, _ = run_points(self._engine, [self._ids(prompt_len) for _ in range(rows)], tokens)
         wall = steps[WARM_UP:][: self._repeats] or steps
         device = self._device(rows, context, 0, 0)
         return _result(wall, device, [_record(device, rows, rows * context, 0, 0)])
 
     def prefill(self, tokens: int) -> Result:
-        run(self._engine, [self._ids(tokens)], 1)
-        wall = [run(self._engine, [self._ids(tokens)], 1)[0] for _ in range(self._repeats)]
+        run_points(self._engine, [self._ids(tokens)], 1)
+        wall = [run_points(self._engine, [self._ids(tokens)], 1)[0] for _ in range(self._repeats)]
         chunks = list(self._runner.buckets.chunks(tokens))
         found = [self._device(0, 0, count, start) for start, count in chunks]
         device = [sum(times) for times in zip(*found, strict=True)]
@@ -130,7 +130,7 @@ class StepBench:
 
     def offline(self, requests: int, inputs: int, outputs: int) -> Result:
         prompts = ([self._ids(inputs) for _ in range(requests)] for _ in range(OFFLINE_REPEATS))
-        rates = [requests * outputs / run(self._engine, p, outputs)[2] for p in prompts]
+        rates = [requests * outputs / run_points(self._engine, p, outputs)[2] for p in prompts]
         return {
             "output_tokens_per_s": statistics.median(rates),
             "repeats": {"output_tokens_per_s": rates},
@@ -161,7 +161,7 @@ class StepBench:
         A step goes from one read-back to the next."""
         tokens = self._lead(rows, context) + WARM_UP + self._repeats
         recorder.read()
-        run(self._engine, [self._ids(max(1, context - tokens)) for _ in range(rows)], tokens)
+        run_points(self._engine, [self._ids(max(1, context - tokens)) for _ in range(rows)], tokens)
         self._runner.stream.synchronize()
         steps: list[list[Activity]] = [[]]
         for activity in recorder.read():
@@ -201,7 +201,7 @@ class StepBench:
         return [after.elapsed_s(before) for before, after in marks[WARM_UP:]]
 
 
-def run(
+def run_points(
     engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[float, list[float], float]:
     """Submit the prompts at once, greedy, each for num_tokens, with the engine's adapters in turn. Wall seconds to the

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that all benchmarks share."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument(

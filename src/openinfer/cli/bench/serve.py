@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.cli.api import Api, ApiError, add_api_key, api_key
-from openinfer.cli.bench.client import Client, Run, arrivals, run_load
-from openinfer.cli.bench.record import add_arguments, percentile, progress, record, write
+from openinfer.cli.bench.client import Client, LoadRun, arrivals, run_load
+from openinfer.cli.bench.record import add_record_arguments, percentile, progress, record, write
 from openinfer.cli.bench.server import Server, serving
 from openinfer.frontend.errors import FlagError, is_users_error, one_line
 from openinfer.frontend.flag_parser import FlagParser
@@ -37,7 +37,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfferedLoad:
     """One load: requests a second (math.inf: all at once), how many, at most how many at once (0: no limit), and
     tokens in and out of each."""
 
@@ -166,11 +166,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--goodput", nargs="+", default=[], metavar="NAME:MS",
         help="objectives, as ttft:50 tpot:5 (also e2el): count the requests that meet all")  # fmt: skip
     add("--server-log", type=Path, metavar="FILE", help="keep the log of the started server in this file")
-    add_arguments(parser)
+    add_record_arguments(parser)
     return parser
 
 
-def _loads(args: argparse.Namespace) -> list[Load]:
+def _loads(args: argparse.Namespace) -> list[OfferedLoad]:
     count = len(args.request_rate)
     columns: list[Sequence[Any]] = [args.request_rate]
     for flag in ("num_prompts", "max_concurrency", "random_input_len", "random_output_len"):
@@ -182,7 +182,7 @@ def _loads(args: argparse.Namespace) -> list[Load]:
     if args.seconds is not None and (math.inf in args.request_rate or args.seconds <= 0):
         raise FlagError(f"--seconds {args.seconds:g}: it must be above 0, and needs finite rates")
     loads = [
-        Load(
+        OfferedLoad(
             rate,
             prompts if args.seconds is None else max(1, round(rate * args.seconds)),
             limit,
@@ -214,7 +214,7 @@ def _goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def _measure(
-    args: argparse.Namespace, loads: Sequence[Load], goodput: dict[str, float], server: Server | None
+    args: argparse.Namespace, loads: Sequence[OfferedLoad], goodput: dict[str, float], server: Server | None
 ) -> list[dict[str, Any]]:
     url = server.url if server else args.base_url.rstrip("/")
     key = api_key(args)
@@ -223,7 +223,7 @@ def _measure(
     prompts = Text(args.model_dir) if args.text else None
     vocab = args.vocab_size or _vocab_size(args.model_dir)
 
-    def messages(load: Load, count: int, rng: random.Random) -> Iterator[bytes]:
+    def messages(load: OfferedLoad, count: int, rng: random.Random) -> Iterator[bytes]:
         for _ in range(count):
             if prompts is not None:
                 yield client.message(prompts.draw(load.input_len, rng), load.output_len)
@@ -244,7 +244,7 @@ def _measure(
             )
             after = counters(api)
             change = {name: after[name] - before.get(name, 0.0) for name in after}
-            results.append({**summary(load, run, goodput), "counters": change})
+            results.append({**serve_summary(load, run, goodput), "counters": change})
         client.close()
         return results
 
@@ -268,7 +268,7 @@ def _vocab_size(model_dir: Path | None) -> int:
     return int(config.get("text_config", config)["vocab_size"])
 
 
-def summary(load: Load, run: Run, goodput: dict[str, float]) -> dict[str, Any]:
+def serve_summary(load: OfferedLoad, run: LoadRun, goodput: dict[str, float]) -> dict[str, Any]:
     """The figures of a load, in milliseconds where the name says so. Failed requests count in `errors` alone."""
     done = [answer for answer in run.answers if not answer.error]
     raw = {

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from openinfer.cli import recipe_flags
 from openinfer.cli.bench import gaps, points
-from openinfer.cli.bench.record import add_arguments, progress, record, write
+from openinfer.cli.bench.record import add_record_arguments, progress, record, write
 from openinfer.cli.recipe_flags import Asked, without_prefix_cache
 from openinfer.frontend.errors import FlagError
 
 
 def main(argv: list[str]) -> int:
     """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
-    return recipe_flags.run(argv, "bench step", __doc__, _flags, _measure)
+    return recipe_flags.run_command(argv, "bench step", __doc__, _flags, _measure)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -35,23 +35,23 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--gaps", action="store_true",
         help="instead: the kernels of decode points (default: decode:1,1024) and the gaps between them, through CUPTI; "
         "exit code 1 if one is longer than 5 us")  # fmt: skip
-    add_arguments(parser)
+    add_record_arguments(parser)
 
 
 def _measure(args: argparse.Namespace, asked: Asked) -> int:
     chosen = args.points or [*points.POINTS, *(points.RECORD_POINTS if args.records else ())]
     for point in chosen:
-        points.parse(point)
+        points.parse_points(point)
     if args.repeats < 1:
         raise recipe_flags.BadFlags(f"--repeats {args.repeats}: it must be at least 1")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     if args.gaps:
-        return gaps.measure(args, asked)
+        return gaps.measure_gaps(args, asked)
     engine = without_prefix_cache(asked)
     results = []
     progress(f"{len(chosen)} points: {' '.join(chosen)}")
     try:
-        for result in points.measure(engine, chosen, repeats=args.repeats):
+        for result in points.measure_points(engine, chosen, repeats=args.repeats):
             progress(_line(result))
             results.append(result)
         compiles = engine.stats().compiles_after_ready

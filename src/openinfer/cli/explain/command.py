@@ -44,7 +44,7 @@ class Line:
 
 def main(argv: list[str]) -> int:
     """Print; returns 0, 1 for what cannot be explained, 2 for wrong arguments."""
-    return recipe_flags.run(argv, "explain", __doc__, _flags, _explain, named=True)
+    return recipe_flags.run_command(argv, "explain", __doc__, _flags, _explain, named=True)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     if args.plot:
         _figure()  # what is missing is said before the work
     outline = Outline(asked.recipe, asked.source(), asked.options, SERVED, ranks=ranks)
-    measured = ledger.load(args.ledger) if args.ledger else {}
+    measured = ledger.microseconds(args.ledger) if args.ledger else {}
     if args.prefill:
         title, steps = f"prefill of {args.prefill} tokens", outline.prefill(args.prefill)
     else:
@@ -94,11 +94,11 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     print(f"  {outline.kernels}")
     for how, count in exchanges(steps, outline.target).items():
         print(f"  between ranks: {count} x {how}")
-    print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
+    print(memory_plan(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
     for line in tiers.describe(asked.options, outline.groups, outline.parts, tiers.speeds(args)):
         print(f"  tier: {line}")
     if args.plot:
-        plot(lines, title, args.plot)
+        _plot(lines, title, args.plot)
     return 0
 
 
@@ -125,7 +125,7 @@ def trace(steps: Steps, target: Target, limits: Machine, measured: dict[str, flo
             line.flops += cost.flops
             line.link += cost.link
             line.floor_us += limits.floor_us(cost)
-            line.us += measured.get(ledger.key(call.op, call.args, segment.workload), math.nan)
+            line.us += measured.get(ledger.ledger_key(call.op, call.args, segment.workload), math.nan)
     return list(lines.values())
 
 
@@ -184,7 +184,7 @@ def total(lines: list[Line]) -> Line:
     return Line("sum", *(sum(getattr(line, name) for line in lines) for name in names))
 
 
-def memory(outline: Outline, gpu_bytes: float, utilization: float) -> str:
+def memory_plan(outline: Outline, gpu_bytes: float, utilization: float) -> str:
     """The memory plan as text: the fixed parts, and the cache in the rest."""
     rows = [f"memory of {format_bytes(gpu_bytes)}, of which {utilization:.0%} are used:"]
     rows += [f"  {name:<26} {format_bytes(size):>8}" for name, size in outline.memory.items()]
@@ -202,7 +202,7 @@ def memory(outline: Outline, gpu_bytes: float, utilization: float) -> str:
     return "\n".join(rows)
 
 
-def plot(lines: list[Line], title: str, path: Path) -> None:
+def _plot(lines: list[Line], title: str, path: Path) -> None:
     """Draw a bar for each line: its floor, and its measured time. Raises BadFlags without matplotlib."""
     figure = _figure()(figsize=(9, 0.4 * len(lines) + 1.6), layout="constrained")
     axes = figure.subplots()

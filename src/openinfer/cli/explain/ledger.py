@@ -40,7 +40,7 @@ class OpCall(NamedTuple):
 
 
 @dataclass(slots=True)
-class Recorder:
+class CallRecorder:
     """A pack that only writes the calls down, whatever device the tensors are on."""
 
     calls: list[OpCall] = dataclasses.field(default_factory=list)
@@ -49,7 +49,7 @@ class Recorder:
         self.calls.append(OpCall(op, args))
 
 
-def key(op: Op[Any], args: Any, workload: Workload) -> str:
+def ledger_key(op: Op[Any], args: Any, workload: Workload) -> str:
     """A text of all that the time of a call depends on.
 
     It has the op and the shapes of its output and of its weight. Where they matter it has the rows, the tokens in the
@@ -80,11 +80,11 @@ def grouped(calls: Iterable[OpCall], workload: Workload) -> dict[str, list[OpCal
     """Calls of the same key together, in the order of their first."""
     groups: dict[str, list[OpCall]] = {}
     for op, args in calls:
-        groups.setdefault(key(op, args, workload), []).append(OpCall(op, args))
+        groups.setdefault(ledger_key(op, args, workload), []).append(OpCall(op, args))
     return groups
 
 
-def figures(entry: Mapping[str, Any]) -> str:
+def entry_figures(entry: Mapping[str, Any]) -> str:
     """The time of an entry of a ledger beside its floor, and its rates, as text of at most 100 characters."""
     us = entry["us"]
     return (
@@ -93,7 +93,7 @@ def figures(entry: Mapping[str, Any]) -> str:
     )
 
 
-def load(path: Path) -> dict[str, float]:
+def microseconds(path: Path) -> dict[str, float]:
     """Microseconds a call by key, from what `openinfer bench ops --json` wrote. Raises FlagError, OSError."""
     return {name: float(entry["us"]) for name, entry in entries(path).items()}
 

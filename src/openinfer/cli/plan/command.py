@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from openinfer.cli import recipe_flags, recipes
-from openinfer.cli.bench.record import add_arguments, progress, record, write
-from openinfer.cli.bench.serve import Load
+from openinfer.cli.bench.record import add_record_arguments, progress, record, write
+from openinfer.cli.bench.serve import OfferedLoad
 from openinfer.cli.explain.segments import SERVED
 from openinfer.cli.plan import text, tiers
-from openinfer.cli.plan.compare import Objectives, Variant, candidates, choice
-from openinfer.cli.plan.load import Agents, Point, Server
+from openinfer.cli.plan.compare import Objectives, Variant, alternatives, choice
+from openinfer.cli.plan.load import Agents, PlannedServer, Point
 from openinfer.cli.recipe_flags import Asked, BadFlags
 from openinfer.cli.tune import speed
 from openinfer.recipes.engine.offload import check_offload
@@ -37,7 +37,7 @@ HALVINGS = 3
 def main(argv: list[str]) -> int:
     """Print; returns 0, 1 for what cannot be planned, 2 for wrong arguments."""
     body = functools.partial(_plan, argv)
-    return recipe_flags.run(argv, "plan", __doc__, _flags, body, named=True)
+    return recipe_flags.run_command(argv, "plan", __doc__, _flags, body, named=True)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -73,23 +73,23 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     tiers.flags(parser)
     add("--seed", type=int, default=0, help="seed of the arrivals; default: %(default)s")
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves into this file; needs openinfer[plot]")
-    add_arguments(parser)
+    add_record_arguments(parser)
 
 
 def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
     if args.plot:
-        text.figure_class()  # what is missing is said before the work
+        text.matplotlib_figure()  # what is missing is said before the work
     begun = time.perf_counter()
     objectives = Objectives(args.ttft_ms, args.tpot_ms)
     server, others = _server(args, asked), [_other(argv, flags) for flags in args.compare]
-    print(f"{text.title(server)}\n{text.memory(server)}\n{text.HEAD}", flush=True)
+    print(f"{text.title(server)}\n{text.memory_lines(server)}\n{text.HEAD}", flush=True)
     points: list[Point] = []
     for point in _points(server, args, objectives):
         points.append(point)
         print(text.row(point, points[0].requests_per_s), flush=True)
     first = Variant("as asked", server, points)
     if not args.compare:
-        others = [_other(argv, shlex.split(flags)) for flags in candidates(first, args)]
+        others = [_other(argv, shlex.split(flags)) for flags in alternatives(first, args)]
     variants = [first, *(_served(*other, objectives) for other in others)]
     knee, best = first.knee, choice(variants, objectives)
     print(text.verdict(first, objectives))
@@ -100,7 +100,7 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
             "(several GPUs: a server was measured with V4-Flash on two, else steps; docs/planning.md has the errors)"
         )
     if args.plot:
-        text.plot(variants, args.plot)
+        text.plot_latencies(variants, args.plot)
     if args.json:
         results = [one.as_dict(objectives) for one in variants]
         facts = {
@@ -115,7 +115,7 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
     return 0
 
 
-def _server(args: argparse.Namespace, asked: Asked) -> Server:
+def _server(args: argparse.Namespace, asked: Asked) -> PlannedServer:
     """The server of a command line. Raises BadFlags, SetupError."""
     target = speed.target(args.gpu)
     if target is speed.CPU and args.speeds is None:
@@ -136,9 +136,9 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
             "accepts; give a chance from 0 to 1"
         )
     progress(f"the steps of {asked.model_dir.name}")
-    figures = speed.figures(target)
+    figures = speed.target_figures(target)
     if args.speeds:
-        figures = speed.load(args.speeds, target, figures)
+        figures = speed.load_figures(args.speeds, target, figures)
     speeds, agents = tiers.speeds(args), None
     check_offload(asked.options)
     if args.turns < 1 or args.system < 0 or args.think_s < 0:
@@ -151,7 +151,7 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
     elif asked.options.kv_offload_gb or asked.options.kv_offload_disk_gb:
         raise BadFlags("tiers keep prefixes, and these prompts share none; give --turns too")
     engine = target if target is speed.CPU else SERVED
-    server = Server.of(asked, engine, figures, gpus, acceptance, agents)
+    server = PlannedServer.of(asked, engine, figures, gpus, acceptance, agents)
     server.policy()  # an unknown one is said before the work
     longest = args.turns * (args.input + args.output) + (args.system if agents else 0)
     if args.input < 1 or args.output < 2 or longest > server.max_model_len:
@@ -162,7 +162,7 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
     return server
 
 
-def _other(argv: list[str], words: list[str]) -> tuple[str, argparse.Namespace, Server]:
+def _other(argv: list[str], words: list[str]) -> tuple[str, argparse.Namespace, PlannedServer]:
     """Flags, arguments and server of a `--compare`: of these flags besides those of the command line, or of the model
     that they begin with."""
     flags, parser = shlex.join(words), recipe_flags.merged_parser("plan", __doc__, _flags)
@@ -173,7 +173,7 @@ def _other(argv: list[str], words: list[str]) -> tuple[str, argparse.Namespace, 
     return flags, args, _server(args, asked)
 
 
-def _served(flags: str, args: argparse.Namespace, server: Server, objectives: Objectives) -> Variant:
+def _served(flags: str, args: argparse.Namespace, server: PlannedServer, objectives: Objectives) -> Variant:
     """The points of another server."""
     progress(flags)
     return Variant(flags, server, list(_points(server, args, objectives, most=HOPELESS)))
@@ -188,18 +188,18 @@ def _of_server(flags: str) -> list[str]:
 
 
 def _points(
-    server: Server, args: argparse.Namespace, objectives: Objectives, most: float = math.inf
+    server: PlannedServer, args: argparse.Namespace, objectives: Objectives, most: float = math.inf
 ) -> Iterator[Point]:
     """All at once, one request at a time, and the rates. With objectives, also rates between the largest that keeps
     them and the next, to find the largest. most: rates but the first are left out above this part of what the server
     completes, except for agents, whose offered rate is not what comes."""
     size, rows = (args.input, args.output), server.asked.options.max_num_seqs
-    yield (rush := server.serve(Load(math.inf, min(MOST, 5 * rows // 2), 0, *size, args.seed)))
-    yield server.serve(Load(math.inf, 5, 1, *size, args.seed))
+    yield (rush := server.serve(OfferedLoad(math.inf, min(MOST, 5 * rows // 2), 0, *size, args.seed)))
+    yield server.serve(OfferedLoad(math.inf, 5, 1, *size, args.seed))
 
     def at(rate: float) -> Point:
         count = min(MOST, max(FEWEST, round(rate * SECONDS)))
-        return server.serve(Load(rate, count, 0, *size, args.seed + 1))
+        return server.serve(OfferedLoad(rate, count, 0, *size, args.seed + 1))
 
     kept, broken = 0.0, math.inf
     for rate in args.rate:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from openinfer.cli.plan.load import Point, Server
+from openinfer.cli.plan.load import PlannedServer, Point
 
 STEPS = (512, 1024, 2048, 4096)
 """Token budgets of a step that are compared."""
@@ -38,7 +38,7 @@ class Variant:
     """A server by the flags that it differs in, and its points: all at once, one request at a time, the rates."""
 
     flags: str
-    server: Server
+    server: PlannedServer
     points: list[Point]
 
     @property
@@ -73,7 +73,7 @@ class Variant:
         }
 
 
-def candidates(asked: Variant, args: argparse.Namespace) -> list[str]:
+def alternatives(asked: Variant, args: argparse.Namespace) -> list[str]:
     """Flags to compare with those asked for: other token budgets of a step, and paced decode rows. A flag that the
     command line names keeps its value."""
     found, options = [], asked.server.asked.options

@@ -10,7 +10,7 @@ from typing import Any
 
 from openinfer.cli.bench.client import arrivals
 from openinfer.cli.bench.record import percentile
-from openinfer.cli.bench.serve import Load
+from openinfer.cli.bench.serve import OfferedLoad
 from openinfer.cli.explain.segments import Outline
 from openinfer.cli.plan.cost import ARRIVAL_S, StepCost
 from openinfer.cli.plan.tiers import tiers_of
@@ -33,7 +33,7 @@ class Point:
     busy: part of the time in which a step ran. binds: shares of the steps' time by what they wait for. limits: "rows"
     and "KV room", as far as none was left. rows: the most rows at once. cache: the largest used part of the cache."""
 
-    load: Load
+    load: OfferedLoad
     requests_per_s: float
     output_tokens_per_s: float
     ttft_ms: Json
@@ -76,7 +76,7 @@ class Agents:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class PlannedServer:
     """An engine with these options on GPUs that need not be here. cache_bytes: the memory of each that is left for the
     cache. acceptance: the chance that a draft is accepted where those before it were. agents None: prompts share
     nothing, so there is no prefix cache and no tier."""
@@ -98,7 +98,7 @@ class Server:
         gpus: int,
         acceptance: float = 0.0,
         agents: Agents | None = None,
-    ) -> Server:
+    ) -> PlannedServer:
         """Trace its steps and plan its memory. Raises SetupError."""
         options = dataclasses.replace(asked.options, enable_prefix_caching=agents is not None)
         outline = Outline(asked.recipe, asked.source(), options, target, ranks=gpus)
@@ -124,7 +124,7 @@ class Server:
         levels, most = self.outline.buckets.draft_levels, self.outline.buckets.max_tokens
         return SteadyDrafts(levels, most, self.acceptance, cost.decode_s, seed) if levels else None
 
-    def serve(self, load: Load) -> Point:
+    def serve(self, load: OfferedLoad) -> Point:
         """Simulate one load. Raises SchedulerError."""
         options, pool = self.asked.options, self.outline.cache(self.cache_bytes)
         tiers = None
@@ -156,7 +156,7 @@ class Server:
         )  # fmt: skip
 
 
-def requests(load: Load, agents: Agents | None = None) -> list[Request]:
+def requests(load: OfferedLoad, agents: Agents | None = None) -> list[Request]:
     """The requests of a load. Without agents, at the times at which `bench serve` sends them."""
     if agents is not None:
         found = chats(

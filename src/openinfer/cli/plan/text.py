@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.cli.plan.compare import Objectives, Variant
-from openinfer.cli.plan.load import FULL, Point, Server
+from openinfer.cli.plan.load import FULL, PlannedServer, Point
 from openinfer.cli.plan.tiers import describe
 from openinfer.cli.recipe_flags import BadFlags
 from openinfer.tensor import format_bytes
 
 
-def title(server: Server) -> str:
+def title(server: PlannedServer) -> str:
     """The model, the GPU and the sizes of the engine."""
     options, outline = server.asked.options, server.outline
     return (
@@ -24,7 +24,7 @@ def title(server: Server) -> str:
     )
 
 
-def memory(server: Server) -> str:
+def memory_lines(server: PlannedServer) -> str:
     """The memory of a GPU, the fixed parts and the cache; and the kernels that it is planned for."""
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in server.outline.memory.items())
     pool = server.outline.cache(server.cache_bytes)
@@ -105,7 +105,7 @@ def advice(asked: Variant, best: Variant, objectives: Objectives, flags: list[st
     return f"take: openinfer serve {shlex.join(words)}{same}, and the other flags as asked{where}"
 
 
-def figure_class() -> Any:
+def matplotlib_figure() -> Any:
     """matplotlib's Figure. Raises BadFlags without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -114,9 +114,9 @@ def figure_class() -> Any:
     return Figure
 
 
-def plot(variants: list[Variant], path: Path) -> None:
+def plot_latencies(variants: list[Variant], path: Path) -> None:
     """Draw TTFT, TPOT, throughput and used cache over load, a line for each variant. Raises BadFlags."""
-    figure = figure_class()(figsize=(11, 7), layout="constrained")
+    figure = matplotlib_figure()(figsize=(11, 7), layout="constrained")
     for axis, (label, value) in zip(figure.subplots(2, 2).flat, _CURVES, strict=True):
         for one in variants:
             rated = sorted(one.rated, key=lambda point: point.load.request_rate)

@@ -84,7 +84,7 @@ def model_serve(model: Path) -> Result:
         return check_server(model, Path(folder) / "serve.log")
 
 
-def packed(work: Path) -> Result:
+def _packed(work: Path) -> Result:
     """The accuracy gates of packed weights, an FP8 cache and adapters against numpy's runs, and their controls."""
     from openinfer.cli.selftest import packed
 
@@ -174,7 +174,7 @@ def _ranks() -> int:
 
 def _bench(recipe: str, folder: Path) -> Result:
     engine, _ = _build(recipe, folder, enable_prefix_caching=False)
-    figures = list(points.measure(engine, ["decode:1,1024", "prefill:1024"]))
+    figures = list(points.measure_points(engine, ["decode:1,1024", "prefill:1024"]))
     compiles = engine.stats().compiles_after_ready
     engine.close()
     return {"ok": compiles == 0, "compiles_after_ready": compiles, "points": figures}
@@ -249,7 +249,7 @@ def deepseek_bench(work: Path) -> Result:
     return _bench("deepseek_v4", work / "deepseek")
 
 
-def serve(work: Path) -> Result:
+def _serve(work: Path) -> Result:
     """The server over HTTP, its kernels cached: start to ready, answers, and nothing left behind."""
     return check_server(work / "model", work / "serve.log")
 
@@ -257,14 +257,14 @@ def serve(work: Path) -> Result:
 STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "device": (device, 5),
     "ops": (ops, 60),
-    "packed": (packed, 60),
+    "packed": (_packed, 60),
     "model_gates": (model_gates, 120),
     "model_serve": (model_serve, 60),
     "kernels": (kernels, 120),
     "reference": (reference, 120),
     "gates": (gates, 120),
     "bench": (bench, 60),
-    "serve": (serve, 60),
+    "serve": (_serve, 60),
     "libraries": (libraries, 200),
     "long": (long, 150),
     "hybrid_reference": (hybrid_reference, 150),

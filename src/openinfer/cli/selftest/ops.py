@@ -52,7 +52,7 @@ def check_all(meter: DeviceMeter) -> Iterator[Agreement]:
         meter.stream.synchronize()
 
     for case in _small(Memory(meter.device, meter.stream, poisoned=True)):
-        yield check(case, run)
+        yield check_case(case, run)
 
 
 def _small(memory: Memory) -> Iterator[OpCase]:
@@ -62,7 +62,7 @@ def _small(memory: Memory) -> Iterator[OpCase]:
             yield case
 
 
-def check(case: OpCase, run: Run) -> Agreement:
+def check_case(case: OpCase, run: Run) -> Agreement:
     """Run a case by `run` and by its reference on copies. Of each tensor that the reference changed, the elements that
     either of the two wrote are compared."""
     args = case.args[0]

@@ -48,7 +48,7 @@ INT4 = {
 RANK, TARGETS = 16, ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
-class Format(NamedTuple):
+class _Format(NamedTuple):
     """A quantization_config, or None, and the flags of the engine."""
 
     quantization: Mapping[str, Any] | None
@@ -56,11 +56,11 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "INT4 with zero points": Format(INT4),
-    "FP8 in blocks": Format(BLOCKS, {"activation_quantization": "off"}),
-    "FP8 in blocks, activations too": Format(BLOCKS),
-    "FP8 by row, activations too": Format(ROWS),
-    "FP8 cache": Format(None, {"kv_cache_dtype": "fp8"}),
+    "INT4 with zero points": _Format(INT4),
+    "FP8 in blocks": _Format(BLOCKS, {"activation_quantization": "off"}),
+    "FP8 in blocks, activations too": _Format(BLOCKS),
+    "FP8 by row, activations too": _Format(ROWS),
+    "FP8 cache": _Format(None, {"kv_cache_dtype": "fp8"}),
 }
 
 CODES = ("INT4 with zero points", "FP8 in blocks, activations too", "FP8 by row, activations too")

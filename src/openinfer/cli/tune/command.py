@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.cli import recipe_flags
-from openinfer.cli.bench.record import add_arguments, progress, record, write
-from openinfer.cli.explain.ledger import Recorder
+from openinfer.cli.bench.record import add_record_arguments, progress, record, write
+from openinfer.cli.explain.ledger import CallRecorder
 from openinfer.cli.explain.segments import Outline
 from openinfer.cli.recipe_flags import Asked
 from openinfer.cli.tune import speed
-from openinfer.cli.tune.ranks import tune as tune_ranks
+from openinfer.cli.tune.ranks import tune_ranks
 from openinfer.kernels import H200
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.measure import tuner
@@ -35,7 +35,7 @@ LINEAR = ("norm_linear", "linear_add", "gate_up_silu")
 
 def main(argv: list[str]) -> int:
     """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
-    return recipe_flags.run(argv, "tune", __doc__, _flags, _tune, named=True)
+    return recipe_flags.run_command(argv, "tune", __doc__, _flags, _tune, named=True)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         "step --json`; needs no GPU. --out: the file for `openinfer plan --speeds`")  # fmt: skip
     add("--gpu", default="H200", metavar="NAME",
         help="with --from-trace: the machine of the steps, H200 or CPU; default: %(default)s")  # fmt: skip
-    add_arguments(parser)
+    add_record_arguments(parser)
 
 
 def _tune(args: argparse.Namespace, asked: Asked) -> int:
@@ -86,7 +86,7 @@ def _tune(args: argparse.Namespace, asked: Asked) -> int:
     try:
         for found in tuner.tune(meter, shapes, args.tokens, {} if args.again else known, bar, args.budget):
             results.append(_result(found))
-            print(line(found), flush=True)
+            print(_line(found), flush=True)
             keep(_table(found))
         results += tune_ranks(outline, ranks, args.tokens, {} if args.again else known, keep)
     finally:
@@ -100,25 +100,26 @@ def _tune(args: argparse.Namespace, asked: Asked) -> int:
 def _fit(args: argparse.Namespace, asked: Asked) -> int:
     """Print the speeds that measured steps give, and write them."""
     outline = Outline(asked.recipe, asked.source(), asked.options, speed.target(args.gpu))
-    found, text = speed.fitted(outline, args.from_trace)
+    found, text = speed.fitted_figures(outline, args.from_trace)
     print(text)
     if args.out:
-        speed.save(args.out, outline.target, found)
+        speed.save_figures(args.out, outline.target, found)
         print(f"openinfer plan --gpu {args.gpu} --speeds {args.out} takes them")
     return 0
 
 
 def shapes_of(outline: Outline) -> list[Shape]:
     """The linear layers of a model, by a trace of its largest step."""
-    recorder = Recorder()
+    recorder = CallRecorder()
     for segment in outline.prefill(outline.buckets.max_tokens)[0]:
         segment.run(recorder)
     found: dict[Shape, None] = {}
     for op, args in recorder.calls:
         if op.name in LINEAR:
-            name = "logits" if args.get("out") is not None and args["out"].dtype == float32 else op.name
+            out = getattr(args, "out", None)
+            name = "logits" if out is not None and out.dtype == float32 else op.name
             found[
-                Shape(name, args["weight"].shape[0], Linear(args["weight"], args.get("scales")).columns)
+                Shape(name, args.weight.shape[0], Linear(args.weight, getattr(args, "scales", None)).columns)
             ] = None
     return list(found)
 
@@ -138,7 +139,7 @@ def _result(found: Measured) -> dict[str, Any]:
     }
 
 
-def line(found: Measured) -> str:
+def _line(found: Measured) -> str:
     """The best beside the untuned choice and cuBLASLt, as text."""
     op, n, k = found.shape
     best, untuned = found.seconds[found.best], next(iter(found.seconds.values()))

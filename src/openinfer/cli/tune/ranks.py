@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from openinfer.cli.explain.ledger import Recorder
+from openinfer.cli.explain.ledger import CallRecorder
 from openinfer.cli.explain.segments import Outline
 from openinfer.kernels.measure.exchange_tuner import ExchangeRank, entry, other_ranks
 from openinfer.kernels.store import tables
@@ -21,23 +21,23 @@ Found = tuple[int, Mapping[Exchange, float]]
 
 def width_of(outline: Outline) -> int | None:
     """Columns of the rows that ranks add up; None where there is one rank."""
-    recorder = Recorder()
+    recorder = CallRecorder()
     for segment in outline.prefill(outline.buckets.max_tokens)[0]:
         segment.run(recorder)
     for op, args in recorder.calls:
-        if op.collective and args.get("ranks", 1) > 1 and op.name != "gather_columns":
-            summed = args["x"] if "x" in args else args["y"]
+        if op.collective and getattr(args, "ranks", 1) > 1 and op.name != "gather_columns":
+            summed = args.x if hasattr(args, "x") else args.y
             return int(summed.shape[1])
     return None
 
 
-def missing(ranks: int, width: int, rows: Sequence[int], known: tables.Table) -> list[int]:
+def _missing(ranks: int, width: int, rows: Sequence[int], known: tables.Table) -> list[int]:
     """The rows that a table has no way for."""
     entries = known.get(tables.EXCHANGES, {}).get(f"{ranks}x{width}", {})
     return [count for count in rows if str(count) not in entries]
 
 
-def measured(ranks: int, width: int, rows: Sequence[int]) -> Iterator[Found]:
+def _measured(ranks: int, width: int, rows: Sequence[int]) -> Iterator[Found]:
     """Each number of rows in each way, on GPUs 0 to ranks - 1. Raises RankLost."""
     command = [sys.executable, "-m", "openinfer.cli.tune.ranks", str(width), ",".join(map(str, rows))]
     with other_ranks(ranks, command) as (memory, links):
@@ -46,14 +46,14 @@ def measured(ranks: int, width: int, rows: Sequence[int]) -> Iterator[Found]:
         rank.close()
 
 
-def table(ranks: int, width: int, found: Found) -> tables.Table:
+def _table(ranks: int, width: int, found: Found) -> tables.Table:
     """The fastest way as a table has it."""
     rows, seconds = found
     best = min(seconds, key=seconds.__getitem__)
     return {tables.EXCHANGES: {f"{ranks}x{width}": {str(rows): entry(best)}}}
 
 
-def line(ranks: int, width: int, found: Found) -> str:
+def _line(ranks: int, width: int, found: Found) -> str:
     """A measurement as text."""
     rows, seconds = found
     ways = ", ".join(
@@ -68,7 +68,7 @@ def _name(way: Exchange) -> str:
     )
 
 
-def tune(
+def tune_ranks(
     outline: Outline,
     ranks: int,
     tokens: Sequence[int],
@@ -77,12 +77,12 @@ def tune(
 ) -> list[dict[str, object]]:
     """Measure what `known` lacks; `keep` gets each entry. The measurements, for JSON."""
     width, results = width_of(outline), list[dict[str, object]]()
-    rows = [] if width is None else missing(ranks, width, tokens, known)
+    rows = [] if width is None else _missing(ranks, width, tokens, known)
     if width is None or not rows:
         return results
-    for found in measured(ranks, width, rows):
-        keep(table(ranks, width, found))
-        print(line(ranks, width, found), flush=True)
+    for found in _measured(ranks, width, rows):
+        keep(_table(ranks, width, found))
+        print(_line(ranks, width, found), flush=True)
         us = [{**entry(way), "us": 1e6 * s} for way, s in found[1].items() if not math.isnan(s)]
         results.append({"op": tables.EXCHANGES, "ranks": ranks, "width": width, "rows": found[0], "us": us})
     return results

@@ -46,7 +46,7 @@ def target(name: str) -> Target:
     raise FlagError(f"--gpu {name}: the speed is known of {', '.join(TARGETS)}")
 
 
-def figures(target: Target) -> Figures:
+def target_figures(target: Target) -> Figures:
     """The figures of a machine. The speeds of a CPU are where a fit begins, and no more."""
     if target is not CPU:
         return GPUS[target.gpu]
@@ -54,7 +54,7 @@ def figures(target: Target) -> Figures:
     return Figures(memory, FIRST, FIRST, FIRST, math.inf)
 
 
-def measured(outline: Outline, path: Path) -> list[MeasuredStep]:
+def measured_steps(outline: Outline, path: Path) -> list[MeasuredStep]:
     """The steps of a file: of an engine's `--trace FILE`, or of `bench step --json FILE`. Raises FlagError, OSError."""
     try:
         data = json.loads(path.read_text())
@@ -118,7 +118,7 @@ def _points(outline: Outline, data: dict[str, Any]) -> Iterator[MeasuredStep]:
 
 def point_steps(outline: Outline, point: str) -> list[tuple[Sequence[Call], Workload]]:
     """The steps of a point of `bench step`, each as its calls and its workload."""
-    kind, numbers = points.parse(point)
+    kind, numbers = points.parse_points(point)
     rows, context, tokens = {
         "decode": lambda: (*numbers, 0),
         "prefill": lambda: (0, 0, *numbers),
@@ -135,13 +135,13 @@ def point_steps(outline: Outline, point: str) -> list[tuple[Sequence[Call], Work
     return found
 
 
-def fitted(outline: Outline, paths: Sequence[Path]) -> tuple[Figures, str]:
+def fitted_figures(outline: Outline, paths: Sequence[Path]) -> tuple[Figures, str]:
     """The figures with the speeds that the files give, and a text with the errors before and after. Raises FlagError,
     OSError."""
-    found = [step for path in paths for step in measured(outline, path)]
+    found = [step for path in paths for step in measured_steps(outline, path)]
     if len(found) < FEWEST:
         raise FlagError(f"{len(found)} steps are too few to fit three speeds; at least {FEWEST} are needed")
-    known = figures(outline.target)
+    known = target_figures(outline.target)
     first = known.fitted
     starts = [first, *(Speed(first[0] * x, first[1] * x, first[2]) for x in SCALES if outline.target is CPU)]
     best = min(
@@ -187,13 +187,13 @@ def _spread(found: list[float]) -> str:
     return f"{rms:.1%} rms, {percentile(map(abs, found), 100):.1%} at most"
 
 
-def save(path: Path, target: Target, figures: Figures) -> None:
+def save_figures(path: Path, target: Target, figures: Figures) -> None:
     """Write the speeds as JSON."""
     own = {"host_s": figures.host_s, "ops": json.loads(dump_lines(figures.ops))} if target is CPU else {}
     path.write_text(json.dumps({"gpu": target.gpu, **figures.fitted._asdict(), **own}, indent=1) + "\n")
 
 
-def load(path: Path, target: Target, figures: Figures) -> Figures:
+def load_figures(path: Path, target: Target, figures: Figures) -> Figures:
     """The figures with the speeds of a file. Raises FlagError, OSError."""
     try:
         data = json.loads(path.read_text())

@@ -94,8 +94,8 @@ class Op(Generic[P]):
     `check(args)` raises ContractError for invalid arguments. `reference(args)` gets numpy arrays in place of tensors,
     of those inside tuples, mappings and other dataclasses too, and writes the outputs in place. It computes in
     float32, and rounds to the tensors' dtype where the published models do. `launches(target, args)` gives the
-    commands for a GPU. `cost(workload, args)` is the call's floor. The first field is the output, or is written in
-    place; its first axis has the tokens or rows of the call. An op whose argument `ranks` may exceed 1 sets
+    commands for a GPU. `cost(workload, args)` is the call's floor. The first axis of the first tensor
+    has the tokens or rows of the call. An op whose argument `ranks` may exceed 1 sets
     `collective`: its reference also gets the communicator, which is None where `ranks` is 1.
     """
 

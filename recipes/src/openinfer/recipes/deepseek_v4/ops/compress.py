@@ -92,9 +92,9 @@ class _Args(Generic[T]):
     max_q_len: no row has more tokens than this (1 in a decode step).
     """
 
+    az: T
     entries: T
     state: T
-    az: T
     ape: T
     norm_weight: T
     cos_sin: T
@@ -247,7 +247,8 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     )
     require(dim == power_of_two(dim), f"entries of {dim}; on a GPU a power of two")
     args: dict[str, Arg] = {
-        **tensors(a),
+        **tensors(a, "entries", "state", "az", "ape", "norm_weight", "cos_sin"),
+        **tensors(a, "slots", "q_starts", "seq_lens", "alive", "state_tables", "entry_tables"),
         "recent": a.state if a.recent is None else a.recent,
         "recent_stride": Aligned(0 if a.recent is None else a.recent.strides[0]),
         "az_stride": aligned(a.az.strides[0]),
