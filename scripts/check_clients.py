@@ -218,16 +218,15 @@ def main() -> int:
 def write_table(name: str, outcome: Outcome) -> None:
     """Put a client's row into the table, in the place of an older one."""
     head, _, rest = TABLE.read_text().partition("| --- |")
-    line, *rows = rest.splitlines()
-    found = {row.split(" | ")[0]: row for row in rows if row.startswith("| ")}
-    after = [row for row in rows if not row.startswith("| ")]
+    table, _, after = rest.partition("\n\n")
+    line, *rows = table.splitlines()
+    found = {row.split(" | ")[0]: row for row in rows}
     client = CLIENTS[name]
     passed = {0: f"all {outcome.passed}", SKIPPED: "skipped"}.get(outcome.code, "no")
     fault = outcome.model or outcome.problem or "nothing"
     found[f"| {client.name}"] = f"| {client.name} | {client.version} | {client.tried} | {passed} | {fault} |"
-    TABLE.write_text(
-        "\n".join([f"{head}| --- |{line}", *sorted(found.values(), key=str.lower), *after]) + "\n"
-    )
+    rows = [f"{head}| --- |{line}", *sorted(found.values(), key=str.lower)]
+    TABLE.write_text("\n".join(rows) + (f"\n\n{after}" if after else "\n"))
 
 
 @contextmanager
