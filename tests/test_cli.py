@@ -111,7 +111,7 @@ def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
         (
             ["quantize"],
             2,
-            "unknown command 'quantize'; there are serve, chat, compile, bench, tune, plan, explain, selftest",
+            "unknown command 'quantize'; there are serve, chat, compile, bench, tune, plan, check, explain, selftest",
         ),
         (["serve"], 2, "no model is given: openinfer serve MODEL [flags]"),
         (["serve", "--port", "1"], 2, "no model is given: openinfer serve MODEL [flags]"),

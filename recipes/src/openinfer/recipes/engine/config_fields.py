@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openinfer.recipes.engine.errors import UnsupportedModel
-from openinfer.tensor import Checkpoint
+
+if TYPE_CHECKING:
+    from openinfer.tensor import Checkpoint
 
 __all__ = [
     "FP8_BLOCK",
