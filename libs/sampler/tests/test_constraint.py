@@ -1,6 +1,7 @@
 """Grammars as engines use them: made of parts, compiled while others run, masks of several sequences at once."""
 
 import json
+import random
 import threading
 import time
 
@@ -65,6 +66,39 @@ def test_text_until_a_marker_may_be_kept_from_another(compiler):
     grammar = lark.grammar(lark.until("</p>", never="</call>"))
     texts = ["a</p>", "a</cal</p>", "a</call</p>", "a</call></p>"]
     assert [whole(compiler, grammar, text) for text in texts] == [True, True, True, False]
+
+
+COUNTED = ["a", "bc def", "\n", "<", "</", "</p", "<p>", "日", "</cal", "x" * 30]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_counted_text_is_any_of_its_lengths_and_nowhere_stuck(compiler, seed):
+    rng = random.Random(seed)
+    for _ in range(25):
+        before, never = rng.choice(["", "\n"]), rng.choice(["", "</call>"])
+        least, most = rng.choice([0, 0, 1, 3, 40]), rng.choice([None, 40, 45, 70, 100])
+        lark = Lark()
+        grammar = lark.grammar(lark.until("</p>", before=before, least=least, most=most, never=never))
+        size, text = rng.choice([0, 1, 2, 3, 5, 31, 32, 33, 39, 40, 41, 45, 46, 64, 70, 71, 100, 101]), ""
+        while len(text) < size:
+            text += rng.choice(COUNTED)
+        text = text[:size]
+        said = f"{text}{before}</p>"
+        fits = least <= size <= (most or size) and said.index("</p>") == size + len(before)
+        assert whole(compiler, grammar, said) == (fits and not (never and never in said)), (text, least, most)
+
+
+@pytest.mark.parametrize("before", ["", "\n"])
+@pytest.mark.parametrize("most", [10_000, 100_000, 10**12])
+def test_long_bounds_cost_no_states(compiler, before, most):
+    lark = Lark()
+    matcher = compiler.compile(lark.grammar(lark.until("</p>", before=before, most=most)))
+    for byte in ("def f():\n    return '日' < x\n" * 380)[:10_000].encode():
+        matcher.accept(1 + byte)
+    assert matcher.allowed()[1 + ord("a")] == (most > 10_000)
+    for byte in f"{before}</p>".encode():
+        matcher.accept(1 + byte)
+    assert matcher.may_end
 
 
 def test_text_without_a_marker(compiler):
@@ -200,7 +234,7 @@ def cpu_s(work):
         (Grammar("regex", "xyz" + BOMB), "too many expressions"),
         (Grammar("lark", f'start: "xyz" BIG\nBIG: /{BOMB}/'), "too many expressions"),
         (Grammar("lark", "start: start | start start"), "no output fits"),
-        (Grammar("choice", json.dumps([f"option {i}" for i in range(3000)])), "3001 items"),
+        (Grammar("lark", "start: " + " | ".join(f'"{i}"' for i in range(700))), "max is 600"),
     ],
     ids=lambda value: value.text[:20] if isinstance(value, Grammar) else "",
 )

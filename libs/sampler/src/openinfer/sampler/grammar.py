@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "parts", "any"]
-MAX_GRAMMAR_CHARS = 1 << 16
+MAX_GRAMMAR_CHARS, MAX_PARTS_CHARS = 1 << 16, 1 << 20
 MAX_NESTING = 64
 MAX_STATES = 50_000
 """The most states of one request's lexer, at 1 to 2 KB each."""
 LEXER_FUEL = 200_000
 """Bounds the work on a grammar's expressions for its first mask: with llguidance's default of a million a short
 expression takes a second of CPU time and 200 MB."""
-MAX_ROW, MAX_WRITTEN_ROW = 2000, 600
+MAX_ROW, MAX_WRITTEN_ROW = 10_000, 600
 """The most items of a parser's row, and of a row of a grammar that a client wrote. The work for a mask grows with the
-square of an ambiguous grammar's rows: at 600 a mask takes about 10 ms. Our own grammars have long rows, but none that
-are ambiguous."""
+square of an ambiguous grammar's rows: at 600 a mask takes about 10 ms. Our own grammars are not ambiguous. The end of a
+long text that is counted has a long row."""
 MAX_REASON_CHARS = 2000
 REFUSED_BYTES = 1 << 20
 """What is kept of grammars that were refused: their texts and the reasons."""
@@ -54,7 +54,7 @@ class Grammar:
             one of some strings; "lark": llguidance's dialect; "gbnf": llama.cpp's, as in `root ::= "a" | "b"`;
             "parts": Lark that `openinfer.sampler.lark` put together; or "any": any output, for a budget alone.
         text: the schema as JSON, nothing, the expression, the strings as a JSON list, the grammar. At most 65,536
-            characters, JSON at most 64 levels deep.
+            characters (1,048,576 of parts), JSON at most 64 levels deep.
         content: a grammar that a Lark text calls as `@content`, so that one grammar can be set into another.
         budget: of the thought that the output begins with. `text` must then describe the thought and its markers too.
 
@@ -72,10 +72,9 @@ class Grammar:
             raise InvalidGrammar(
                 f"the kind of a grammar is one of {', '.join(get_args(Kind))}, not {self.kind!r}"
             )
-        if not isinstance(self.text, str) or len(self.text) > MAX_GRAMMAR_CHARS or "\0" in self.text:
-            raise InvalidGrammar(
-                f"a grammar is a text of at most {MAX_GRAMMAR_CHARS} characters, none of them NUL"
-            )
+        most = MAX_PARTS_CHARS if self.kind == "parts" else MAX_GRAMMAR_CHARS
+        if not isinstance(self.text, str) or len(self.text) > most or "\0" in self.text:
+            raise InvalidGrammar(f"a grammar is a text of at most {most} characters, none of them NUL")
         if bool(self.text.strip()) != (self.kind not in ("json_object", "any")):
             raise InvalidGrammar(f"{self.kind} {'takes no text' if self.text.strip() else 'is empty'}")
         if self.kind in ("lark", "parts") and self.text.lstrip().startswith("{"):
@@ -333,6 +332,7 @@ class Compiler:
             max_lexer_states=MAX_STATES,
             initial_lexer_fuel=LEXER_FUEL,
             max_items_in_row=MAX_WRITTEN_ROW if written else MAX_ROW,
+            step_max_items=50_000 if written else 10 * MAX_ROW,
         )
         matcher = self._ll.LLMatcher(self._tokenizer, self._translated(grammar), log_level=0, limits=limits)
         probe = matcher.deep_copy()

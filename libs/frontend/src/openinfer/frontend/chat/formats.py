@@ -96,7 +96,7 @@ class JsonFormat:
         call = lark.any_of(calls)
         if not many:
             return call
-        return f"{call} {lark.rule(f'{lark.text(self.line + self.opening)} {call}')}*"
+        return f"{call} {lark.rule(f'{lark.text(self.line + self.opening)} {call}')}{{0,{MAX_CALLS - 1}}}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +215,9 @@ class TagFormat:
         ]
         call, begin, end = lark.any_of(calls), lark.text(NEWLINE), lark.text(self.closing)
         if self.shared or not many:
-            return f"{begin} {call}{'+' if many else ''} {end}"
-        return f"{begin} {call} {end} {lark.rule(f'{lark.text(NEWLINE + self.opening + NEWLINE)} {call} {end}')}*"
+            return f"{begin} {call}{f'{{1,{MAX_CALLS}}}' if many else ''} {end}"
+        more = lark.rule(f"{lark.text(NEWLINE + self.opening + NEWLINE)} {call} {end}")
+        return f"{begin} {call} {end} {more}{{0,{MAX_CALLS - 1}}}"
 
     def _pattern(self, tag: str) -> str:
         """The expression of an opening tag: its name is a group, and so is its flag, which may be left out."""
@@ -233,6 +234,8 @@ class TagFormat:
 
 ToolFormat = JsonFormat | TagFormat
 MAX_TAG = 256
+MAX_CALLS = 16
+"""Of a forced answer: a model that repeats itself comes to an end."""
 NEWLINE = "\n"
 _HERMES = JsonFormat(opening="<tool_call>", closing="</tool_call>")
 _QWEN_XML = TagFormat(

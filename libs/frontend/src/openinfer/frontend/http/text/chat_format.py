@@ -121,7 +121,8 @@ class ChatFormat:
             many = chat.parallel_calls
             call = lark.rule(f"{lark.until(opening)} {self.tools.grammar(lark, schemas, many=many)}")
             return f"{call}{'*' if many else '?'} {lark.without(opening)}"
-        calls = f"{lark.text(opening)} {self.tools.grammar(lark, schemas, many=chat.parallel_calls)}"
+        many = chat.parallel_calls and not chat.tool_choice.startswith("tool ")  # which asks for one call
+        calls = f"{lark.text(opening)} {self.tools.grammar(lark, schemas, many=many)}"
         return calls if forced or content is None else lark.any_of([calls, lark.content(content)])
 
     def _thoughts(self, lark: Lark, where: Where) -> str:
