@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
-from openinfer.frontend.errors import ModelFilesError
+from openinfer.frontend.errors import ModelFilesError, is_users_error
 from openinfer.frontend.flag_parser import FlagParser, merge
 from openinfer.frontend.model_files import read_json
 from openinfer.frontend.recipe import Recipe
@@ -56,16 +56,13 @@ def _why_no_checkpoint(folder: Path) -> str:
     if not folder.exists():
         return f"{folder} is not there: {wanted}"
     if not folder.is_dir():
-        gguf = "GGUF is not read; " if folder.suffix == ".gguf" else ""
-        return f"{folder} is a file: {gguf}give the folder with config.json and *.safetensors"
+        return f"{folder} is a file: give the folder with config.json and *.safetensors, or a *.gguf file"
     found = sorted(one.name for one in folder.iterdir())
     checkpoints = [str(one.parent) for one in sorted(folder.glob("*/config.json"))[:3]]
     if checkpoints:
         advice = f"did you mean {' or '.join(checkpoints)}?"
     elif "adapter_config.json" in found:
         advice = "it is an adapter (LoRA): give its model, and --enable-lora --lora-modules NAME=PATH"
-    elif any(name.endswith(".gguf") for name in found):
-        advice = "GGUF is not read: give the folder of the same model with config.json and *.safetensors"
     else:
         holds = f"it has {', '.join(found[:4])}{', ...' * (len(found) > 4)}" if found else "it is empty"
         advice = f"{holds}; a checkpoint has config.json, *.safetensors and tokenizer.json"
@@ -91,11 +88,27 @@ def _letters(name: str) -> str:
 
 
 def checkpoint(name: str) -> Path:
-    """The folder of a checkpoint: a path, or demo/NAME, which is found from anywhere in an editable installation."""
+    """The folder of a checkpoint: a path, or demo/NAME, which is found from anywhere in an editable installation.
+
+    A GGUF file is unpacked: its metadata become the files of a folder. Raises NoRecipe for one that cannot be.
+    """
     path = Path(name)
     if not path.exists() and path.parts[:1] == ("demo",):
         return Path(__file__).resolve().parents[3] / path
-    return path
+    if path.suffix != ".gguf" and not path.is_dir():
+        return path
+    from openinfer.recipes.engine import (
+        gguf,  # numpy, which most commands do without until they know the model
+    )
+
+    if not gguf.is_gguf(path):
+        return path
+    try:
+        return gguf.unpacked(path)
+    except (ValueError, OSError) as error:
+        if is_users_error(error):
+            raise NoRecipe(str(error)) from error
+        raise
 
 
 def with_recipe_flags(parser: FlagParser, recipes: Sequence[Recipe]) -> FlagParser:

@@ -1,4 +1,4 @@
-"""Device memory, streams, events, tensors and safetensors loading, without PyTorch."""
+"""Device memory, streams, events, tensors, safetensors and GGUF loading, without PyTorch."""
 
 from openinfer.tensor import dtypes
 from openinfer.tensor.activity import Activity, ActivityRecorder
@@ -40,6 +40,7 @@ from openinfer.tensor.errors import (
     ShapeError,
     TensorError,
 )
+from openinfer.tensor.gguf import GgufCheckpoint, GgufEntry, GgufFile, GgufTensor
 from openinfer.tensor.headers import TensorInfo
 from openinfer.tensor.loading import Load, LoadReport, load_tensors
 from openinfer.tensor.memory import PinnedBuffer, memory_fence
@@ -70,6 +71,10 @@ __all__ = [
     "DriverNotFound",
     "DummyCheckpoint",
     "Event",
+    "GgufCheckpoint",
+    "GgufEntry",
+    "GgufFile",
+    "GgufTensor",
     "IndexRangeError",
     "Load",
     "LoadReport",

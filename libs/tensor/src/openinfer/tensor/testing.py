@@ -13,15 +13,17 @@ answers with the error code that the driver would. The fake launches no kernels 
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from openinfer.tensor import cuda
 
-__all__ = ["CUdevice_attribute", "CUresult", "FakeDriver", "Queue", "fake_driver"]
+__all__ = ["CUdevice_attribute", "CUresult", "FakeDriver", "Queue", "fake_driver", "write_gguf"]
 
 
 @contextmanager
@@ -283,3 +285,51 @@ class FakeDriver:
 
     def _cuEventElapsedTime(self, start: int, end: int) -> tuple[float]:
         return (250.0,)
+
+
+def _gguf_string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _gguf_value(given: Any) -> bytes:
+    """A metadata value with its type before it."""
+    if isinstance(given, bytes):
+        return given
+    if isinstance(given, bool):
+        return struct.pack("<I?", 7, given)
+    if isinstance(given, int):
+        return struct.pack("<II", 4, given)
+    if isinstance(given, float):
+        return struct.pack("<If", 6, given)
+    if isinstance(given, str):
+        return struct.pack("<I", 8) + _gguf_string(given)
+    if given and isinstance(given[0], str):
+        return struct.pack("<IIQ", 9, 8, len(given)) + b"".join(map(_gguf_string, given))
+    return struct.pack("<IIQ", 9, 5, len(given)) + struct.pack(f"<{len(given)}i", *given)
+
+
+def write_gguf(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]],
+    *,
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+    places: Mapping[str, int] | None = None,
+) -> Path:
+    """Write a GGUF file. tensors: shape (row-major), type and bytes by name.
+
+    counts: of tensors and pairs, and places: offsets of tensors, where the header should say something untrue.
+    """
+    number = counts or (len(tensors), len(metadata))
+    head = b"GGUF" + struct.pack("<IQQ", version, *number)
+    head += b"".join(_gguf_string(key) + _gguf_value(given) for key, given in metadata.items())
+    data = b""
+    for name, (shape, kind, raw) in tensors.items():
+        data += b"\0" * (-len(data) % 32)
+        offset = (places or {}).get(name, len(data))
+        head += _gguf_string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, offset)
+        data += raw
+    path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
+    return path

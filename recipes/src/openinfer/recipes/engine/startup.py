@@ -32,6 +32,7 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.authoring import Adapter
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
+from openinfer.recipes.engine import gguf
 from openinfer.recipes.engine.adapters import read_modules
 from openinfer.recipes.engine.blueprint import Blueprint, M
 from openinfer.recipes.engine.config_fields import end_token
@@ -203,7 +204,7 @@ class Builder(Generic[O]):
         with _phase("configuration and checkpoint header"):
             source, self.device = Source.read(self.path), open_device(options.device)
             dummy = options.load_format == "dummy"
-            checkpoint = DummyCheckpoint(self.path) if dummy else Checkpoint(self.path)
+            checkpoint = DummyCheckpoint(self.path) if dummy else gguf.opened(self.path)
         with checkpoint:
             source = dataclasses.replace(source, checkpoint=None if dummy else checkpoint)
             blueprint = self.recipe.blueprint(source, options, ranks=ranks.size, rank=ranks.rank)

@@ -1,0 +1,436 @@
+"""A GGUF file as a checkpoint: its metadata as config.json and tokenizer files, its tensors under published names.
+
+The architectures of ARCHITECTURES with a byte-level BPE tokenizer are read. What llama.cpp's converter changed is
+changed back: the order of rotary rows (llama), of value heads, and the 1 that norms have added (qwen35).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.tensor import Checkpoint, GgufCheckpoint, GgufEntry, GgufFile
+
+__all__ = ["is_gguf", "opened", "unpacked"]
+
+WEIGHTS = "model.gguf"
+"""The link to the file, in the folder that `unpacked` makes."""
+FORMAT = 1
+"""Of the files in that folder: a new number makes them anew."""
+Array = np.ndarray[Any, Any]
+Json = dict[str, Any]
+
+_ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
+_MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+_SPLITS = {
+    "qwen2": _WORDS + r"|\p{N}" + _REST,
+    "qwen35": _MARKS + r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "llama-bpe": _WORDS + r"|\p{N}{1,3}" + _REST,
+    "gpt-2": None,
+    "smollm": None,
+}
+"""How each `tokenizer.ggml.pre` cuts text before its merges; None: as GPT-2 does."""
+_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+"""Tokens that end a turn or a text wherever a vocabulary has them as control tokens."""
+
+
+class _Metadata:
+    """The metadata, read field by field. Raises UnsupportedModel naming the file and the field."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._values, self.path = file.metadata, file.path
+        self.architecture = self.get("general.architecture", str)
+
+    def get(self, key: str, kind: type, default: Any = ...) -> Any:
+        """A value of this type. `default`: where it is not there; an error without one."""
+        value = self._values.get(key, default)
+        if value is ... or (
+            value is not default and type(value) is not kind and not (kind is float and type(value) is int)
+        ):
+            given = "is not there" if value is ... else f"is {str(value)[:60]!r}"
+            raise self.wrong(key, f"{given}; it must be {kind.__name__}")
+        return value
+
+    def of(self, key: str, kind: type, default: Any = ...) -> Any:
+        """A value of the architecture's own."""
+        return self.get(f"{self.architecture}.{key}", kind, default)
+
+    def under(self, prefix: str) -> dict[str, Any]:
+        """All values whose keys begin so, by the rest of their keys."""
+        start = f"{self.architecture}.{prefix}"
+        return {
+            key.removeprefix(start): value for key, value in self._values.items() if key.startswith(start)
+        }
+
+    def templates(self) -> dict[str, str]:
+        """Chat templates by name; the default one is ''."""
+        start = "tokenizer.chat_template"
+        return {
+            key.removeprefix(start).lstrip("."): text
+            for key, text in self._values.items()
+            if key.startswith(start)
+        }
+
+    def wrong(self, key: str, why: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.path}: {key} {why}")
+
+
+def unpacked(path: Path) -> Path:
+    """The folder of a GGUF file, as a checkpoint's: config.json, generation_config.json, tokenizer.json,
+    tokenizer_config.json, and a link to the file. It is made once, in $OPENINFER_CACHE or ~/.cache/openinfer.
+
+    path: a file, the first part of a split one, or a folder with one of them. Raises UnsupportedModel for what is not
+    read, CheckpointError for a damaged file, OSError where the folder cannot be made.
+    """
+    path = _one_file(path) if path.is_dir() else path
+    file = GgufFile(path)
+    try:
+        meta = _Metadata(file)
+        if meta.architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise meta.wrong("general.architecture", f"is {meta.architecture!r}; these are read: {known}")
+        config, files = ARCHITECTURES[meta.architecture][0](meta, file), _tokenizer(meta)
+        files["config.json"] = config
+        _checkpoint(meta, file, config)
+    finally:
+        file.close()
+    stat = path.stat()
+    key = f"{FORMAT} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    base = (
+        os.environ.get("OPENINFER_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "openinfer"
+    )
+    folder = Path(base) / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:24] / path.stem
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, content in files.items():
+        partial = folder / f".{name}.{os.getpid()}"
+        partial.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        partial.replace(folder / name)
+    link = folder / WEIGHTS
+    if not link.is_symlink():
+        link.symlink_to(path.resolve())
+    return folder
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `unpacked` takes a path: a GGUF file, or a folder that has such files and no config.json."""
+    if path.is_dir():
+        return not (path / "config.json").exists() and any(path.glob("*.gguf"))
+    return path.suffix == ".gguf" and path.exists()
+
+
+def opened(folder: Path) -> Checkpoint:
+    """The tensors of a folder, a checkpoint's or one that `unpacked` made. Raises CheckpointError, UnsupportedModel."""
+    link = folder / WEIGHTS
+    if not link.is_symlink():
+        return Checkpoint(folder)
+    file = GgufFile(link.resolve())
+    meta = _Metadata(file)
+    return _checkpoint(meta, file, ARCHITECTURES[meta.architecture][0](meta, file))
+
+
+def _checkpoint(meta: _Metadata, file: GgufFile, config: Json) -> GgufCheckpoint:
+    entries = dict(ARCHITECTURES[meta.architecture][1](meta, file, config))
+    ignored = [name for name in file.tensors if ".nextn." in name or name == "rope_freqs.weight"]
+    return GgufCheckpoint(file, entries, ignored)
+
+
+def _one_file(folder: Path) -> Path:
+    found = sorted(one for one in folder.glob("*.gguf") if not one.name.startswith("mmproj"))
+    first = [one for one in found if "-of-" not in one.name or "-00001-of-" in one.name]
+    if len(first) != 1:
+        names = ", ".join(one.name for one in first[:6]) or "none"
+        raise UnsupportedModel(f"{folder} must have one GGUF model, it has {names}: give the file itself")
+    return first[0]
+
+
+def _common(meta: _Metadata, file: GgufFile) -> Json:
+    """Fields that all architectures have in config.json."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise meta.wrong("token_embd.weight", "must be a tensor of two dimensions")
+    heads = meta.of("attention.head_count", int)
+    config: Json = {
+        "hidden_size": meta.of("embedding_length", int),
+        "num_hidden_layers": meta.of("block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.of("attention.head_count_kv", int, heads),
+        "vocab_size": embedding.shape[0],
+        "max_position_embeddings": meta.of("context_length", int),
+        "rms_norm_eps": meta.of("attention.layer_norm_rms_epsilon", float),
+        "rope_theta": meta.of("rope.freq_base", float, 10000.0),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+    }
+    if scaling := meta.under("rope.scaling."):
+        config["rope_scaling"] = _rope_scaling(meta, scaling)
+    return config
+
+
+def _rope_scaling(meta: _Metadata, given: Mapping[str, Any]) -> Json | None:
+    kind = given.get("type", "linear")
+    if kind == "none":
+        return None
+    known = {"type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_log_multiplier"}
+    if (
+        kind != "yarn"
+        or set(given) - known
+        or given.get("yarn_log_multiplier")
+        or given.get("attn_factor", 1.0) != 1.0
+    ):
+        raise meta.wrong(
+            f"{meta.architecture}.rope.scaling", f"is {dict(given)}; YaRN without further factors is read"
+        )
+    scaling: Json = {"rope_type": "yarn", "factor": given.get("factor")}
+    if "original_context_length" in given:
+        scaling["original_max_position_embeddings"] = given["original_context_length"]
+    return scaling
+
+
+def _dense(model_type: str) -> Callable[[_Metadata, GgufFile], Json]:
+    def config(meta: _Metadata, file: GgufFile) -> Json:
+        found = _common(meta, file) | {"model_type": model_type}
+        heads, hidden = found["num_attention_heads"], found["hidden_size"]
+        found["intermediate_size"] = meta.of("feed_forward_length", int)
+        found["head_dim"] = meta.of("attention.key_length", int, hidden // max(heads, 1))
+        if meta.of("attention.value_length", int, found["head_dim"]) != found["head_dim"]:
+            raise meta.wrong(f"{meta.architecture}.attention.value_length", "must be the length of keys")
+        if meta.of("rope.dimension_count", int, found["head_dim"]) != found["head_dim"]:
+            raise meta.wrong(f"{meta.architecture}.rope.dimension_count", "must be the whole head")
+        if "rope_freqs.weight" in file.tensors:
+            raise meta.wrong(
+                "rope_freqs.weight", "(the rotary factors of Llama 3.1 and later) is not read from GGUF"
+            )
+        return found
+
+    return config
+
+
+def _qwen35(meta: _Metadata, file: GgufFile) -> Json:
+    found = _common(meta, file)
+    key, rank, groups = (
+        meta.of(f"ssm.{name}", int) for name in ("state_size", "time_step_rank", "group_count")
+    )
+    inner = meta.of("ssm.inner_size", int)
+    if rank < 1 or groups < 1 or inner % rank or rank % groups:
+        raise meta.wrong(
+            "qwen35.ssm", f"has {rank} value heads, {groups} key heads and {inner} values, which do not fit"
+        )
+    dim, sections = meta.of("attention.key_length", int), meta.of("rope.dimension_sections", list, [])
+    turned = meta.of("rope.dimension_count", int, dim // 4)
+    rope: Json = {
+        "rope_type": "default",
+        "rope_theta": found.pop("rope_theta"),
+        "partial_rotary_factor": turned / dim,
+    }
+    if scaling := found.pop("rope_scaling", None):
+        rope |= scaling
+    if sections:
+        rope |= {"mrope_interleaved": True, "mrope_section": [one for one in sections if one]}
+    every = meta.of("full_attention_interval", int, 4)
+    text = found | {
+        "model_type": "qwen3_5_text",
+        "intermediate_size": meta.of("feed_forward_length", int),
+        "head_dim": dim,
+        "linear_key_head_dim": key,
+        "linear_value_head_dim": inner // rank,
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": rank,
+        "linear_conv_kernel_dim": meta.of("ssm.conv_kernel", int),
+        "full_attention_interval": every,
+        "layer_types": [
+            "linear_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(found["num_hidden_layers"])
+        ],
+        "attn_output_gate": True,
+        "rope_parameters": rope,
+        "mtp_num_hidden_layers": 0,
+    }
+    return {"model_type": "qwen3_5", "tie_word_embeddings": found["tie_word_embeddings"], "text_config": text}
+
+
+Entries = Iterator[tuple[str, GgufEntry]]
+
+
+def _outer(prefix: str, tied: bool, change: Callable[[Array], Array] | None = None) -> Entries:
+    yield f"{prefix}embed_tokens.weight", GgufEntry("token_embd.weight")
+    yield f"{prefix}norm.weight", GgufEntry("output_norm.weight", change=change)
+    if not tied:
+        yield "lm_head.weight", GgufEntry("output.weight")
+
+
+def _dense_entries(meta: _Metadata, file: GgufFile, config: Json) -> Entries:
+    yield from _outer("model.", config["tie_word_embeddings"])
+    turned = {}
+    if config["model_type"] == "llama":  # rows of a head are stored in the order of rotary pairs
+        for name, heads in (
+            ("attn_q", config["num_attention_heads"]),
+            ("attn_k", config["num_key_value_heads"]),
+        ):
+            turned[name] = (
+                np.arange(heads * config["head_dim"]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+            )
+    norms = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    if config["model_type"] == "qwen3":
+        norms |= {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+    names = (
+        norms
+        | {k: f"self_attn.{v}" for k, v in _ATTENTION.items()}
+        | {k: f"mlp.{v}" for k, v in _MLP.items()}
+    )
+    for layer in range(config["num_hidden_layers"]):
+        for stored, published in names.items():
+            entry = GgufEntry(f"blk.{layer}.{stored}.weight", turned.get(stored))
+            yield f"model.layers.{layer}.{published}.weight", entry
+
+
+def _less_one(weight: Array) -> Array:
+    return np.asarray(weight - 1, np.float32)
+
+
+def _log_of_negative(weight: Array) -> Array:
+    return np.asarray(np.log(-weight), np.float32)
+
+
+def _qwen35_entries(meta: _Metadata, file: GgufFile, config: Json) -> Entries:
+    text, prefix = config["text_config"], "model.language_model."
+    yield from _outer(prefix, config["tie_word_embeddings"], _less_one)
+    key_heads, heads = text["linear_num_key_heads"], text["linear_num_value_heads"]
+    # Published head k * (heads / key_heads) + r is the file's head r * key_heads + k.
+    order = np.arange(heads).reshape(heads // key_heads, key_heads).T.reshape(-1)
+    width = text["linear_value_head_dim"]
+    values = (order[:, None] * width + np.arange(width)).reshape(-1)
+    keys = 2 * key_heads * text["linear_key_head_dim"]
+    conv = np.concatenate([np.arange(keys), keys + values])
+    for layer, kind in enumerate(text["layer_types"]):
+        stored, name = f"blk.{layer}.", f"{prefix}layers.{layer}."
+        for norm, published in (
+            ("attn_norm", "input_layernorm"),
+            ("post_attention_norm", "post_attention_layernorm"),
+        ):
+            yield f"{name}{published}.weight", GgufEntry(f"{stored}{norm}.weight", change=_less_one)
+        for one, published in _MLP.items():
+            yield f"{name}mlp.{published}.weight", GgufEntry(f"{stored}{one}.weight")
+        if kind == "full_attention":
+            for one, published in _ATTENTION.items():
+                yield f"{name}self_attn.{published}.weight", GgufEntry(f"{stored}{one}.weight")
+            for one in "qk":
+                entry = GgufEntry(f"{stored}attn_{one}_norm.weight", change=_less_one)
+                yield f"{name}self_attn.{one}_norm.weight", entry
+            continue
+        mixer, taps = f"{name}linear_attn.", text["linear_conv_kernel_dim"]
+        yield f"{mixer}in_proj_qkv.weight", GgufEntry(f"{stored}attn_qkv.weight", conv)
+        yield f"{mixer}in_proj_z.weight", GgufEntry(f"{stored}attn_gate.weight", values)
+        yield f"{mixer}in_proj_a.weight", GgufEntry(f"{stored}ssm_alpha.weight", order)
+        yield f"{mixer}in_proj_b.weight", GgufEntry(f"{stored}ssm_beta.weight", order)
+        yield (
+            f"{mixer}conv1d.weight",
+            GgufEntry(f"{stored}ssm_conv1d.weight", conv, shape=(len(conv), 1, taps)),
+        )
+        yield f"{mixer}dt_bias", GgufEntry(f"{stored}ssm_dt.bias", columns=order)
+        yield f"{mixer}A_log", GgufEntry(f"{stored}ssm_a", columns=order, change=_log_of_negative)
+        yield f"{mixer}norm.weight", GgufEntry(f"{stored}ssm_norm.weight")
+        yield f"{mixer}out_proj.weight", GgufEntry(f"{stored}ssm_out.weight", columns=values)
+
+
+ARCHITECTURES: Mapping[
+    str, tuple[Callable[[_Metadata, GgufFile], Json], Callable[[_Metadata, GgufFile, Json], Entries]]
+] = {
+    "llama": (_dense("llama"), _dense_entries),
+    "qwen3": (_dense("qwen3"), _dense_entries),
+    "qwen35": (_qwen35, _qwen35_entries),
+}
+"""How metadata become config.json, and which tensors a published name is made of."""
+
+
+def _tokenizer(meta: _Metadata) -> dict[str, Json]:
+    """tokenizer.json, tokenizer_config.json and generation_config.json."""
+    model, pre = meta.get("tokenizer.ggml.model", str), meta.get("tokenizer.ggml.pre", str, "gpt-2")
+    if model != "gpt2":
+        raise meta.wrong("tokenizer.ggml.model", f"is {model!r}; 'gpt2' (byte-level BPE) is read")
+    if pre not in _SPLITS:
+        raise meta.wrong("tokenizer.ggml.pre", f"is {pre!r}; these are read: {', '.join(_SPLITS)}")
+    tokens, merges = meta.get("tokenizer.ggml.tokens", list), meta.get("tokenizer.ggml.merges", list)
+    types = meta.get("tokenizer.ggml.token_type", list, [1] * len(tokens))
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens) or len(types) != len(tokens):
+        raise meta.wrong("tokenizer.ggml.tokens", "has a token twice, or not one type for each token")
+    for merge in merges:
+        left, _, right = str(merge).partition(" ")
+        if not {left, right, left + right} <= vocabulary.keys():
+            raise meta.wrong("tokenizer.ggml.merges", f"has {str(merge)[:40]!r}, whose parts are no tokens")
+
+    def special(name: str) -> int | None:
+        found = meta.get(f"tokenizer.ggml.{name}_token_id", int, None)
+        if found is not None and not 0 <= found < len(tokens):
+            raise meta.wrong(f"tokenizer.ggml.{name}_token_id", f"is {found}; there are {len(tokens)} tokens")
+        return found
+
+    added = [
+        {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": types[i] == 3}
+        for i in range(len(tokens)) if types[i] in (3, 4)
+    ]  # fmt: skip
+    bos = special("bos")
+    begins = meta.get("tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe") and bos is not None
+    levels: Json = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": _SPLITS[pre] is None,
+    }
+    cuts: list[Json] = [{"type": "Digits", "individual_digits": True}] if pre == "smollm" else []
+    if split := _SPLITS[pre]:
+        cuts = [{"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}]
+    first: list[Json] = (
+        [{"SpecialToken": {"id": tokens[bos], "type_id": 0}}] if begins and bos is not None else []
+    )
+    tokenizer: Json = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": {"type": "NFC"} if pre.startswith("qwen") else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, levels]},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [*first, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [*first, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}}
+            if begins and bos is not None else {},
+        },
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": pre == "llama-bpe", "vocab": vocabulary, "merges": merges,
+        },
+    }  # fmt: skip
+    named = {"bos_token": bos, "eos_token": special("eos"), "pad_token": special("padding")}
+    settings: Json = {name: tokens[i] for name, i in named.items() if i is not None}
+    templates = meta.templates()
+    if set(templates) == {""}:
+        settings["chat_template"] = templates[""]
+    elif templates:
+        settings["chat_template"] = [
+            {"name": name or "default", "template": text} for name, text in templates.items()
+        ]
+    ends = [
+        special("eos"),
+        special("eot"),
+        *(vocabulary.get(end) for end in _ENDS if types[vocabulary.get(end, 0)] == 3),
+    ]
+    stops = list(dict.fromkeys(i for i in ends if i is not None))
+    return {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": settings,
+        "generation_config.json": {"bos_token_id": bos, "eos_token_id": stops},
+    }
