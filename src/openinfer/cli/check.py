@@ -21,6 +21,7 @@ from openinfer.frontend.chat_template import find_templates
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.kernels import GPUS, H200, KernelsError
+from openinfer.recipes.engine import gguf
 from openinfer.recipes.engine.config_fields import end_token
 from openinfer.recipes.engine.limits import decide
 from openinfer.tensor import Checkpoint, Device, TensorError, format_bytes
@@ -61,7 +62,7 @@ def _check(args: argparse.Namespace, asked: Asked) -> int:
         report.say("recipe", f"{recipe.name}, for model_type {source.config.get('model_type')!r:.40}")
         report.say("format", _format(source.config))
     with report.part("weights"):
-        checkpoint = Checkpoint(folder)
+        checkpoint = gguf.opened(folder)
         report.say("weights", _weights(checkpoint))
     if source is not None and checkpoint is not None:
         source = dataclasses.replace(source, checkpoint=checkpoint)

@@ -85,7 +85,8 @@ def _q4_k(b: Array, fifth: Array | None = None) -> Array:
     codes = b[:, -128:].reshape(-1, 4, 1, 32) >> np.array([0, 4], np.uint8)[:, None] & 15
     codes = codes.reshape(-1, 8, 32)
     codes = codes if fifth is None else codes | fifth
-    return (scales * codes - offsets).reshape(len(b), 256)
+    values: Array = scales * codes - offsets
+    return values.reshape(len(b), 256)
 
 
 def _q5_k(b: Array) -> Array:
@@ -104,11 +105,11 @@ def _q6_k(b: Array) -> Array:
 
 
 class _Type(NamedTuple):
-    """How values are stored: `count` of them in `nbytes`. values: of blocks [n, nbytes] as float32 [n, count]; None for
+    """How values are stored: `width` of them in `nbytes`. values: of blocks [n, nbytes] as float32 [n, width]; None for
     numbers of `dtype`. scales: the bytes of a block at which float16 scales lie."""
 
     name: str
-    count: int
+    width: int
     nbytes: int
     dtype: DType
     values: Callable[[Array], Array] | None = None
@@ -147,7 +148,7 @@ class GgufTensor(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Bytes of one row along the last axis."""
-        return self.shape[-1] // self.type.count * self.type.nbytes
+        return self.shape[-1] // self.type.width * self.type.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -314,9 +315,9 @@ class GgufFile:
             raise header.wrong(name, f"is of type {_REFUSED.get(kind, kind)}; these are read: {known}")
         if not all(1 <= size < 1 << 40 for size in shape) or math.prod(shape) >= 1 << 60:
             raise header.wrong(name, f"has shape {list(shape)}, which no file can hold")
-        if shape[-1] % TYPES[kind].count:
+        if shape[-1] % TYPES[kind].width:
             raise header.wrong(
-                name, f"has {shape[-1]} columns; {TYPES[kind].name} has blocks of {TYPES[kind].count}"
+                name, f"has {shape[-1]} columns; {TYPES[kind].name} has blocks of {TYPES[kind].width}"
             )
         found = self.tensors[name] = GgufTensor(name, TYPES[kind], shape, header.path, offset)
         return found

@@ -373,7 +373,7 @@ def _tokenizer(meta: _Metadata) -> dict[str, Json]:
             raise meta.wrong("tokenizer.ggml.merges", f"has {str(merge)[:40]!r}, whose parts are no tokens")
 
     def special(name: str) -> int | None:
-        found = meta.get(f"tokenizer.ggml.{name}_token_id", int, None)
+        found: int | None = meta.get(f"tokenizer.ggml.{name}_token_id", int, None)
         if found is not None and not 0 <= found < len(tokens):
             raise meta.wrong(f"tokenizer.ggml.{name}_token_id", f"is {found}; there are {len(tokens)} tokens")
         return found
