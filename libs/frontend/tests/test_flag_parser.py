@@ -97,8 +97,9 @@ def test_a_file_that_is_wrong_is_refused_in_one_line(
         ["--port", "9" * 5000],
         ["--frontends", "1e3"],
         ["--no-such\x1b[2J"],
+        ["--otlp-traces-endpoint", "\x1b"],
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_absurd_values_are_refused_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

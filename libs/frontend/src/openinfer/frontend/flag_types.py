@@ -20,6 +20,7 @@ __all__ = [
     "seconds",
     "strings",
     "tokens",
+    "url",
 ]
 
 MAX_FRONTENDS = 64
@@ -87,6 +88,12 @@ def name(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text[:80]!r} is no name: it has 1 to {MAX_NAME_CHARS} characters, all printable and not only spaces"
         )
+    return text
+
+
+def url(text: str) -> str:
+    if not text.startswith(("http://", "https://")) or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not http://HOST:PORT/PATH")
     return text
 
 

@@ -237,8 +237,9 @@ def _bind(host: str, port: int, count: int) -> list[socket.socket]:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except socket.gaierror as error:
-        raise FlagError(f"--host {host}: {error.strerror}; give an address of this machine") from error
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: no name of a host
+        why = getattr(error, "strerror", None) or error
+        raise FlagError(f"--host {host}: {why}; give an address of this machine") from error
     listeners: list[socket.socket] = []
     try:
         first = socket.socket(family, kind, protocol)

@@ -177,6 +177,7 @@ def _add_logs(server: Any) -> None:
     )
     server.add_argument(
         "--otlp-traces-endpoint",
+        type=flag_types.url,
         default=None,
         metavar="URL",
         help="send spans to this URL, http://HOST:4318/v1/traces; needs [otel]",

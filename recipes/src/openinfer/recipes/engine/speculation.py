@@ -14,6 +14,7 @@ from openinfer.recipes.engine.errors import SetupError
 from openinfer.scheduler import Drafter, GuardedDrafters, NGram, Suffixes
 
 MAX_DRAFTS = 8
+MAX_LOOKUP = 1024
 OF_LAYERS = ("mtp", "eagle3")
 """Methods in which layers draft: the checkpoint's own, or those of another one."""
 OF_MODEL = ("eagle3", "custom_class")
@@ -28,8 +29,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     model: str = ""
     quantization: str | None = None
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] = 2
-    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] = 5
-    suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=2)] = 24
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=MAX_LOOKUP)] = 5
+    suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=2, le=MAX_LOOKUP)] = 24
     suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     suffix_decoding_min_token_prob: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     suffix_decoding_max_cached_requests: int = 0
