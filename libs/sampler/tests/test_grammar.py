@@ -456,3 +456,79 @@ def test_the_ops_take_a_mask_as_allowed_tokens(compiler, run_cpu, run_interprete
     assert matcher.allowed()[got[:3]].all()
     free = run_cpu(sample, **args | {"adjusts": np.zeros_like(args["adjusts"])})["tokens"]
     assert not matcher.allowed()[free[:3]].all()
+
+
+# -- long strings --
+
+TREE = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "minLength": 300},
+        "b": {"type": ["string", "null"], "maxLength": 1000},
+        "c": {"type": "array", "items": {"$ref": "#/$defs/node"}, "minItems": 1, "maxItems": 3},
+        "d": {"type": "integer"},
+    },
+    "required": ["a", "d"],
+    "additionalProperties": False,
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "text": {"anyOf": [{"type": "string", "maxLength": 600}, {"type": "null"}]},
+                "kids": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "required": ["text"],
+        }
+    },
+}
+LEAF = {"text": "日" * 600, "kids": [{"text": None, "other": [1]}]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": "x" * 300, "d": 3},
+        {"a": "x" * 299, "d": 3},
+        {"a": 'é"\\\n' * 300, "b": None, "d": 3},
+        {"a": "x" * 300, "b": "y" * 1000, "c": [LEAF], "d": 3},
+        {"a": "x" * 300, "b": "y" * 1001, "d": 3},
+        {"a": "x" * 300, "c": [], "d": 3},
+        {"a": "x" * 300, "c": [LEAF] * 3, "d": 3},
+        {"a": "x" * 300, "c": [LEAF] * 4, "d": 3},
+        {"a": "x" * 300, "c": [{"text": "q" * 601}], "d": 3},
+        {"a": "x" * 300, "d": 3, "e": 1},
+        {"d": 3},
+    ],
+    ids=range(11),
+)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_schemas_with_long_strings_take_what_jsonschema_takes(compiler, value, indent):
+    matcher = compiler.compile(Grammar.of_schema(TREE))
+    try:
+        feed(matcher, json.dumps(value, ensure_ascii=False, indent=indent))
+        taken = matcher.may_end
+    except GrammarFailed:
+        taken = False
+    assert taken == jsonschema.Draft202012Validator(TREE).is_valid(value)
+
+
+@pytest.mark.parametrize("most", [257, 4096, 100_000])
+def test_a_long_string_of_an_answer_meets_no_limit_but_its_own(compiler, most):
+    schema = {"type": "object", "properties": {"prompt": {"type": "string", "maxLength": most}}}
+    matcher = compiler.compile(Grammar.of_schema({**schema, "required": ["prompt"]}))
+    feed(matcher, '{"prompt": "')
+    for at in range(most):
+        feed(matcher, "日")
+        if at % 97 == 0:
+            matcher.allowed()
+    assert {byte('"')} < set(np.flatnonzero(matcher.allowed()))
+    assert "a" not in allowed(matcher)
+    feed(matcher, '"}')
+    assert matcher.may_end
+
+
+def test_text_of_any_model_under_long_bounds_is_valid(compiler):
+    for index in range(12):
+        text = generate(compiler.compile(Grammar.of_schema(TREE)), index, 6000)
+        if text is not None:
+            jsonschema.Draft202012Validator(TREE).validate(json.loads(text))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from openinfer.sampler.budget import Budget, Spending
 from openinfer.sampler.errors import GrammarFailed, InvalidGrammar, MissingExtra
+from openinfer.sampler.json_rules import has_long_strings
 from openinfer.sampler.schema import prepared
 
 if TYPE_CHECKING:
@@ -367,7 +368,13 @@ class Compiler:
         make = self._ll.LLMatcher
         match grammar.kind:
             case "json_schema":
-                schema = prepared(json.loads(grammar.text))
+                schema = json.loads(grammar.text)
+                if has_long_strings(schema):
+                    from openinfer.sampler.lark import Lark  # which makes grammars
+
+                    lark = Lark()
+                    return make.grammar_from_lark(lark.grammar(lark.json(schema)).text)
+                schema = prepared(schema)
                 schema.pop("x-guidance", None)  # options of the compiler are not the user's
                 return make.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
             case "json_object":

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from openinfer.sampler.grammar import JSON_OPTIONS, Grammar
+from openinfer.sampler.json_rules import JsonRules, has_long_strings
 from openinfer.sampler.schema import prepared
 
 START, MOST = 1 << 30, 1 << 29
@@ -27,6 +28,8 @@ class Lark:
         self._rules: list[str] = []
         self._content: Grammar | None = None
         self._counters: dict[tuple[Any, ...], str] = {}
+        self._terminals: dict[str, str] = {}
+        self._forward = 0
 
     def text(self, text: str) -> str:
         """Exactly this text."""
@@ -43,7 +46,26 @@ class Lark:
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON after a schema, references within it from its own root. Raises InvalidGrammar."""
         Grammar.of_schema(schema)
-        return self._name("r", "%json " + json.dumps({**prepared(schema), "x-guidance": JSON_OPTIONS}))
+
+        def leaf(schema: Mapping[str, Any]) -> str:
+            return self._name("r", "%json " + json.dumps({**prepared(schema), "x-guidance": JSON_OPTIONS}))
+
+        return JsonRules(self, schema, leaf).value(schema) if has_long_strings(schema) else leaf(schema)
+
+    def forward(self) -> str:
+        """The name of a rule that is defined later, by `define`."""
+        self._forward += 1
+        return f"f{self._forward}"
+
+    def define(self, name: str, expression: str) -> None:
+        """The rule of a name of `forward`."""
+        self._rules.append(f"{name}: {expression}")
+
+    def terminal(self, expression: str) -> str:
+        """An expression of characters under a name; the same one has one name."""
+        if expression not in self._terminals:
+            self._terminals[expression] = self._name("T", expression)
+        return self._terminals[expression]
 
     def until(
         self,
