@@ -37,7 +37,7 @@ from openinfer.recipes.deepseek_v4.published import SIZES, config_json
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.engine.ranks import Ranks
-from openinfer.recipes.engine.startup import buckets_for, make_pack, make_plan
+from openinfer.recipes.engine.startup import buckets_for, make_pack, make_start_plan
 from openinfer.tensor import Arena, Device, Event, Stream, Tensor, float32, int32
 
 ALL_REDUCE_US = {
@@ -124,7 +124,7 @@ def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int
     limits = decide(options, device, blueprint)
     buckets = buckets_for(blueprint, limits)
     target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
-    plan = make_plan(blueprint, limits, buckets, target)
+    plan = make_start_plan(blueprint, limits, buckets, target)
     entries = rows * (-(-context // PAGE) + 1) + limits.max_blocks + 2
     pages = (window_pages(rows, tokens, limits.max_model_len) + 1, entries)
     cache = sum(n * group.block_bytes for n, group in zip(pages, blueprint.groups(limits), strict=True))

@@ -16,7 +16,7 @@ from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import Limits
-from openinfer.recipes.engine.startup import make_plan
+from openinfer.recipes.engine.startup import make_start_plan
 from openinfer.sampler.gpu import sample_rows
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, uint8
 
@@ -88,7 +88,7 @@ def test_a_whole_forward(place, deepseek, quantized, step):
     limits = Limits(256, 4, tokens, 128, np.dtype(bfloat16), CacheForm(np.dtype(bfloat16)))
     target = Target(arch=90, num_sms=4, interpreted=True)
     blueprint = RECIPE.blueprint(Source.read(deepseek.path), RECIPE.options(activation_quantization=rounding))
-    plan = make_plan(blueprint, limits, Buckets((4,), (tokens,), (4,)), target)
+    plan = make_start_plan(blueprint, limits, Buckets((4,), (tokens,), (4,)), target)
 
     def region(nbytes: int) -> Tensor | None:
         return Tensor.from_numpy(np.zeros(nbytes, uint8)) if nbytes else None

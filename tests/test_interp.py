@@ -15,7 +15,7 @@ from openinfer.kernels.authoring import FP8_CACHE, CacheForm
 from openinfer.kernels.lora.adapters import AdapterSizes
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import Limits
-from openinfer.recipes.engine.startup import make_plan
+from openinfer.recipes.engine.startup import make_start_plan
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.model import Model
 from openinfer.sampler.gpu import sample_rows
@@ -94,7 +94,7 @@ def test_a_whole_forward(place, tiny, arch, adapters, cache):
     form = FP8_CACHE if cache == "fp8" else CacheForm(np.dtype(bfloat16))
     limits = Limits(64, 4, 64, 16, np.dtype(bfloat16), form, adapters)
     target = Target(arch=arch, num_sms=4, interpreted=True)
-    plan = make_plan(
+    plan = make_start_plan(
         RECIPE.blueprint(Source.read(tiny.path), RECIPE.options()), limits, Buckets((4,), (64,), (4,)), target
     )
 

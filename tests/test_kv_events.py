@@ -15,7 +15,7 @@ from openinfer.cli import recipes
 from openinfer.cli.bench.server import free_port
 from openinfer.frontend.contract import ResetPrefixCache
 from openinfer.kvpool import InvalidConfig
-from openinfer.kvpool.tiers.layout import aligned
+from openinfer.kvpool.tiers.layout import align_up
 from openinfer.kvpool.tiers.record import file_bytes
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.startup import build
@@ -136,7 +136,7 @@ def test_routers_know_which_blocks_are_in_which_tier(session, tmp_path):
     pool, stats = run.engine.pool, run.engine.stats()
     assert media["GPU"] == {(group, int.from_bytes(one[-8:], "big")) for group in range(pool.num_groups)
                             for one, _ in pool.cached(group)}  # fmt: skip
-    sizes = [aligned(group.block_bytes) for group in pool.groups]
+    sizes = [align_up(group.block_bytes) for group in pool.groups]
     assert sum(sizes[group] for group, _ in media["CPU"]) == stats.offload_bytes["host"] > 0
     assert sum(file_bytes(sizes[group]) for group, _ in media["DISK"]) <= stats.offload_bytes["disk"]
     assert media["DISK"]

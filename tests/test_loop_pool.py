@@ -17,7 +17,7 @@ from openinfer.scheduler import (
     StepResult,
     Tokens,
 )
-from openinfer.scheduler.testing import DeviceFault, Mismatch, Piece, Schedule
+from openinfer.scheduler.testing import DeviceFault, Mismatch, Schedule, TierPiece
 
 
 class TierLoader:
@@ -39,7 +39,7 @@ class TierLoader:
         """The tier keeps everything."""
 
     def begin(self, load):
-        pieces = [Piece(group, block, self.tokens[name]) for group, name, block in load.pieces]
+        pieces = [TierPiece(group, block, self.tokens[name]) for group, name, block in load.pieces]
         self.loads[self.tier.begin(pieces)] = load
 
     def poll(self, wait_s):

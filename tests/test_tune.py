@@ -15,7 +15,7 @@ from openinfer.kernels import InvalidTable, Target
 from openinfer.kernels.linear import choices
 from openinfer.kernels.linear.choices import choose
 from openinfer.kernels.measure import tuner
-from openinfer.kernels.measure.tuner import Measured, Shape
+from openinfer.kernels.measure.tuner import Measured, ProductShape
 from openinfer.kernels.ranks.exchange import NCCL, choose_exchange
 from openinfer.kernels.store import tables
 from openinfer.kernels.store.tables import Exchange, ProductChoice
@@ -29,12 +29,12 @@ class FakeMeter:
     """The last candidate is the fastest; one is wrong."""
 
     target = TARGET
-    asked: list[tuple[Shape, int]]
+    asked: list[tuple[ProductShape, int]]
 
     def __init__(self) -> None:
         FakeMeter.asked = []
 
-    def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[ProductChoice]], Measured]:
+    def layer(self, shape: ProductShape, most: int) -> Callable[[int, Sequence[ProductChoice]], Measured]:
         def measured(m: int, choices: Sequence[ProductChoice]) -> Measured:
             assert m <= most
             assert len(set(choices)) == len(choices)

@@ -12,7 +12,7 @@ import pytest
 
 from openinfer.recipes.deepseek_v4 import config as deepseek_v4
 from openinfer.recipes.deepseek_v4 import published as deepseek_v4_published
-from openinfer.recipes.engine.config_fields import Fields, eos_ids, read_json
+from openinfer.recipes.engine.config_fields import Fields, eos_ids, read_config
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.qwen3 import config as qwen3
 from openinfer.recipes.qwen3 import published as qwen3_published
@@ -122,10 +122,10 @@ def test_files_that_hold_no_object(tmp_path: Path) -> None:
     ):
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(UnsupportedModel, match=reason):
-            read_json(path)
+            read_config(path)
     path.unlink()
     with pytest.raises(UnsupportedModel, match="does not exist"):
-        read_json(path)
+        read_config(path)
     os.mkfifo(path)
     with pytest.raises(UnsupportedModel, match="no regular file"):
-        read_json(path)
+        read_config(path)

@@ -14,7 +14,7 @@ import pytest
 from openinfer.kernels import ContractError, Target
 from openinfer.kvpool import Pool
 from openinfer.recipes.deepseek_v4 import RECIPE
-from openinfer.recipes.deepseek_v4.cache import Cache, eviction, groups
+from openinfer.recipes.deepseek_v4.cache import V4Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.inventory import Entry, inventory
 from openinfer.recipes.deepseek_v4.places import Format, check_scales
@@ -157,7 +157,7 @@ def test_pages_are_what_the_pool_is_told() -> None:
     for itemsize, dtype in ((2, bfloat16), (4, float32)):
         arenas = [Arena(Device("null"), None) for _ in range(3)]
         for arena, (window, entries) in zip(arenas, ((8, 8), (9, 8), (8, 9)), strict=True):
-            Cache.allocate(config, arena, dtype, window, entries)
+            V4Cache.allocate(config, arena, dtype, window, entries)
         kept = groups(config, itemsize, 8, 8)
         assert [group.block_bytes for group in kept] == [a.used - arenas[0].used for a in arenas[1:]]
         assert kept[0].window == 127

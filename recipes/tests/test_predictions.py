@@ -16,7 +16,7 @@ from openinfer.recipes import deepseek_v4, qwen3, qwen3_5
 from openinfer.recipes.deepseek_v4.published import config_json
 from openinfer.recipes.engine import Recipe, Source
 from openinfer.recipes.engine.limits import decide
-from openinfer.recipes.engine.startup import buckets_for, make_plan
+from openinfer.recipes.engine.startup import buckets_for, make_start_plan
 from openinfer.sampler.gpu import sample_rows
 from openinfer.tensor import Arena, Device, Stream, Tensor
 
@@ -42,7 +42,7 @@ class Planned:
         blueprint: Any = recipe.blueprint(Source(config), options, ranks=ranks)
         limits = decide(options, Device("cuda"), blueprint)
         self.buckets = buckets_for(blueprint, limits)
-        self.plan, null = make_plan(blueprint, limits, self.buckets, target), Device("null")
+        self.plan, null = make_start_plan(blueprint, limits, self.buckets, target), Device("null")
         one_each = [1] * len(blueprint.groups(limits))
         self.model = blueprint.lay_out(Arena(null, None), Stream(null), limits, one_each)
 

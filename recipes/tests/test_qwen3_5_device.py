@@ -138,7 +138,7 @@ def test_a_decode_step(rng: np.random.Generator, heads: tuple[int, int, int, int
 
 
 def test_a_decode_step_in_parts(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta, "choose", lambda *_: delta.Tuning(step_columns=16))
+    monkeypatch.setattr(delta, "choose_tuning", lambda *_: delta.Tuning(step_columns=16))
     check_delta(delta_step(rng, [1, 0, 1, 1], [0, 3, 70, 4], heads=(1, 2, 16, 64), dead=(3,), tokens=4), STEP)
 
 
@@ -180,7 +180,7 @@ def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In whatever order they run, the same bits; and no scratch memory is of both."""
-    monkeypatch.setattr(delta, "choose", lambda *_: delta.Tuning(beside=True))
+    monkeypatch.setattr(delta, "choose_tuning", lambda *_: delta.Tuning(beside=True))
     lengths, before = [1, 70, 0, 1], [9, 60, 3, 0]
     args = delta_step(rng, lengths, before, heads=(1, 1, 16, 16), moved=(0, 1), snapshots={1: [128]})
     left = []

@@ -8,7 +8,13 @@ from typing import Any
 from openinfer.kernels import H200, KernelSpec, Launch, Target, predictions
 from openinfer.recipes.engine import Options, Source
 from openinfer.recipes.engine.limits import decide
-from openinfer.recipes.engine.startup import Plan, buckets_for, kernel_specs, make_plan, options_target
+from openinfer.recipes.engine.startup import (
+    StartPlan,
+    buckets_for,
+    kernel_specs,
+    make_start_plan,
+    options_target,
+)
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.tensor import Device, Tensor
 
@@ -16,14 +22,14 @@ SOURCES = {name: Source(RECIPE.published()[name]) for name in ("4B", "4B-FP8")}
 FLAGS = {"device": "cuda", "batch_invariant": True}
 
 
-def plan(target: Target, size: str = "4B", **flags: Any) -> Plan:
+def plan(target: Target, size: str = "4B", **flags: Any) -> StartPlan:
     options = Options(**flags)
     blueprint = RECIPE.blueprint(SOURCES[size], options)
     limits = decide(options, Device("cuda"), blueprint)
-    return make_plan(blueprint, limits, buckets_for(blueprint, limits), options_target(options, target))
+    return make_start_plan(blueprint, limits, buckets_for(blueprint, limits), options_target(options, target))
 
 
-def kernels_by_use(found: Plan) -> dict[tuple[str, int], set[tuple[KernelSpec | str, ...]]]:
+def kernels_by_use(found: StartPlan) -> dict[tuple[str, int], set[tuple[KernelSpec | str, ...]]]:
     """What every op launches, by the op and its weight; all steps together."""
     weights: dict[tuple[int, ...], int] = {}
     kernels = defaultdict(set)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from openinfer.frontend.client import Delta, Driver
+from openinfer.frontend.client import Driver, OutputDelta
 from openinfer.frontend.contract import (
     Command,
     EngineSpec,
@@ -252,11 +252,11 @@ def test_an_adapter_with_a_name_of_the_model_is_refused() -> None:
     asyncio.run(main())
 
 
-async def generate(client: Driver | RestartingClient, adapter: str, max_tokens: int = 2) -> list[Delta]:
-    deltas: list[Delta] = []
+async def generate(client: Driver | RestartingClient, adapter: str, max_tokens: int = 2) -> list[OutputDelta]:
+    deltas: list[OutputDelta] = []
     ended = asyncio.Event()
 
-    def sink(delta: Delta) -> None:
+    def sink(delta: OutputDelta) -> None:
         deltas.append(delta)
         if delta.terminal is not None:
             ended.set()

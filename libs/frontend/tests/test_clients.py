@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from openinfer.frontend import EngineSpec
 from openinfer.frontend.attached_driver import AttachedDriver
-from openinfer.frontend.client import Delta, Driver
+from openinfer.frontend.client import Driver, OutputDelta
 from openinfer.frontend.contract import EngineStats, Failed, Request, ResetPrefixCache
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.wire import Submit, owner
@@ -18,12 +18,12 @@ class Collector:
     """A sink that remembers everything and can be awaited for the terminal."""
 
     def __init__(self) -> None:
-        self.deltas: list[Delta] = []
+        self.deltas: list[OutputDelta] = []
         self.tokens: list[int] = []
         self.terminals: list[object] = []
         self.ended = asyncio.Event()
 
-    def __call__(self, delta: Delta) -> None:
+    def __call__(self, delta: OutputDelta) -> None:
         self.deltas.append(delta)
         self.tokens += delta.token_ids
         if delta.terminal is not None:

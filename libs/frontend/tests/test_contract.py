@@ -19,7 +19,7 @@ from openinfer.frontend import (
 )
 from openinfer.frontend.contract import Engine
 from openinfer.frontend.testing import FakeEngine
-from openinfer.frontend.wire import Control, FromEngine, Gone, Hello, Stepped, Submit, ToEngine
+from openinfer.frontend.wire import ControlFrame, FromEngine, Gone, Hello, Stepped, Submit, ToEngine
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.budget import Budget
 from openinfer.sampler.grammar import Grammar
@@ -44,7 +44,7 @@ def test_messages_survive_msgpack() -> None:
         [None, TokenLogprobs(-0.5, [8], [-0.5]), None],
         [Scheduled(1, 16, 2.0), Finished(1, "stop", 8), Rejected(2, "no", "queue_full"), Failed(3, "x")],
     )
-    for message in (Hello(), Submit(request), Control(1, ResetPrefixCache()), Gone(3)):
+    for message in (Hello(), Submit(request), ControlFrame(1, ResetPrefixCache()), Gone(3)):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToEngine) == message
     stepped = Stepped(outputs, EngineStats(running=1, steps=2), 3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stepped), type=FromEngine) == stepped

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from openinfer.frontend import EngineSpec
-from openinfer.frontend.client import Delta, Driver
+from openinfer.frontend.client import Driver, OutputDelta
 from openinfer.frontend.contract import (
     Engine,
     Failed,
@@ -24,7 +24,7 @@ from openinfer.frontend.contract import (
     StepOutputs,
 )
 from openinfer.frontend.errors import EngineDeadError, EngineStartError
-from openinfer.frontend.link import Link
+from openinfer.frontend.link import EngineLink
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.testing import FakeEngine
 from openinfer.frontend.thread_driver import ThreadDriver
@@ -59,10 +59,10 @@ class Collector:
     """A sink that remembers everything and can be awaited for the terminal."""
 
     def __init__(self) -> None:
-        self.deltas: list[Delta] = []
+        self.deltas: list[OutputDelta] = []
         self.ended = asyncio.Event()
 
-    def __call__(self, delta: Delta) -> None:
+    def __call__(self, delta: OutputDelta) -> None:
         self.deltas.append(delta)
         if delta.terminal is not None:
             self.ended.set()
@@ -221,15 +221,15 @@ def test_an_engine_says_itself_when_it_hangs_unless_the_server_is_told() -> None
 def test_the_reason_of_a_failed_start_may_come_after_the_end_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drain, rest, looks = Link._drain, Link.read_rest, list[Link]()
+    drain, rest, looks = EngineLink._drain, EngineLink.read_rest, list[EngineLink]()
 
-    def read_rest(link: Link) -> None:
+    def read_rest(link: EngineLink) -> None:
         looks.append(link)
         if len(looks) > 1:  # ZeroMQ's thread was late
             rest(link)
 
-    monkeypatch.setattr(Link, "_drain", lambda link: drain(link) if len(looks) > 1 else None)
-    monkeypatch.setattr(Link, "read_rest", read_rest)
+    monkeypatch.setattr(EngineLink, "_drain", lambda link: drain(link) if len(looks) > 1 else None)
+    monkeypatch.setattr(EngineLink, "read_rest", read_rest)
     with pytest.raises(EngineStartError, match=r"^no such checkpoint: /x$"):
         run(make("process", start_error="no such checkpoint: /x"), lambda driver: asyncio.sleep(0))
 
@@ -316,7 +316,7 @@ def test_signals_meant_for_the_parent_do_not_end_the_child() -> None:
 
 def test_a_sink_that_raises_costs_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     async def use(driver: Driver) -> None:
-        def broken(delta: Delta) -> None:
+        def broken(delta: OutputDelta) -> None:
             raise RuntimeError("sink bug")
 
         request = Request(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from openinfer.frontend.chat import OutputParser
-from openinfer.frontend.client import Delta
+from openinfer.frontend.client import OutputDelta
 from openinfer.frontend.contract import Drafts, EngineInfo, EngineStats, Finished, Request, TokenLogprobs
 from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.generation import Choice, Usage
@@ -69,7 +69,7 @@ def outcome(choice: Choice, ids: list[int], cuts: list[int], terminal: Finished)
         size = cuts.pop() if cuts else len(rest)
         piece, rest = rest[:size], rest[size:]
         entries = [TokenLogprobs(-1.0, [], []) for _ in piece]
-        choice.push(Delta(piece, entries, terminal=None if rest else terminal))
+        choice.push(OutputDelta(piece, entries, terminal=None if rest else terminal))
         new_text, new_ids, new_logprobs = choice.take()
         text, seen, logprobs = text + new_text, [*seen, *new_ids], logprobs + len(new_logprobs)
     return text, seen, logprobs, choice.num_tokens, choice.finish_reason, choice.stop_reason
@@ -108,9 +108,9 @@ def test_a_stop_string_aborts_once_and_drops_what_overshot(tokenizer: Tokenizer,
     aborted: list[int] = []
     choice = make(tokenizer, metrics, aborted, stop=["end"])
     ids = tokenizer._core.encode("the end of it").ids
-    choice.push(Delta(ids[:-1]))
-    choice.push(Delta(ids[-1:]))
-    choice.push(Delta([], terminal=Finished(7, "abort")))
+    choice.push(OutputDelta(ids[:-1]))
+    choice.push(OutputDelta(ids[-1:]))
+    choice.push(OutputDelta([], terminal=Finished(7, "abort")))
     text, seen, _ = choice.take()
     assert text == "the "
     assert tokenizer.decode(seen, True) == "the end"
@@ -121,7 +121,7 @@ def test_a_stop_string_aborts_once_and_drops_what_overshot(tokenizer: Tokenizer,
 def test_stop_reason_is_the_id_only_if_it_was_asked_for(tokenizer: Tokenizer, metrics: Metrics) -> None:
     for stop_ids, expected in (((), None), ((2,), 2)):
         choice = make(tokenizer, metrics, [], stop_ids=stop_ids)
-        choice.push(Delta([47, 2], terminal=Finished(7, "stop", 2)))
+        choice.push(OutputDelta([47, 2], terminal=Finished(7, "stop", 2)))
         assert (choice.take()[0], choice.stop_reason) == ("H", expected)
 
 
@@ -129,7 +129,7 @@ def test_the_usage_counts_drafts_of_all_choices(tokenizer: Tokenizer, metrics: M
     choices = [make(tokenizer, metrics, []) for _ in range(3)]
     counted = Drafts(4, 8, [3, 1]), Drafts(2, 6, [2, 1, 1]), None
     for choice, drafts in zip(choices, counted, strict=True):
-        choice.push(Delta([47, 48], terminal=Finished(7, "length", drafts=drafts)))
+        choice.push(OutputDelta([47, 48], terminal=Finished(7, "length", drafts=drafts)))
     details = msgspec.to_builtins(usage_body(Usage(choices, 3)))["completion_tokens_details"]
     assert details == {
         "reasoning_tokens": 0,
@@ -144,9 +144,9 @@ def test_the_usage_counts_drafts_of_all_choices(tokenizer: Tokenizer, metrics: M
 def test_a_broken_end_is_shown(tokenizer: Tokenizer, metrics: Metrics) -> None:
     first = tokenizer._core.encode("漢").ids[0]
     choice = make(tokenizer, metrics, [])
-    choice.push(Delta([47, first]))
+    choice.push(OutputDelta([47, first]))
     assert choice.take()[0] == "H"
-    choice.push(Delta([], terminal=Finished(7, "length")))
+    choice.push(OutputDelta([], terminal=Finished(7, "length")))
     assert choice.take()[0] == "\ufffd"
 
 
@@ -163,7 +163,7 @@ def test_a_chunk_of_a_chat_has_the_log_probability_of_one_token_and_its_text(
     for at in (0, 9):  # the second time in the middle of the answer
         tokens = ids[at : at + 9] if not at else ids[at:]
         entries = [TokenLogprobs(-1.0, [], []) for _ in tokens]
-        choice.push(Delta(tokens, entries, terminal=Finished(7, "stop", 2) if at else None))
+        choice.push(OutputDelta(tokens, entries, terminal=Finished(7, "stop", 2) if at else None))
         sent += shape.events(choice)
     chunks = [json.loads(line.removeprefix(b"data: "))["choices"][0] for line in sent.split(b"\n\n") if line]
     chunks = chunks[1:]  # the role

@@ -21,7 +21,7 @@ from openinfer.frontend import (
     Request,
     Unsupported,
 )
-from openinfer.frontend.client import Delta, Health
+from openinfer.frontend.client import Health, OutputDelta
 from openinfer.frontend.contract import (
     AdapterState,
     Command,
@@ -64,7 +64,7 @@ class Replica:
 
     def end(self) -> None:
         for number, sink in self.sinks.items():
-            sink(Delta([], terminal=Finished(number, "length")))
+            sink(OutputDelta([], terminal=Finished(number, "length")))
         self.sinks = {}
 
     def health(self) -> Health:
@@ -366,7 +366,7 @@ async def generate(client: ReplicatedClient, prompt: list[int], max_tokens: int)
     """The terminal."""
     ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    def sink(delta: Delta) -> None:
+    def sink(delta: OutputDelta) -> None:
         if delta.terminal is not None:
             ended.set_result(delta.terminal)
 

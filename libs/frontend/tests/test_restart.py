@@ -12,7 +12,7 @@ import pytest
 from openinfer.frontend import EngineDeadError, EngineSpec, Finished, Request
 from openinfer.frontend import restart as restart_module
 from openinfer.frontend.attached_driver import AttachedDriver
-from openinfer.frontend.client import Delta
+from openinfer.frontend.client import OutputDelta
 from openinfer.frontend.contract import Command, LoadAdapter, Sleep, UnloadAdapter, WakeUp
 from openinfer.frontend.errors import Unsupported
 from openinfer.frontend.process_driver import ProcessDriver
@@ -40,11 +40,11 @@ def run(use: Callable[[RestartingClient, list[ProcessDriver]], Awaitable[None]],
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-async def generate(client: RestartingClient, max_tokens: int) -> list[Delta]:
-    deltas: list[Delta] = []
+async def generate(client: RestartingClient, max_tokens: int) -> list[OutputDelta]:
+    deltas: list[OutputDelta] = []
     ended = asyncio.Event()
 
-    def sink(delta: Delta) -> None:
+    def sink(delta: OutputDelta) -> None:
         deltas.append(delta)
         if delta.terminal is not None:
             ended.set()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from openinfer.graph.rows import Delta
-from openinfer.graph.runner import Leader, Reader, Ring, Writer, follow
+from openinfer.graph.runner import Leader, Ring, RingReader, Writer, follow_leader
 from openinfer.tensor import Device, Stream
 
 FORWARD, SAMPLE, UPLOAD = ("forward", 8), ("sample", 8), ("upload",)
@@ -57,8 +57,8 @@ def test_followers_do_what_the_leader_says_in_its_order():
         stream=Stream(Device("cpu")),
         model=SimpleNamespace(batch=SimpleNamespace(rows=rows)),
     )
-    reader = Reader(Ring(file, 1), 0, bell, spin_s=0)
-    follow(runner, reader, {"adapter": lambda place: done.append(("adapter", place))})
+    reader = RingReader(Ring(file, 1), 0, bell, spin_s=0)
+    follow_leader(runner, reader, {"adapter": lambda place: done.append(("adapter", place))})
     assert done == [
         ([5, 70000], [-1, 2]), UPLOAD,
         ([9], [1 << 30]), UPLOAD, FORWARD, SAMPLE,

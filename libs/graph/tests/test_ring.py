@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from openinfer.graph.runner import Reader, Ring, Writer
+from openinfer.graph.runner import Ring, RingReader, Writer
 from openinfer.kernels import RankLost
 
 
@@ -33,7 +33,7 @@ def test_every_reader_gets_all_messages_in_order(file, spin_s):
     taken: list[list[tuple[int, list[int]]]] = [[], []]
 
     def read(index: int) -> None:
-        reader = Reader(rings[1 + index], index, doors[index], spin_s=spin_s)
+        reader = RingReader(rings[1 + index], index, doors[index], spin_s=spin_s)
         for _ in sent:
             number, words = reader.take()
             taken[index].append((number, words.tolist()))
@@ -51,7 +51,7 @@ def test_every_reader_gets_all_messages_in_order(file, spin_s):
 
 def test_a_reader_that_takes_nothing_is_named(file):
     ring = Ring(file, 2, capacity=64)
-    first = Reader(ring, 0, bells(1)[0], spin_s=0)
+    first = RingReader(ring, 0, bells(1)[0], spin_s=0)
     writer = Writer(ring, [], lost=lambda: False, timeout_s=0.05)
     for _ in range(3):
         writer.send((7,), np.zeros(18, np.int32))
@@ -89,7 +89,7 @@ def test_words_are_there_before_the_head_says_so(file, monkeypatch):
         other._memory[4] = 3
 
     monkeypatch.setattr("openinfer.graph.runner.ring.memory_fence", arrive)
-    number, words = Reader(ring, 0, bells(1)[0], spin_s=0).take()
+    number, words = RingReader(ring, 0, bells(1)[0], spin_s=0).take()
     assert (number, words.tolist()) == (7, [1, 2, 3])
     assert [tail for _, tail, _ in seen[1:]] == [0, 0]  # the copy is made before the writer may overwrite it
     assert ring._lines[ring._tail(0)] == 5

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from openinfer.kernels.measure.tuner import DeviceMeter, Shape, entry, tune
+from openinfer.kernels.measure.tuner import DeviceMeter, ProductShape, entry, tune
 from openinfer.kernels.store.tables import TABLES, load, merged, save, table_file
 from openinfer.tensor import ProgressBar
 
@@ -32,25 +32,25 @@ HYBRID_VOCABULARY = 248320
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-def layers(model: str) -> list[Shape]:
+def layers(model: str) -> list[ProductShape]:
     """A model's linear layers."""
     if model in HYBRIDS:
         hidden, linear, full, value, inter = HYBRIDS[model]
         return [
-            Shape("norm_linear", linear, hidden),
-            Shape("norm_linear", full, hidden),
-            Shape("linear_add", hidden, value),
-            Shape("gate_up_silu", 2 * inter, hidden),
-            Shape("linear_add", hidden, inter),
-            Shape("logits", HYBRID_VOCABULARY, hidden),
+            ProductShape("norm_linear", linear, hidden),
+            ProductShape("norm_linear", full, hidden),
+            ProductShape("linear_add", hidden, value),
+            ProductShape("gate_up_silu", 2 * inter, hidden),
+            ProductShape("linear_add", hidden, inter),
+            ProductShape("logits", HYBRID_VOCABULARY, hidden),
         ]
     hidden, heads, inter = MODELS[model]
     return [
-        Shape("norm_linear", (heads + 2 * KV_HEADS) * HEAD_DIM, hidden),
-        Shape("linear_add", hidden, heads * HEAD_DIM),
-        Shape("gate_up_silu", 2 * inter, hidden),
-        Shape("linear_add", hidden, inter),
-        Shape("logits", VOCABULARY, hidden),
+        ProductShape("norm_linear", (heads + 2 * KV_HEADS) * HEAD_DIM, hidden),
+        ProductShape("linear_add", hidden, heads * HEAD_DIM),
+        ProductShape("gate_up_silu", 2 * inter, hidden),
+        ProductShape("linear_add", hidden, inter),
+        ProductShape("logits", VOCABULARY, hidden),
     ]
 
 

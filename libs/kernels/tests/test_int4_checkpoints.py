@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError
-from openinfer.kernels.formats.int4_checkpoints import Int4, Part, conversions
+from openinfer.kernels.formats.int4_checkpoints import Int4, PackedPart, conversions
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.formats.weights import LinearPlaces, WeightPart
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, Stream, bfloat16, int32, uint8
@@ -92,7 +92,7 @@ def test_the_tensors_that_must_be_there(published, name):
 
 def converted(packing, codes, words, **arrays):
     """A module's conversions, applied to these arrays."""
-    part = Part("m", slice(0, 8), slice(0, 64))
+    part = PackedPart("m", slice(0, 8), slice(0, 64))
     for one in conversions(packing, part, codes, words):
         yield one.convert(*(arrays[name.removeprefix("m.")] for name in one.names))
 

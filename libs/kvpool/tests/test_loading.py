@@ -3,7 +3,7 @@
 import pytest
 
 from openinfer.kvpool import Group, LeaseLoading, Pool
-from openinfer.kvpool.loading import Part
+from openinfer.kvpool.loading import LoadPart
 from openinfer.kvpool.testing import Broken, FakeLoader, History, LoadingSuite
 
 FULL = Group("full", 4, 12)
@@ -162,7 +162,7 @@ def test_long_histories(groups, eviction):
     assert loads > 100
 
 
-class TrustsEveryPiece(Part):
+class TrustsEveryPiece(LoadPart):
     """Makes findable what did not come."""
 
     def register(self, come):
@@ -202,6 +202,6 @@ def test_a_broken_pool_does_not_pass(broken, monkeypatch):
             return pool
 
     if broken is TrustsEveryPiece:
-        monkeypatch.setattr("openinfer.kvpool.loading.Part", broken)
+        monkeypatch.setattr("openinfer.kvpool.loading.LoadPart", broken)
     with pytest.raises((Broken, KeyError, AttributeError)):
         Suite().test_random_histories()

@@ -26,7 +26,7 @@ from openinfer.kernels import (
 from openinfer.sampler.gpu import Adjustment, sample
 from openinfer.sampler.gpu.ops.adjustments import adjust_row, adjustment_fields, adjustment_values
 from openinfer.sampler.noise import gumbel, hash_u32
-from openinfer.sampler.reference import choose, without
+from openinfer.sampler.reference import choose_tokens, without
 from openinfer.tensor import Device, Stream, Tensor, TensorError
 
 Array = np.ndarray[Any, Any]
@@ -177,7 +177,7 @@ def _reference_tokens(args: Arrays, scale: float) -> tuple[Array, Array]:
         adjust_row(allowed[r], Adjustment(int(args["adjusts"][slot[r]])), position[r], state, slot[r])
     top_p = args["top_ps"][slot]
     top_p = np.where(top_p < 1, top_p * np.float32(scale), top_p)
-    tokens, unsound = choose(
+    tokens, unsound = choose_tokens(
         logits, allowed, temperature, args["top_ks"][slot], top_p, args["min_ps"][slot], seeds, position
     )
     columns = [c[:, None].astype(np.uint32) for c in (seeds[:, 0], seeds[:, 1], position)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from openinfer.sampler import InvalidLogits, SamplingParams, sample
-from openinfer.sampler.adjust import adjusted, banned
+from openinfer.sampler.adjust import adjusted, banned_tokens
 
 ROW = np.array([2.0, -1.0, 0.5, 3.0, 0.0, -np.inf], np.float32)
 NEVER = -np.inf
@@ -48,7 +48,7 @@ def test_what_is_allowed_can_still_be_bad_and_no_bias_brings_it_back():
 
 def test_bad_words_look_at_the_output_only_and_at_all_of_it():
     word = (4, 5, 6)
-    assert [banned([word], output) for output in ((), (5,), (4, 5), (1, 4, 5), (4, 5, 1), (5, 4))] == [
+    assert [banned_tokens([word], output) for output in ((), (5,), (4, 5), (1, 4, 5), (4, 5, 1), (5, 4))] == [
         [], [], [6], [6], [], [],
     ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from openinfer.tensor import Arena, Checkpoint, Device, Load, Stream, load_tensors
+from openinfer.tensor import Arena, Checkpoint, Device, Stream, TensorLoad, load_tensors
 
 ROWS, COLUMNS = 4096, 2560
 
@@ -48,7 +48,7 @@ def main() -> None:
         write_checkpoint(Path(directory) / "model.safetensors", int(args.gb * 1e9))
         with Checkpoint(directory) as ckpt, Stream(args.device) as stream:
             with Arena(args.device, ckpt.total_bytes + 256 * len(ckpt)) as arena:
-                loads = [Load(n, arena.alloc(ckpt.info(n).shape, "bfloat16", n)) for n in ckpt]
+                loads = [TensorLoad(n, arena.alloc(ckpt.info(n).shape, "bfloat16", n)) for n in ckpt]
             for _ in range(args.rounds):
                 report = load_tensors(ckpt, loads, stream)
                 print(

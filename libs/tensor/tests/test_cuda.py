@@ -17,7 +17,7 @@ from openinfer.tensor import (
     cuda,
     driver,
 )
-from openinfer.tensor.memory import Memory
+from openinfer.tensor.memory import Allocation
 
 
 def _import_gives(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
@@ -105,7 +105,7 @@ def test_context_is_retained_once_and_made_current_in_each_thread(fake: Any) -> 
 def test_calls_that_take_memory_or_may_wait_are_counted(fake: Any) -> None:
     device = Device("cuda", 0)
     start = cuda.DriverCounts.now()
-    stream, event, memory = Stream(device), Event(device), Memory(device, 64)
+    stream, event, memory = Stream(device), Event(device), Allocation(device, 64)
     stream.memset_async(memory.ptr, 0, 64)
     event.record(stream)
     assert not event.query()

@@ -13,8 +13,8 @@ from openinfer.tensor import (
     Conversion,
     Device,
     DummyCheckpoint,
-    Load,
     Stream,
+    TensorLoad,
     bfloat16,
     float8_e4m3fn,
     float8_e8m0fnu,
@@ -86,7 +86,7 @@ def test_a_part_has_the_values_of_the_whole(dummy):
     """As ranks load it."""
     arena, stream = Arena(Device("cpu"), 1 << 20), Stream(Device("cpu"))
     part = arena.alloc((300, 20), bfloat16)
-    report = load_tensors(dummy, [Load("w", part, (slice(None), slice(10, 30)))], stream)
+    report = load_tensors(dummy, [TensorLoad("w", part, (slice(None), slice(10, 30)))], stream)
     assert report.bytes == 300 * 20 * 2
     assert (part.numpy() == dummy.array("w")[:, 10:30]).all()
     with pytest.raises(CheckpointError, match="bytes 41990 to 42010 are not there"):

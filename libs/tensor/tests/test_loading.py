@@ -15,12 +15,12 @@ from openinfer.tensor import (
     CudaError,
     Device,
     DeviceError,
-    Load,
     LoadReport,
     Places,
     ShapeError,
     Stream,
     Tensor,
+    TensorLoad,
     bfloat16,
     dtypes,
     load_tensors,
@@ -55,13 +55,13 @@ def ckpt(tmp_path: Path, arrays: dict[str, Any]) -> Any:
         yield opened
 
 
-def _places(arrays: dict[str, Any], device: Device, dtype: Any = bfloat16) -> list[Load]:
+def _places(arrays: dict[str, Any], device: Device, dtype: Any = bfloat16) -> list[TensorLoad]:
     """Every tensor has a place, q and k two halves of one; given in an order that is not the file's."""
     with Arena(device, 1 << 20) as arena:
         qk = arena.alloc((50, 33), dtype, "qk")
-        loads = [Load("q", qk[:40]), Load("k", qk[40:])]
+        loads = [TensorLoad("q", qk[:40]), TensorLoad("k", qk[40:])]
         return loads[::-1] + [
-            Load(n, arena.alloc(a.shape, dtype)) for n, a in arrays.items() if n not in ("q", "k")
+            TensorLoad(n, arena.alloc(a.shape, dtype)) for n, a in arrays.items() if n not in ("q", "k")
         ]
 
 
@@ -97,7 +97,7 @@ def test_null_checks_and_moves_nothing(ckpt: Any, arrays: Any) -> None:
     loads = _places(arrays, NULL)
     assert load_tensors(ckpt, loads, Stream(NULL)) == LoadReport(0, 0.0, 0.0)
     with pytest.raises(CheckpointError, match="has shape"):
-        load_tensors(ckpt, [Load("norm", loads[0].dst)], Stream(NULL))
+        load_tensors(ckpt, [TensorLoad("norm", loads[0].dst)], Stream(NULL))
 
 
 def test_no_loads(fake: Any, ckpt: Any) -> None:
@@ -108,20 +108,20 @@ def test_no_loads(fake: Any, ckpt: Any) -> None:
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_all_loads_are_checked_before_a_byte_moves(fake: Any, ckpt: Any, arrays: Any, device: Device) -> None:
-    good = Load("norm", Tensor.empty((17,), bfloat16, device))
+    good = TensorLoad("norm", Tensor.empty((17,), bfloat16, device))
     good.dst.zero_()
     wide = Tensor.empty((40, 66), bfloat16, device)
     other = CPU if device == CUDA else NULL
-    bad: list[tuple[Load, type[Exception], str]] = [
-        (Load("zz", good.dst), CheckpointError, "'zz': is not in"),
-        (Load("tail", good.dst), CheckpointError, r"'tail': has shape \[3\], its place \[17\]"),
+    bad: list[tuple[TensorLoad, type[Exception], str]] = [
+        (TensorLoad("zz", good.dst), CheckpointError, "'zz': is not in"),
+        (TensorLoad("tail", good.dst), CheckpointError, r"'tail': has shape \[3\], its place \[17\]"),
         (
-            Load("tail", Tensor.empty((3,), "int16", device)),
+            TensorLoad("tail", Tensor.empty((3,), "int16", device)),
             CheckpointError,
             "has dtype bfloat16, its place int16",
         ),
-        (Load("q", wide[:, :33]), ShapeError, "contiguous"),
-        (Load("tail", Tensor.empty((3,), bfloat16, other)), DeviceError, f"goes to {other}"),
+        (TensorLoad("q", wide[:, :33]), ShapeError, "contiguous"),
+        (TensorLoad("tail", Tensor.empty((3,), bfloat16, other)), DeviceError, f"goes to {other}"),
     ]
     with Stream(device) as stream:
         for load, error, why in bad:
@@ -145,10 +145,10 @@ def test_cuda_converts_between_the_dtypes_of_weights(
     places = {n: Tensor.empty(a.shape, a.dtype if n == "odd" else to, CUDA) for n, a in arrays.items()}
     seen = []
     with Checkpoint(tmp_path) as ckpt, Stream(CUDA) as stream:
-        loads = [Load(name, place) for name, place in places.items()]
+        loads = [TensorLoad(name, place) for name, place in places.items()]
         report = load_tensors(ckpt, loads, stream, lambda done, total: seen.append((done, total)))
         part = Tensor.empty((5, 3), to, CUDA)
-        load_tensors(ckpt, [Load("of float32", part, (slice(3, 8), slice(2, 5)))], stream)
+        load_tensors(ckpt, [TensorLoad("of float32", part, (slice(3, 8), slice(2, 5)))], stream)
         assert seen[-1] == (ckpt.total_bytes, ckpt.total_bytes)
         assert report.bytes == ckpt.total_bytes
     for name, place in places.items():
@@ -161,7 +161,7 @@ def test_cuda_converts_no_packed_weights(fake: Any, ckpt: Any) -> None:
         Stream(CUDA) as stream,
         pytest.raises(CheckpointError, match="has dtype bfloat16, its place float8_e4m3fn"),
     ):
-        load_tensors(ckpt, [Load("tail", Tensor.empty((3,), "float8_e4m3fn", CUDA))], stream)
+        load_tensors(ckpt, [TensorLoad("tail", Tensor.empty((3,), "float8_e4m3fn", CUDA))], stream)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

@@ -14,9 +14,9 @@ from openinfer.tensor import (
     Checkpoint,
     CheckpointError,
     Device,
-    Load,
     Stream,
     Tensor,
+    TensorLoad,
     load_tensors,
     loading,
     parts,
@@ -74,7 +74,7 @@ def test_a_part_arrives(
     whole = np.arange(240, dtype=np.int16).reshape(6, 4, 10)
     with Checkpoint(write(tmp_path, pad=np.zeros(3, np.int16), x=whole)) as ckpt, Stream(device) as stream:
         dst = Tensor.empty(shape, "int16", device)
-        report = load_tensors(ckpt, [Load("x", dst, source)], stream)
+        report = load_tensors(ckpt, [TensorLoad("x", dst, source)], stream)
         assert report.bytes == dst.nbytes
         np.testing.assert_array_equal(dst.numpy(), whole[source])
 
@@ -89,7 +89,7 @@ def test_any_part_is_what_numpy_takes(tmp_path_factory: pytest.TempPathFactory, 
         source.append(slice(start, data.draw(st.integers(start, size))))
     whole = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     with Checkpoint(write(tmp_path_factory.mktemp("any"), x=whole)) as ckpt:
-        part = parts.Part.of(ckpt.info("x"), tuple(source))
+        part = parts.TensorPart.of(ckpt.info("x"), tuple(source))
         out = np.empty(part.nbytes, np.uint8)
         first = data.draw(st.integers(0, part.nbytes))
         part.read_into(ckpt, out[:first], 0)
@@ -102,7 +102,9 @@ def test_any_part_is_what_numpy_takes(tmp_path_factory: pytest.TempPathFactory, 
 def test_rows_are_read_alone(tmp_path: Path, read_ranges: list[tuple[int, int]]) -> None:
     whole = np.zeros((64, 100), np.uint8)
     with Checkpoint(write(tmp_path, x=whole)) as ckpt:
-        load_tensors(ckpt, [Load("x", Tensor.empty((16, 100), "uint8", CPU), (slice(16, 32),))], Stream(CPU))
+        load_tensors(
+            ckpt, [TensorLoad("x", Tensor.empty((16, 100), "uint8", CPU), (slice(16, 32),))], Stream(CPU)
+        )
     assert read_ranges == [(1600, 1600)]
 
 
@@ -113,7 +115,7 @@ def test_columns_are_read_one_by_one_where_they_lie_far_apart(
     whole = np.arange(3 * width, dtype=np.float32).reshape(3, width)
     dst, half = Tensor.empty((3, width // 2), "float32", CPU), slice(width // 2, width)
     with Checkpoint(write(tmp_path, x=whole)) as ckpt:
-        load_tensors(ckpt, [Load("x", dst, (slice(None), half))], Stream(CPU))
+        load_tensors(ckpt, [TensorLoad("x", dst, (slice(None), half))], Stream(CPU))
     np.testing.assert_array_equal(dst.numpy(), whole[:, half])
     assert len(read_ranges) == reads
     if reads == 3:
@@ -124,7 +126,7 @@ def test_a_part_is_converted_between_floats_on_a_cpu(tmp_path: Path) -> None:
     whole = np.arange(12, dtype=np.float32).reshape(3, 4)
     dst = Tensor.empty((3, 2), "bfloat16", CPU)
     with Checkpoint(write(tmp_path, x=whole)) as ckpt:
-        load_tensors(ckpt, [Load("x", dst, (slice(None), slice(2, 4)))], Stream(CPU))
+        load_tensors(ckpt, [TensorLoad("x", dst, (slice(None), slice(2, 4)))], Stream(CPU))
     np.testing.assert_array_equal(dst.numpy().astype(np.float32), whole[:, 2:])
 
 
@@ -144,5 +146,5 @@ def test_wrong_slices_are_refused_before_a_byte_moves(tmp_path: Path, source: An
         dst = Tensor.empty((3, 4), "float32", CPU)
         dst.zero_()
         with pytest.raises(CheckpointError, match=why):
-            load_tensors(ckpt, [Load("x", dst), Load("x", dst, source)], Stream(CPU))
+            load_tensors(ckpt, [TensorLoad("x", dst), TensorLoad("x", dst, source)], Stream(CPU))
         assert not dst.numpy().any()

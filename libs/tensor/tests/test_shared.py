@@ -18,12 +18,12 @@ from openinfer.tensor import (
     Checkpoint,
     CheckpointError,
     Device,
-    Load,
     SharedCheckpoint,
     SharedWeights,
     Stream,
     Tensor,
     TensorInfo,
+    TensorLoad,
     bfloat16,
     dtypes,
     float32,
@@ -73,9 +73,9 @@ def given_by_another_process(path: Path, device: Device) -> None:
             assert (shared.array(name) == values(name)).all()
         columns = arena.alloc((40, 5), bfloat16)
         wide = arena.alloc((17,), bfloat16)  # another dtype
-        loads = [Load(name, arena.alloc(shape, dtype)) for name, (shape, dtype) in SHAPES.items()]
-        part = Load("table", columns, (slice(None), slice(7, 12)))
-        report = load_tensors(shared, [*loads, part, Load("norm", wide)], stream)
+        loads = [TensorLoad(name, arena.alloc(shape, dtype)) for name, (shape, dtype) in SHAPES.items()]
+        part = TensorLoad("table", columns, (slice(None), slice(7, 12)))
+        report = load_tensors(shared, [*loads, part, TensorLoad("norm", wide)], stream)
         assert {one.ptr for one in report.filled} >= {load.dst.ptr for load in loads}
         giver.communicate("\n")  # the tensors have what they need
         assert giver.returncode == 0
@@ -174,7 +174,7 @@ def test_parts_in_device_memory_are_copied_there(fake: Any, tmp_path: Path) -> N
         places = [Tensor.empty(shape, float32, CUDA) for shape in ((8, 6), (3, 6), (8, 2))]
         parts = ((), (slice(2, 5),), (slice(None), slice(1, 3)))
         before, seen = fake.count("cuMemcpyHtoDAsync"), []
-        loads = [Load("w", place, part) for place, part in zip(places, parts, strict=True)]
+        loads = [TensorLoad("w", place, part) for place, part in zip(places, parts, strict=True)]
         load_tensors(There(tmp_path), loads, stream, lambda *progress: seen.append(progress))
         assert fake.count("cuMemcpyHtoDAsync") == before
         for place, part in zip(places, parts, strict=True):

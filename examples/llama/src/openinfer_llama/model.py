@@ -21,7 +21,7 @@ from openinfer.kernels import (
     norm_rope_attend,
 )
 from openinfer.kernels.authoring import KvCache
-from openinfer.tensor import Arena, Load, Stream, Tensor
+from openinfer.tensor import Arena, Stream, Tensor, TensorLoad
 from openinfer_llama.config import Config
 
 
@@ -56,10 +56,10 @@ class Weights:
         norm = arena.alloc((h,), dtype, "norm")
         return cls(table, layers, norm, table if c.tied else arena.alloc((c.vocab_size, h), dtype, "lm_head"))
 
-    def loads(self, c: Config) -> Iterator[Load]:
+    def loads(self, c: Config) -> Iterator[TensorLoad]:
         """Every tensor of the checkpoint by its published name, and where it goes."""
         q, kv, inter = c.q_size, c.kv_size, c.intermediate_size
-        yield Load("model.embed_tokens.weight", self.embed)
+        yield TensorLoad("model.embed_tokens.weight", self.embed)
         for n, layer in enumerate(self.layers):
             places = {
                 "input_layernorm": layer.input_norm, "self_attn.q_proj": layer.qkv[:q],
@@ -68,10 +68,12 @@ class Weights:
                 "mlp.gate_proj": layer.gate_up[:inter], "mlp.up_proj": layer.gate_up[inter:],
                 "mlp.down_proj": layer.down,
             }  # fmt: skip
-            yield from (Load(f"model.layers.{n}.{name}.weight", place) for name, place in places.items())
-        yield Load("model.norm.weight", self.norm)
+            yield from (
+                TensorLoad(f"model.layers.{n}.{name}.weight", place) for name, place in places.items()
+            )
+        yield TensorLoad("model.norm.weight", self.norm)
         if not c.tied:
-            yield Load("lm_head.weight", self.lm_head)
+            yield TensorLoad("lm_head.weight", self.lm_head)
 
 
 @dataclass(frozen=True, slots=True)

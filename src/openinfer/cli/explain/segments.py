@@ -19,7 +19,7 @@ from openinfer.recipes.engine.forced import Forced, NoRoom
 from openinfer.recipes.engine.limits import OUTSIDE_BYTES, Room, decide
 from openinfer.recipes.engine.options import O
 from openinfer.recipes.engine.recipe import Recipe, Source
-from openinfer.recipes.engine.startup import buckets_for, make_plan, options_target
+from openinfer.recipes.engine.startup import buckets_for, make_start_plan, options_target
 from openinfer.sampler.gpu import sample_rows
 from openinfer.tensor import Device
 
@@ -87,7 +87,7 @@ class Outline:
         self.buckets = buckets_for(blueprint, limits)
         self.target = options_target(options, target)
         self.fitted = replace(self.target, nvrtc=False)
-        self._plan = plan = make_plan(blueprint, limits, self.buckets, self.target)
+        self._plan = plan = make_start_plan(blueprint, limits, self.buckets, self.target)
         self.max_model_len, self.cache_form = limits.max_model_len, limits.cache
         self.groups, self.parts = blueprint.groups(limits), 1 if blueprint.cache_is_alike else ranks
         self.model, self.fixed_bytes = plan.model, plan.fixed_bytes + OUTSIDE_BYTES
@@ -107,7 +107,7 @@ class Outline:
         """The calls of every recorded step by its shape, for predictions: with the kernels of `fitted`."""
         if self.fitted == self.target:
             return self._plan.steps
-        return make_plan(self._blueprint, self._limits, self.buckets, self.fitted).steps
+        return make_start_plan(self._blueprint, self._limits, self.buckets, self.fitted).steps
 
     @property
     def kernels(self) -> str:

@@ -24,7 +24,7 @@ from openinfer.cli.tune.ranks import tune_ranks
 from openinfer.kernels import H200
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.measure import tuner
-from openinfer.kernels.measure.tuner import DeviceMeter, Measured, Shape, entry
+from openinfer.kernels.measure.tuner import DeviceMeter, Measured, ProductShape, entry
 from openinfer.kernels.store import tables
 from openinfer.tensor import ProgressBar, float32
 
@@ -108,18 +108,20 @@ def _fit(args: argparse.Namespace, asked: Asked) -> int:
     return 0
 
 
-def shapes_of(outline: Outline) -> list[Shape]:
+def shapes_of(outline: Outline) -> list[ProductShape]:
     """The linear layers of a model, by a trace of its largest step."""
     recorder = CallRecorder()
     for segment in outline.prefill(outline.buckets.max_tokens)[0]:
         segment.run(recorder)
-    found: dict[Shape, None] = {}
+    found: dict[ProductShape, None] = {}
     for op, args in recorder.calls:
         if op.name in LINEAR:
             out = getattr(args, "out", None)
             name = "logits" if out is not None and out.dtype == float32 else op.name
             found[
-                Shape(name, args.weight.shape[0], Linear(args.weight, getattr(args, "scales", None)).columns)
+                ProductShape(
+                    name, args.weight.shape[0], Linear(args.weight, getattr(args, "scales", None)).columns
+                )
             ] = None
     return list(found)
 

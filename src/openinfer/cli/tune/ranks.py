@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from openinfer.cli.explain.ledger import CallRecorder
 from openinfer.cli.explain.segments import Outline
-from openinfer.kernels.measure.exchange_tuner import ExchangeRank, entry, other_ranks
+from openinfer.kernels.measure.exchange_tuner import ExchangeRank, exchange_entry, other_ranks
 from openinfer.kernels.store import tables
 from openinfer.kernels.store.tables import Exchange
 
@@ -50,7 +50,7 @@ def _table(ranks: int, width: int, found: Found) -> tables.Table:
     """The fastest way as a table has it."""
     rows, seconds = found
     best = min(seconds, key=seconds.__getitem__)
-    return {tables.EXCHANGES: {f"{ranks}x{width}": {str(rows): entry(best)}}}
+    return {tables.EXCHANGES: {f"{ranks}x{width}": {str(rows): exchange_entry(best)}}}
 
 
 def _line(ranks: int, width: int, found: Found) -> str:
@@ -83,7 +83,7 @@ def tune_ranks(
     for found in _measured(ranks, width, rows):
         keep(_table(ranks, width, found))
         print(_line(ranks, width, found), flush=True)
-        us = [{**entry(way), "us": 1e6 * s} for way, s in found[1].items() if not math.isnan(s)]
+        us = [{**exchange_entry(way), "us": 1e6 * s} for way, s in found[1].items() if not math.isnan(s)]
         results.append({"op": tables.EXCHANGES, "ranks": ranks, "width": width, "rows": found[0], "us": us})
     return results
 

@@ -9,7 +9,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from openinfer.frontend.client import Delta, EngineClient, Health
+    from openinfer.frontend.client import EngineClient, Health, OutputDelta
     from openinfer.frontend.contract import (
         Engine,
         EngineInfo,
@@ -43,7 +43,6 @@ if typing.TYPE_CHECKING:
 
 __all__ = [
     "APIError",
-    "Delta",
     "Engine",
     "EngineClient",
     "EngineDeadError",
@@ -60,6 +59,7 @@ __all__ = [
     "InvalidRequest",
     "MissingExtraError",
     "ModelFilesError",
+    "OutputDelta",
     "Recipe",
     "Rejected",
     "Request",

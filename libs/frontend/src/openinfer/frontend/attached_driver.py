@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from openinfer.frontend.client import Driver
 from openinfer.frontend.errors import EngineDeadError, EngineStartError
-from openinfer.frontend.link import Link
+from openinfer.frontend.link import EngineLink
 from openinfer.frontend.wire import ToEngine, first_id
 
 __all__ = ["AttachedDriver"]
@@ -26,7 +26,7 @@ class AttachedDriver(Driver):
         super().__init__(hang_timeout_s, first_id(client))
         self._address = address
         self._client = client
-        self._link: Link | None = None
+        self._link: EngineLink | None = None
 
     async def start(self) -> None:
         """Join the engine. Raises EngineStartError where there will be none, EngineDeadError where it has just died."""
@@ -38,7 +38,7 @@ class AttachedDriver(Driver):
             raise EngineDeadError(self._dead) from error
 
     async def _launch(self) -> None:
-        self._link = Link(await self._address(), self._client, self._receive, self.lose)
+        self._link = EngineLink(await self._address(), self._client, self._receive, self.lose)
 
     def _send(self, message: ToEngine) -> None:
         assert self._link is not None

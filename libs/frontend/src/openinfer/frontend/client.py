@@ -25,8 +25,8 @@ from openinfer.frontend.contract import (
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported
 from openinfer.frontend.wire import (
     Abort,
-    Control,
     ControlDone,
+    ControlFrame,
     FromEngine,
     Lost,
     Ready,
@@ -36,7 +36,7 @@ from openinfer.frontend.wire import (
     ToEngine,
 )
 
-__all__ = ["Delta", "Driver", "EngineClient", "Health", "Sink"]
+__all__ = ["Driver", "EngineClient", "Health", "OutputDelta", "Sink"]
 
 MESSAGES_A_TURN = 32
 """Steps routed at once, before the responses get to write: a late frontend catches up in larger pieces."""
@@ -44,7 +44,7 @@ MESSAGES_A_TURN = 32
 _log = logging.getLogger(__name__)
 
 
-class Delta(msgspec.Struct):
+class OutputDelta(msgspec.Struct):
     """The results of one step, or of several that were read together, for one request. The receiving sink owns it."""
 
     token_ids: list[int]
@@ -58,7 +58,7 @@ class Delta(msgspec.Struct):
     """Happened after the tokens; the last delta of the request has it, and no other."""
 
 
-Sink = Callable[[Delta], None]
+Sink = Callable[[OutputDelta], None]
 """Called in the event loop's thread; must not block."""
 
 
@@ -197,7 +197,7 @@ class Driver(ABC):
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._controls[serial] = answer
         try:
-            self._send(Control(serial, command))
+            self._send(ControlFrame(serial, command))
             return await answer
         finally:
             self._controls.pop(serial, None)
@@ -225,7 +225,7 @@ class Driver(ABC):
     def _receive(self, messages: Sequence[FromEngine]) -> None:
         """Take the messages of the engine loop (in the event loop's thread). Never raises."""
         self._last_sign = time.monotonic()
-        deltas: dict[int, Delta] = {}
+        deltas: dict[int, OutputDelta] = {}
         try:
             for message in messages:
                 if isinstance(message, Stepped):
@@ -275,13 +275,13 @@ class Driver(ABC):
     def _fail_all(self, message: str) -> None:
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
-            _call(sink, Delta([], terminal=Failed(request_id, message)))
+            _call(sink, OutputDelta([], terminal=Failed(request_id, message)))
         controls, self._controls = self._controls, {}
         for future in controls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(message))
 
-    def _route(self, deltas: dict[int, Delta]) -> None:
+    def _route(self, deltas: dict[int, OutputDelta]) -> None:
         for request_id, delta in deltas.items():
             sink = (
                 self._sinks.get(request_id) if delta.terminal is None else self._sinks.pop(request_id, None)
@@ -290,13 +290,13 @@ class Driver(ABC):
                 _call(sink, delta)
 
 
-def _gather(outputs: StepOutputs, deltas: dict[int, Delta]) -> None:
+def _gather(outputs: StepOutputs, deltas: dict[int, OutputDelta]) -> None:
     """Add one step to the updates that wait for routing."""
     logprobs, token_ids = outputs.logprobs, outputs.token_ids
     for position, request_id in enumerate(outputs.request_ids):
         delta = deltas.get(request_id)
         if delta is None:
-            delta = deltas[request_id] = Delta([])
+            delta = deltas[request_id] = OutputDelta([])
         delta.token_ids.append(token_ids[position])
         if logprobs is not None:
             if delta.logprobs is None:
@@ -305,19 +305,19 @@ def _gather(outputs: StepOutputs, deltas: dict[int, Delta]) -> None:
         elif delta.logprobs is not None:
             delta.logprobs.append(None)
     for scored in outputs.prompt_logprobs:
-        delta = deltas.setdefault(scored.id, Delta([]))
+        delta = deltas.setdefault(scored.id, OutputDelta([]))
         delta.prompt_logprobs = [*(delta.prompt_logprobs or ()), *scored.logprobs]
     for update in outputs.updates:
         delta = deltas.get(update.id)
         if delta is None:
-            delta = deltas[update.id] = Delta([])
+            delta = deltas[update.id] = OutputDelta([])
         if isinstance(update, Scheduled):
             delta.scheduled = update
         else:
             delta.terminal = update
 
 
-def _call(sink: Sink, delta: Delta) -> None:
+def _call(sink: Sink, delta: OutputDelta) -> None:
     try:
         sink(delta)
     except Exception:  # a sink's bug must not cost the other requests their tokens

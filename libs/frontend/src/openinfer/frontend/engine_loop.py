@@ -20,8 +20,8 @@ from openinfer.frontend.errors import InvalidRequest, Unsupported, one_line
 from openinfer.frontend.wire import (
     Abort,
     Close,
-    Control,
     ControlDone,
+    ControlFrame,
     FromEngine,
     Gone,
     Hello,
@@ -96,7 +96,7 @@ class _Desk:
                 self._submit(client, request)
             case Abort(request_id) if owner(request_id) == client:
                 self._engine.abort(request_id)
-            case Control():
+            case ControlFrame():
                 self._control(client, message)
             case Gone(other):
                 self._heard.pop(other, None)
@@ -153,7 +153,7 @@ class _Desk:
         for client, serial, future in done:
             self._done(client, serial, future)
 
-    def _control(self, client: int, message: Control) -> None:
+    def _control(self, client: int, message: ControlFrame) -> None:
         try:
             answer = self._engine.control(message.command)
         except Unsupported as error:

@@ -24,7 +24,7 @@ from openinfer.frontend.restart import RestartingClient
 from openinfer.frontend.web import WebOptions, run_loop, serve_web
 from openinfer.frontend.wire import first_id
 
-__all__ = ["BEAT_S", "Engine", "FrontendBoot", "Lost", "Order", "Report", "Stop", "main"]
+__all__ = ["BEAT_S", "FrontendBoot", "JoinedEngine", "LostEngine", "Order", "ReadyReport", "Stop", "main"]
 
 BEAT_S = 1.0
 """Seconds between two signs of life."""
@@ -44,13 +44,13 @@ class FrontendBoot(msgspec.Struct, frozen=True):
     restart_engine: bool
 
 
-class Engine(msgspec.Struct, frozen=True, tag="engine"):
+class JoinedEngine(msgspec.Struct, frozen=True, tag="engine"):
     """An engine is up: join it at this address."""
 
     address: str
 
 
-class Lost(msgspec.Struct, frozen=True, tag="lost"):
+class LostEngine(msgspec.Struct, frozen=True, tag="lost"):
     """The engine is gone, or does not start: end what is open with this reason. Another may follow."""
 
     reason: str
@@ -61,10 +61,10 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Drain and end; said again: at once."""
 
 
-Order = Engine | Lost | Stop
+Order = JoinedEngine | LostEngine | Stop
 
 
-class Report(msgspec.Struct, frozen=True):
+class ReadyReport(msgspec.Struct, frozen=True):
     """The child's first line: that it serves, or the reason why not."""
 
     error: str | None = None
@@ -100,9 +100,9 @@ class _Orders:
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
             match self._decode(line):
-                case Engine(address):
+                case JoinedEngine(address):
                     self._addresses.put_nowait(address)
-                case Lost(reason, final):
+                case LostEngine(reason, final):
                     if final:
                         self._addresses.put_nowait(EngineStartError(reason))
                     if self._driver is not None:
@@ -121,7 +121,7 @@ async def _serve(boot: FrontendBoot) -> int:
     beats: list[asyncio.Task[None]] = []
 
     def on_ready() -> None:
-        _report(Report())
+        _report(ReadyReport())
         beats.append(asyncio.create_task(_beat()))
 
     client: EngineClient
@@ -141,7 +141,7 @@ async def _serve(boot: FrontendBoot) -> int:
                 boards=[Path(path) for path in boot.boards],
             )
     except Exception as error:
-        _report(Report(one_line(error)))
+        _report(ReadyReport(one_line(error)))
         if not is_users_error(error):
             raise
         return 1
@@ -159,7 +159,7 @@ async def _beat() -> None:
             os.write(1, b"\n")
 
 
-def _report(report: Report) -> None:
+def _report(report: ReadyReport) -> None:
     os.write(1, msgspec.json.encode(report) + b"\n")
 
 

@@ -20,12 +20,19 @@ import msgspec
 
 from openinfer.frontend.contract import EngineStats
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
-from openinfer.frontend.frontend_process import Engine, FrontendBoot, Lost, Order, Report, Stop
+from openinfer.frontend.frontend_process import (
+    FrontendBoot,
+    JoinedEngine,
+    LostEngine,
+    Order,
+    ReadyReport,
+    Stop,
+)
 from openinfer.frontend.http.admin.board import Board
 from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.server import on_signals
 from openinfer.frontend.process_driver import ProcessDriver
-from openinfer.frontend.restart import MAX_RESTARTS, Budget, broken, restore
+from openinfer.frontend.restart import MAX_RESTARTS, RestartBudget, broken, restore
 from openinfer.frontend.web import WebOptions
 
 __all__ = ["Frontends"]
@@ -62,7 +69,7 @@ class Frontends:
         self._state: EngineStats | None = None  # of the engine before, at its end
         self._clients = 0
         self._children: dict[int, asyncio.subprocess.Process] = {}
-        self._budget = Budget()
+        self._budget = RestartBudget()
         self._ending = False
         self._failed = asyncio.Event()  # for good
 
@@ -144,7 +151,7 @@ class Frontends:
         if self._state is not None:  # before the children know of it: each has seen only its own commands
             await restore(self._engine, self._state)
         self._address = self._engine.address
-        self._tell(Engine(self._address))
+        self._tell(JoinedEngine(self._address))
 
     async def _keep_engine(self) -> None:
         """Watch the engine, and start it anew if that is wanted, until it is final."""
@@ -154,13 +161,13 @@ class Frontends:
             _log.exception("the engine cannot be restarted")
             reason = f"the engine cannot be restarted: {one_line(error)}"
         self._ending = True
-        self._tell(Lost(reason, final=True))
+        self._tell(LostEngine(reason, final=True))
         self._failed.set()
 
     async def _restart_while_possible(self) -> str:
         """Why there will be no engine any more."""
         assert self._engine is not None
-        budget = Budget()
+        budget = RestartBudget()
         while True:
             reason = await broken(self._engine, self._restart_engine)
             again = self._restart_engine and budget.take()
@@ -172,7 +179,7 @@ class Frontends:
                 limit = f"; it was restarted {MAX_RESTARTS} times already" if self._restart_engine else ""
                 return reason + limit
             if was_up:
-                self._tell(Lost(reason, final=False))
+                self._tell(LostEngine(reason, final=False))
             await self._engine.close()
             _log.error("restarting the engine: %s", reason)
             self._engine = self._make_engine()
@@ -204,7 +211,11 @@ class Frontends:
             try:
                 assert child.stdout is not None
                 line = await child.stdout.readline()
-                report = msgspec.json.decode(line, type=Report) if line else Report("it ended while starting")
+                report = (
+                    msgspec.json.decode(line, type=ReadyReport)
+                    if line
+                    else ReadyReport("it ended while starting")
+                )
                 if not ready.done():
                     if report.error is None:
                         ready.set_result(None)
@@ -244,7 +255,7 @@ class Frontends:
         )
         _write(child, boot)
         if self._address is not None:
-            _write(child, Engine(self._address))
+            _write(child, JoinedEngine(self._address))
         return child
 
 

@@ -14,13 +14,13 @@ try:
 except ImportError as error:
     raise MissingExtraError("the engine process", "process") from error
 
-__all__ = ["Link"]
+__all__ = ["EngineLink"]
 
 RECONNECT_MS = 10
 """The pause between two attempts of a client to connect, because the engine's process listens only after its start."""
 
 
-class Link:
+class EngineLink:
     """Connects, says Hello, and hands on what comes. Belongs to the running event loop's thread.
 
     address: of the engine's socket. client: our number.

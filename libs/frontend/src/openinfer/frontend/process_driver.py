@@ -15,7 +15,7 @@ import msgspec
 
 from openinfer.frontend.client import Driver
 from openinfer.frontend.contract import EngineSpec
-from openinfer.frontend.link import Link
+from openinfer.frontend.link import EngineLink
 from openinfer.frontend.logs import log_settings
 from openinfer.frontend.wire import Boot, Close, Gone, ToEngine
 
@@ -39,7 +39,7 @@ class ProcessDriver(Driver):
         super().__init__(hang_timeout_s)
         self._spec = spec
         self._close_timeout_s = close_timeout_s
-        self._link: Link | None = None
+        self._link: EngineLink | None = None
         self._directory: str | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -65,7 +65,7 @@ class ProcessDriver(Driver):
     async def _launch(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="openinfer-")  # mode 0700
         boot = Boot(self._directory, self._spec, *log_settings())
-        self._link = Link(self.address, 0, self._receive, self.lose)
+        self._link = EngineLink(self.address, 0, self._receive, self.lose)
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "openinfer.frontend.engine_process"),
             stdin=asyncio.subprocess.PIPE,
@@ -80,7 +80,7 @@ class ProcessDriver(Driver):
         assert self._link is not None
         self._link.send(message)
 
-    async def _watch(self, process: asyncio.subprocess.Process, link: Link) -> None:
+    async def _watch(self, process: asyncio.subprocess.Process, link: EngineLink) -> None:
         code = await process.wait()
         link.read_rest()
         if code == 1 and self._info is None:  # it has said why, but ZeroMQ's thread may not have read it yet

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from openinfer.frontend.client import Delta, EngineClient, Health, Sink
+from openinfer.frontend.client import EngineClient, Health, OutputDelta, Sink
 from openinfer.frontend.contract import (
     AdapterState,
     Command,
@@ -128,7 +128,7 @@ class ReplicatedClient:
             up = [index for index in up if request.adapter in self._adapters(index)] or up
         chosen = self._choose(up, self._prefixes.owners(names))
 
-        def counted(delta: Delta) -> None:
+        def counted(delta: OutputDelta) -> None:
             if delta.terminal is not None and self._owner.pop(request.id, None) is not None:
                 self._load[chosen] -= 1
             sink(delta)

@@ -20,7 +20,7 @@ from openinfer.frontend.contract import (
 )
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
 
-__all__ = ["MAX_RESTARTS", "WINDOW_S", "Budget", "RestartingClient", "broken", "restore"]
+__all__ = ["MAX_RESTARTS", "WINDOW_S", "RestartBudget", "RestartingClient", "broken", "restore"]
 
 CHECK_S = 0.5
 """Seconds between two checks for a hang."""
@@ -46,7 +46,7 @@ class RestartingClient:
         self._driver = make_driver()
         self._ids = itertools.count(first_id)
         self._keeper = keeper
-        self._budget = Budget()
+        self._budget = RestartBudget()
         self._down: str | None = "the engine is not running"
         self._info: EngineInfo | None = None
         self._task: asyncio.Task[None] | None = None
@@ -152,7 +152,7 @@ class RestartingClient:
             _log.info("the engine runs again after %.1f s", time.monotonic() - now)
 
 
-class Budget:
+class RestartBudget:
     """The limit of restarts: MAX_RESTARTS times within WINDOW_S."""
 
     def __init__(self) -> None:

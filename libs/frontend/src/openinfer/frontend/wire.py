@@ -12,8 +12,8 @@ __all__ = [
     "Abort",
     "Boot",
     "Close",
-    "Control",
     "ControlDone",
+    "ControlFrame",
     "FromEngine",
     "Gone",
     "Hello",
@@ -62,7 +62,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     id: int
 
 
-class Control(msgspec.Struct, frozen=True, array_like=True, tag="c"):
+class ControlFrame(msgspec.Struct, frozen=True, array_like=True, tag="c"):
     """Engine.control(command), answered by the ControlDone with the same serial."""
 
     serial: int
@@ -111,7 +111,7 @@ class Lost(msgspec.Struct, frozen=True, array_like=True, tag="x"):
     message: str
 
 
-ToEngine = Hello | Submit | Abort | Control | Gone | Close
+ToEngine = Hello | Submit | Abort | ControlFrame | Gone | Close
 FromEngine = Ready | StartFailed | Stepped | ControlDone | Lost
 
 

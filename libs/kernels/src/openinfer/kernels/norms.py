@@ -33,7 +33,7 @@ def norm(
     return launch(_NORM, "rms_norm", (rows,), args, constants, num_warps=warps, early=early)
 
 
-def silu_mul(out: Tensor | Scratch, both: Tensor | Scratch) -> Command:
+def launch_silu_mul(out: Tensor | Scratch, both: Tensor | Scratch) -> Command:
     """out [M, N] = silu(g) * u, where both [M, 2 N] is g and then u."""
     (m, width), block = out.shape, 1024
     args: dict[str, Arg] = {"out": out, "both": both, "width": Aligned(width)}

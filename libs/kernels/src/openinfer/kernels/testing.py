@@ -24,7 +24,7 @@ import numpy as np
 
 from openinfer.kernels.attention.kv_cache import FP8_CACHE, KvLayout
 from openinfer.kernels.errors import ContractError, RankLost
-from openinfer.kernels.op.launch import Peers
+from openinfer.kernels.op.launch import PeerTable
 from openinfer.kernels.op.op import Op, Workload, leaves, mapped
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.cpu import CpuPack
@@ -322,7 +322,7 @@ class HostPeers(InterpDriver):
         device.packed = self._packed
         device.gdc_wait = device.gdc_launch_dependents = lambda: None  # a kernel ahead has always ended
 
-    def peers(self, table: Peers) -> int:
+    def peers(self, table: PeerTable) -> int:
         assert table.width in (None, self._width), (
             f"rows of {table.width} bytes; the segments are for {self._width}"
         )

@@ -9,7 +9,7 @@ from typing import Self
 
 from .errors import InvalidGroup, InvalidTokens, LeaseLoading, LeaseReleased
 from .hashing import Chain
-from .loading import Loads
+from .loading import BlockLoads
 from .matching import Index
 from .parts import Copy, Pages, Snapshots
 from .stats import PoolStats
@@ -34,7 +34,7 @@ class Lease:
     def __init__(
         self,
         index: Index,
-        loads: Loads[Lease],
+        loads: BlockLoads[Lease],
         stats: PoolStats,
         chain: Chain,
         tokens: Sequence[int],

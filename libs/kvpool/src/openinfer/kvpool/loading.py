@@ -57,7 +57,7 @@ class Loader(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class LoadPart:
     """A load's run of blocks in one group. Some of them may be cached already."""
 
     ledger: Ledger
@@ -129,10 +129,10 @@ class _UnderWay(NamedTuple, Generic[Owner]):
 
     owner: Owner
     landed: Callable[[], None]
-    parts: Sequence[Part]
+    parts: Sequence[LoadPart]
 
 
-class Loads(Generic[Owner]):
+class BlockLoads(Generic[Owner]):
     """The loads of a pool. loader None: nothing can be loaded."""
 
     def __init__(self, index: Index, loader: Loader | None, stats: PoolStats) -> None:
@@ -171,14 +171,14 @@ class Loads(Generic[Owner]):
         self._loader.begin(load)
         return True
 
-    def _part(self, ledger: Ledger, tokens: Sequence[int], chain: Chain, end: int) -> Part:
+    def _part(self, ledger: Ledger, tokens: Sequence[int], chain: Chain, end: int) -> LoadPart:
         group = ledger.group
         start = end - group.num_needed(end) * group.block_size
         names = self._index.names(ledger, chain.names, start, end)
         if group.snapshots:
-            return Part(ledger, names, None, chain.root, (), chain.salt)
+            return LoadPart(ledger, names, None, chain.root, (), chain.salt)
         parent = chain.names[start // self._index.unit - 1] if start else None
-        return Part(ledger, names, parent, chain.root, tokens[start:end], chain.salt)
+        return LoadPart(ledger, names, parent, chain.root, tokens[start:end], chain.salt)
 
     def poll(self, wait_s: float | None) -> list[Owner]:
         """Owners whose loads have ended."""

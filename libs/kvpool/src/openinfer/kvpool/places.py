@@ -22,7 +22,7 @@ class _Block:
     salt: bytes = b""
 
 
-class Places:
+class BlockPlaces:
     """Where each block is. A tier knows only the names of its blocks, but a router finds no block without its tokens.
 
     A block that a tier has from an earlier process is told when the pool has loaded it once; before, its tokens are

@@ -13,9 +13,9 @@ from .group import BlockState, Group
 from .hold import Hold, with_ancestors
 from .lease import Lease
 from .ledger import Ledger
-from .loading import Loader, Loads
+from .loading import BlockLoads, Loader
 from .matching import Index
-from .places import Places
+from .places import BlockPlaces
 from .saving import Saver
 from .stats import PoolStats
 from .tails import Tails
@@ -54,7 +54,7 @@ class Pool:
         self.stats = PoolStats()
         make = POLICIES[eviction] if isinstance(eviction, str) else eviction
         self._events = EventLog() if events else None
-        self._places = Places()
+        self._places = BlockPlaces()
         self._ledgers = [
             Ledger(
                 group,
@@ -70,7 +70,7 @@ class Pool:
         self._saver = saver
         self._index = Index(self._ledgers, enabled=prefix_cache)
         self.hash_block_size, self.boundary_size = self._index.unit, self._index.step
-        self._loads: Loads[Lease] = Loads(self._index, loader, self.stats)
+        self._loads: BlockLoads[Lease] = BlockLoads(self._index, loader, self.stats)
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # for check_integrity
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()  # for check_integrity
 

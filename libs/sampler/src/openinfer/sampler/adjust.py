@@ -46,7 +46,7 @@ def adjusted(
         changed[:] = -np.inf
         allowed = list(params.allowed_token_ids)
         changed[allowed] = row[allowed]
-    changed[banned(params.bad_words_token_ids, output or ())] = -np.inf
+    changed[banned_tokens(params.bad_words_token_ids, output or ())] = -np.inf
     for token, bias in params.logit_bias:
         changed[token] += np.float32(bias)
     if params.has_penalties:
@@ -60,7 +60,7 @@ def adjusted(
     return changed
 
 
-def banned(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
+def banned_tokens(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
     """The ids that would complete one of the words."""
     return [
         word[-1]

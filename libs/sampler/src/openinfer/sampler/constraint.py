@@ -172,7 +172,7 @@ class Masks:
         return self._ahead, constraint.look_ahead(mask, self._ahead, drafts)
 
 
-class Ready(NamedTuple, Generic[T]):
+class _Ready(NamedTuple, Generic[T]):
     """The result of compiling a request's grammar."""
 
     id: int
@@ -200,7 +200,7 @@ class PendingGrammars(Generic[T]):
         """Forget a request; False if it does not wait here."""
         return self._pending.pop(request_id, None) is not None
 
-    def ready(self, wait_s: float) -> list[Ready[T]]:
+    def ready(self, wait_s: float) -> list[_Ready[T]]:
         """The requests that wait no longer, in order of arrival. Waits up to `wait_s` seconds for the first."""
         found = []
         for request_id, (item, compilation) in list(self._pending.items()):
@@ -212,7 +212,7 @@ class PendingGrammars(Generic[T]):
             wait_s = 0.0
             if matcher is not None or problem:
                 del self._pending[request_id]
-                found.append(Ready(request_id, item, matcher, problem))
+                found.append(_Ready(request_id, item, matcher, problem))
         return found
 
     def close(self) -> None:

@@ -153,7 +153,7 @@ def _sample(
     _check_columns(logits, *columns)
     *choice, num_logprobs = columns
     allowed = candidates if forbid is None else without(candidates, forbid)
-    token_ids, unsound = choose(logits, allowed, *choice)
+    token_ids, unsound = choose_tokens(logits, allowed, *choice)
     if unsound.any():
         raise InvalidLogits(np.flatnonzero(unsound).tolist())
     return _with_logprobs(logits, token_ids, num_logprobs)
@@ -180,7 +180,7 @@ def _adjusted(
     return candidates
 
 
-def choose(
+def choose_tokens(
     logits: F32,
     allowed: F32,
     temperature: F32,

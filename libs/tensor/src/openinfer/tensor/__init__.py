@@ -42,7 +42,7 @@ from openinfer.tensor.errors import (
 )
 from openinfer.tensor.gguf import GgufCheckpoint, GgufEntry, GgufFile, GgufTensor
 from openinfer.tensor.headers import TensorInfo
-from openinfer.tensor.loading import Load, LoadReport, load_tensors
+from openinfer.tensor.loading import LoadReport, TensorLoad, load_tensors
 from openinfer.tensor.memory import PinnedBuffer, memory_fence
 from openinfer.tensor.nccl import NcclRanks
 from openinfer.tensor.peers import PeerMemory, PeerSegment
@@ -76,7 +76,6 @@ __all__ = [
     "GgufFile",
     "GgufTensor",
     "IndexRangeError",
-    "Load",
     "LoadReport",
     "MissingExtra",
     "NcclRanks",
@@ -93,6 +92,7 @@ __all__ = [
     "Tensor",
     "TensorError",
     "TensorInfo",
+    "TensorLoad",
     "bfloat16",
     "bool_",
     "check",

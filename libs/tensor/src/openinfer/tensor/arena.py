@@ -10,7 +10,7 @@ from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import ClosedError, DeviceError, OutOfMemory, ShapeError
 from openinfer.tensor.mapped import MappedMemory
-from openinfer.tensor.memory import ALIGNMENT, Memory, num_elements
+from openinfer.tensor.memory import ALIGNMENT, Allocation, num_elements
 from openinfer.tensor.tensor import Tensor
 
 _UNBOUNDED = sys.maxsize // 2  # leaves every null address below 2**63
@@ -40,7 +40,7 @@ class Arena:
         self.capacity = _UNBOUNDED if capacity_bytes is None else capacity_bytes
         self.used = 0
         reserve = 1 << 46 if capacity_bytes is None else capacity_bytes
-        self._memory: Memory | None = (MappedMemory if mapped else Memory)(device, reserve)
+        self._memory: Allocation | None = (MappedMemory if mapped else Allocation)(device, reserve)
 
     @property
     def remaining(self) -> int:
@@ -87,7 +87,7 @@ class Arena:
             raise DeviceError(f"this arena on {self.device} cannot be given back; make it with mapped=True")
         return memory
 
-    def _open(self) -> Memory:
+    def _open(self) -> Allocation:
         if self._memory is None:
             raise ClosedError(f"this arena on {self.device} is closed; make a new one")
         return self._memory

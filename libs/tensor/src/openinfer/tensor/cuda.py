@@ -74,7 +74,7 @@ def check(result: tuple[Any, ...], call: str) -> Any:
     return result[1:] or None
 
 
-def activate(index: int) -> Any:
+def make_current(index: int) -> Any:
     """Make the primary context of device `index` current in this thread, and return it. Retained on first use."""
     cu = driver()
     context = _contexts.get(index)

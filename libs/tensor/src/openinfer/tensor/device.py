@@ -46,7 +46,7 @@ class Device:
         must call it once itself.
         """
         if self.kind == "cuda":
-            cuda.activate(self.index)
+            cuda.make_current(self.index)
 
     @property
     def name(self) -> str:

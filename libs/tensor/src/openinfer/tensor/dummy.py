@@ -18,7 +18,7 @@ from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu
 from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.headers import TensorInfo
-from openinfer.tensor.parts import copied
+from openinfer.tensor.parts import copied_part
 
 _BLOCK = 1 << 22  # elements that repeat, about, so that a tensor of any size costs a copy
 _SPREAD = 0.02  # of a matrix' elements
@@ -62,7 +62,7 @@ class DummyCheckpoint(Checkpoint):
 
     def part(self, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         """See Checkpoint. No more values are made."""
-        return copied(self, name, source)
+        return copied_part(self, name, source)
 
     def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
         """See Checkpoint."""

@@ -16,7 +16,7 @@ from openinfer.tensor import dtypes
 from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.errors import CheckpointError, DeviceError, ShapeError
 from openinfer.tensor.memory import PinnedBuffer
-from openinfer.tensor.parts import Part
+from openinfer.tensor.parts import TensorPart
 from openinfer.tensor.stream import Event, Stream
 from openinfer.tensor.tensor import Tensor
 
@@ -29,7 +29,7 @@ NUM_THREADS = min(8, os.cpu_count() or 1)
 Progress = Callable[[int, int], None]
 
 
-class Load(NamedTuple):
+class TensorLoad(NamedTuple):
     """Tensor `name` of the checkpoint, or its part `source`, goes to `dst`.
 
     `dst` has the shape of what it gets and is contiguous; it may be part of a larger tensor. `source` has slices with
@@ -43,8 +43,8 @@ class Load(NamedTuple):
 
 
 class _Task(NamedTuple):
-    part: Part
-    load: Load
+    part: TensorPart
+    load: TensorLoad
 
 
 class LoadReport(NamedTuple):
@@ -61,7 +61,7 @@ class _Piece(NamedTuple):
 
     start: of the elements among the part's bytes. nbytes: bytes in the buffer, and at dst_ptr."""
 
-    part: Part
+    part: TensorPart
     dtype: dtypes.DType
     start: int
     nbytes: int
@@ -85,7 +85,7 @@ class _Piece(NamedTuple):
 
 
 def load_tensors(
-    ckpt: Checkpoint, loads: Iterable[Load], stream: Stream, progress: Progress | None = None
+    ckpt: Checkpoint, loads: Iterable[TensorLoad], stream: Stream, progress: Progress | None = None
 ) -> LoadReport:
     """Fill device tensors from a checkpoint. All loads are checked before the first byte moves.
 
@@ -94,7 +94,7 @@ def load_tensors(
     `progress(done, total)` is called in this thread, in bytes of the checkpoint. Raises CheckpointError (also for a
     shape or dtype that does not fit `dst`), DeviceError, ShapeError, OutOfMemory.
     """
-    todo = [_Task(Part.of(ckpt.info(load.name), load.source), load) for load in loads]
+    todo = [_Task(TensorPart.of(ckpt.info(load.name), load.source), load) for load in loads]
     for part, load in todo:
         _check(part, load.dst, stream)
     todo.sort(key=lambda task: (task.part.info.file, task.part.first_byte))  # disks like to be read in order
@@ -115,7 +115,7 @@ def load_tensors(
     return LoadReport(total, seconds, total / seconds / 1e9, tuple(load.dst for _, load in todo))
 
 
-def _check(part: Part, dst: Tensor, stream: Stream) -> None:
+def _check(part: TensorPart, dst: Tensor, stream: Stream) -> None:
     info = part.info
     if dst.device != stream.device:
         raise DeviceError(

@@ -12,10 +12,10 @@ from openinfer.tensor import cuda
 from openinfer.tensor.cuda import check
 from openinfer.tensor.device import Device
 from openinfer.tensor.errors import CudaError, DeviceError, OutOfMemory
-from openinfer.tensor.memory import Memory
+from openinfer.tensor.memory import Allocation
 
 
-class MappedMemory(Memory):
+class MappedMemory(Allocation):
     """Memory with `give_back` and `take_back`.
 
     cuda: a range of addresses (cuMemAddressReserve) over one allocation (cuMemCreate). cpu: an anonymous mapping. It is
@@ -39,7 +39,7 @@ class MappedMemory(Memory):
             self._array = np.frombuffer(self._map, np.uint8)
             self.ptr = int(self._array.ctypes.data)
             return
-        context = cuda.activate(device.index)
+        context = cuda.make_current(device.index)
         cu = cuda.driver()
         self._prop = cu.CUmemAllocationProp()
         self._prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

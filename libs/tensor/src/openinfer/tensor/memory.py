@@ -40,7 +40,7 @@ def memory_fence() -> None:
         lock.acquire()
 
 
-class Memory:
+class Allocation:
     """`nbytes` bytes on `device` from `ptr` on (256-byte aligned), freed when the object is collected.
 
     cuda: one cuMemAlloc. cpu: one numpy array. null: addresses of no other allocation, without memory.
@@ -58,7 +58,7 @@ class Memory:
         elif device.kind == "cpu":
             self._array, self.ptr = _aligned(nbytes)
         else:
-            context = cuda.activate(device.index)
+            context = cuda.make_current(device.index)
             cu = cuda.driver()
             size = max(nbytes, 1)
             self.ptr = int(_or_out_of_memory(cu.cuMemAlloc, (size,), "cuMemAlloc", device, nbytes))
@@ -108,7 +108,7 @@ class PinnedBuffer:
         if device.kind != "cuda":
             self._array, _ = _aligned(nbytes)
             return
-        context = cuda.activate(device.index)
+        context = cuda.make_current(device.index)
         cu = cuda.driver()
         ptr = int(_or_out_of_memory(cu.cuMemHostAlloc, (nbytes, _PORTABLE), "cuMemHostAlloc", device, nbytes))
         view = HostView(ptr, (nbytes,), (1,), 1, None)
@@ -123,7 +123,7 @@ class PinnedBuffer:
         made = cls.__new__(cls)
         made.device, made.nbytes, made._array = device, memory.nbytes, memory
         if device.kind == "cuda":
-            context, ptr = cuda.activate(device.index), int(memory.ctypes.data)
+            context, ptr = cuda.make_current(device.index), int(memory.ctypes.data)
             cu = cuda.driver()
             args = (ptr, memory.nbytes, _PORTABLE)
             _or_out_of_memory(cu.cuMemHostRegister, args, "cuMemHostRegister", device, memory.nbytes)

@@ -15,7 +15,7 @@ _GAP_BYTES = 64 << 10  # a shorter gap is read along: a system call for each run
 _SPAN_BYTES = 4 << 20  # the most that one read takes with its gaps
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A slice of a tensor: runs of `run` bytes that begin at `offsets` (int64, ascending) in the tensor's data."""
 
     info: TensorInfo
@@ -24,7 +24,7 @@ class Part(NamedTuple):
     run: int
 
     @classmethod
-    def of(cls, info: TensorInfo, source: tuple[slice, ...]) -> Part:
+    def of(cls, info: TensorInfo, source: tuple[slice, ...]) -> TensorPart:
         """The part `tensor[source]`; slices are for the leading axes, and () is the whole tensor.
 
         Raises CheckpointError for more slices than axes, a step other than 1, and bounds outside the tensor.
@@ -87,9 +87,9 @@ class Part(NamedTuple):
         return int(far.argmax()) + 1 if far.any() else len(next_runs)
 
 
-def copied(checkpoint: Checkpoint, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+def copied_part(checkpoint: Checkpoint, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
     """A copy of the part `tensor[source]`, of which no other bytes are asked for. Raises as Part.of and read_into."""
-    part = Part.of(checkpoint.info(name), source)
+    part = TensorPart.of(checkpoint.info(name), source)
     raw = np.empty(part.nbytes, np.uint8)
     part.read_into(checkpoint, raw, 0)
     return raw.view(part.info.dtype).reshape(part.shape)

@@ -22,7 +22,7 @@ class PeerMemory:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.device = device
-        cuda.activate(device.index)
+        cuda.make_current(device.index)
         self._cu = cu = cuda.driver()
         prop, self._unit = _property(device)
         self.nbytes = -(-nbytes // self._unit) * self._unit
@@ -69,7 +69,7 @@ class PeerSegment:
 
     def __init__(self, device: Device, descriptor: int, nbytes: int) -> None:
         self.device, self.nbytes = device, nbytes
-        cuda.activate(device.index)
+        cuda.make_current(device.index)
         cu = cuda.driver()
         handle = check(
             cu.cuMemImportFromShareableHandle(descriptor, _handle_type(cu)), "cuMemImportFromShareableHandle"

@@ -14,8 +14,8 @@ from openinfer.tensor.arena import Arena
 from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.dtypes import float32
 from openinfer.tensor.errors import CheckpointError
-from openinfer.tensor.loading import NUM_THREADS, Load, LoadReport, Progress, load_tensors
-from openinfer.tensor.parts import Part
+from openinfer.tensor.loading import NUM_THREADS, LoadReport, Progress, TensorLoad, load_tensors
+from openinfer.tensor.parts import TensorPart
 from openinfer.tensor.stream import Stream
 from openinfer.tensor.tensor import Tensor
 
@@ -37,7 +37,7 @@ class Conversion(NamedTuple):
 
     def nbytes(self, checkpoint: Checkpoint) -> int:
         """Bytes of the checkpoint that are read."""
-        return sum(Part.of(checkpoint.info(name), part).nbytes for name, part in self.parts())
+        return sum(TensorPart.of(checkpoint.info(name), part).nbytes for name, part in self.parts())
 
     def arrays(self, checkpoint: Checkpoint) -> list[np.ndarray[Any, Any]]:
         """The arguments of `convert`."""
@@ -58,7 +58,7 @@ class Places:
 
     arena: Arena
     dtype: np.dtype[Any]
-    loads: list[Load] = field(default_factory=list)
+    loads: list[TensorLoad] = field(default_factory=list)
     conversions: list[Conversion] = field(default_factory=list)
     pads: list[Tensor] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class Places:
     ) -> Tensor:
         """A tensor that takes the values of the checkpoint's tensor of this name, or of its part `source`."""
         tensor = self.arena.alloc(shape, self.dtype if dtype is None else dtype, name)
-        self.loads.append(Load(name, tensor, source))
+        self.loads.append(TensorLoad(name, tensor, source))
         return tensor
 
     def converted(

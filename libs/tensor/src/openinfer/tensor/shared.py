@@ -24,7 +24,7 @@ from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.handover import Giver, receive_file, sealed_file
 from openinfer.tensor.memory import num_elements
-from openinfer.tensor.parts import copied
+from openinfer.tensor.parts import copied_part
 from openinfer.tensor.peers import PeerMemory, PeerSegment
 from openinfer.tensor.stream import Stream
 from openinfer.tensor.tensor import Tensor
@@ -137,7 +137,7 @@ class SharedCheckpoint(Checkpoint):
 
     def part(self, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         """See Checkpoint. Of a GPU's memory no more is copied."""
-        return super().part(name, source) if self._segment is None else copied(self, name, source)
+        return super().part(name, source) if self._segment is None else copied_part(self, name, source)
 
     def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
         """See Checkpoint."""

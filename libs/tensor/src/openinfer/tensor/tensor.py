@@ -14,7 +14,7 @@ from openinfer.tensor import cuda, dlpack, dtypes
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import DeviceError, DTypeError, IndexRangeError, ShapeError
-from openinfer.tensor.memory import Memory, host_array, num_elements
+from openinfer.tensor.memory import Allocation, host_array, num_elements
 from openinfer.tensor.stream import CopyKind, Stream
 
 Index = int | slice
@@ -77,7 +77,7 @@ class Tensor:
         For odd scratch and tests; an engine takes its tensors from one Arena.
         """
         dtype, shape = dtypes.of(dtype), tuple(shape)
-        memory = Memory(device, num_elements(shape) * dtype.itemsize)
+        memory = Allocation(device, num_elements(shape) * dtype.itemsize)
         return Tensor(memory.ptr, shape, dtype, device, owner=memory, name=name)
 
     @staticmethod

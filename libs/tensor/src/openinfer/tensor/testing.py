@@ -23,7 +23,7 @@ from typing import Any
 
 from openinfer.tensor import cuda
 
-__all__ = ["CUdevice_attribute", "CUresult", "FakeDriver", "Queue", "fake_driver", "write_gguf"]
+__all__ = ["CUdevice_attribute", "CUresult", "FakeDriver", "fake_driver", "write_gguf"]
 
 
 @contextmanager
@@ -74,7 +74,7 @@ _NO_CONTEXT_NEEDED = {
 }
 
 
-class Queue:
+class _Queue:
     """The work of one stream; `done` entries of it have run."""
 
     def __init__(self, priority: int = 0) -> None:
@@ -88,7 +88,7 @@ class Queue:
             self.work[self.done - 1]()
 
 
-class Refused(Exception):
+class _Refused(Exception):
     def __init__(self, code: CUresult) -> None:
         self.code = code
 
@@ -108,8 +108,8 @@ class FakeDriver:
         self.fail: dict[str, CUresult] = {}
         self.device_memory: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
-        self.streams: dict[int, Queue] = {0: Queue()}
-        self.events: dict[int, tuple[Queue, int] | None] = {}
+        self.streams: dict[int, _Queue] = {0: _Queue()}
+        self.events: dict[int, tuple[_Queue, int] | None] = {}
         self._next_handle = 100
         self._thread = threading.local()
 
@@ -134,7 +134,7 @@ class FakeDriver:
                 return CUresult.CUDA_ERROR_INVALID_CONTEXT, None
             try:
                 out = work(*args)
-            except Refused as e:
+            except _Refused as e:
                 return e.code, None
             return (CUresult.CUDA_SUCCESS,) if out is None else (CUresult.CUDA_SUCCESS, *out)
 
@@ -149,7 +149,7 @@ class FakeDriver:
 
     def _cuDeviceGet(self, index: int) -> tuple[int]:
         if index > 1:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise _Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
         return (index,)
 
     def _cuDevicePrimaryCtxRetain(self, device: int) -> tuple[str]:
@@ -178,9 +178,9 @@ class FakeDriver:
     # memory
     def _cuMemAlloc(self, nbytes: int) -> tuple[int]:
         if nbytes <= 0:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise _Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
         if nbytes > self._cuMemGetInfo()[0]:
-            raise Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+            raise _Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
         return (self._allocate(self.device_memory, nbytes),)
 
     def _cuMemFree(self, ptr: int) -> None:
@@ -210,7 +210,7 @@ class FakeDriver:
 
     def _on_device(self, ptr: int, nbytes: int) -> None:
         if not any(p <= ptr and ptr + nbytes <= p + len(raw) - 256 for p, raw in self.device_memory.items()):
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise _Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
 
     def _cuMemcpyHtoDAsync(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self._on_device(dst, nbytes)
@@ -237,15 +237,15 @@ class FakeDriver:
     def _put(self, stream: int, work: Any) -> None:
         self._queue(stream).work.append(work)
 
-    def _queue(self, stream: int) -> Queue:
+    def _queue(self, stream: int) -> _Queue:
         if stream not in self.streams:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_HANDLE)
+            raise _Refused(CUresult.CUDA_ERROR_INVALID_HANDLE)
         return self.streams[stream]
 
     def _cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[int]:
         assert flags == 1, "streams must be non-blocking"
         self._next_handle += 1
-        self.streams[self._next_handle] = Queue(priority)
+        self.streams[self._next_handle] = _Queue(priority)
         return (self._next_handle,)
 
     def _cuStreamDestroy(self, stream: int) -> None:
@@ -276,7 +276,7 @@ class FakeDriver:
     def _cuEventQuery(self, event: int) -> None:
         mark = self.events[event]
         if mark is not None and mark[0].done < mark[1]:
-            raise Refused(CUresult.CUDA_ERROR_NOT_READY)
+            raise _Refused(CUresult.CUDA_ERROR_NOT_READY)
 
     def _cuEventSynchronize(self, event: int) -> None:
         mark = self.events[event]

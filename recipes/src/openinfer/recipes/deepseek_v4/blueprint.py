@@ -14,7 +14,7 @@ from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
 from openinfer.kvpool import Eviction, Group
 from openinfer.recipes.deepseek_v4.buffers import Buffers
-from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, Recent, eviction, groups
+from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.choices import choices
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.layers import layers_alone
@@ -110,7 +110,7 @@ class DeepseekV4(Blueprint[Model]):
             ranks=c.part.ranks, adds=False,
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits, self.quantized)
-        cache = Cache.allocate(c, arena, limits.dtype, windows, entries, drafting=self.form.mtp)
+        cache = V4Cache.allocate(c, arena, limits.dtype, windows, entries, drafting=self.form.mtp)
         if arena.device.kind == "cuda":
             cache.zero_(stream)
         recent = None

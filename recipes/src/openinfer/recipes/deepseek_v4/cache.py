@@ -31,7 +31,7 @@ TABLES = ("window_tables", "entry_tables")
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class V4Cache:
     """The tensors of both groups, page-first; layers of a kind in their order. States are float32 (ops.compress)."""
 
     window: Tensor  # [pages, layers, 128, d]; the MTP layer's last, where it drafts
@@ -52,7 +52,7 @@ class Cache:
         entry_pages: int,
         *,
         drafting: bool = False,
-    ) -> Cache:
+    ) -> V4Cache:
         """Uninitialised. drafting: the MTP layer has a window."""
         c, csa, hca = config, config.count(CSA), config.count(HCA)
         layers = c.num_layers + drafting

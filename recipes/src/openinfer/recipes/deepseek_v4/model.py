@@ -13,7 +13,7 @@ from openinfer.graph.runner import Batch, NoStates, States
 from openinfer.kernels import Pack, embed, experts, gate_up_clamped, project, route
 from openinfer.kernels.authoring import Linear
 from openinfer.recipes.deepseek_v4.buffers import Buffers
-from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, Recent
+from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre
@@ -26,7 +26,7 @@ from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Layer, 
 from openinfer.tensor import Stream, Tensor
 
 
-class Step(NamedTuple):
+class StepSize(NamedTuple):
     """The bucket of a step: tokens, rows, and no row has more tokens than `longest`."""
 
     tokens: int
@@ -42,7 +42,7 @@ class Model:
 
     config: Config
     weights: Weights
-    cache: Cache
+    cache: V4Cache
     cos_sin: Tensor
     compress_cos_sin: Tensor
     batch: Batch
@@ -71,10 +71,10 @@ class Model:
         embed(pack, out=b.y[:t], token_ids=batch.expand(pack, t, r), table=w.embed)
         spread(pack, streams=streams, x=b.y[:t], add=False)
         for layer in w.layers:
-            self.layer(pack, layer, Step(t, r, max_q_len), self.cache.window[:, layer.index])
+            self.layer(pack, layer, StepSize(t, r, max_q_len), self.cache.window[:, layer.index])
         self.head(pack, batch.select(pack, streams.reshape(t, -1), r, num_drafts))
 
-    def layer(self, pack: Pack, layer: Layer, step: Step, kv: Tensor) -> None:
+    def layer(self, pack: Pack, layer: Layer, step: StepSize, kv: Tensor) -> None:
         """Each sublayer reads one mixture of the streams, and is mixed into all of them. kv: its raw vectors."""
         b, t = self.buffers, step.tokens
         self.read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
@@ -125,7 +125,7 @@ class Model:
     def _angles(self, attention: Attention) -> Tensor:
         return self.cos_sin if attention.entries is None else self.compress_cos_sin
 
-    def _attention(self, pack: Pack, attention: Attention, place: int, step: Step, kv: Tensor) -> None:
+    def _attention(self, pack: Pack, attention: Attention, place: int, step: StepSize, kv: Tensor) -> None:
         """y = attention over the window's raw vectors and the layer's entries."""
         c, b, batch, t = self.config, self.buffers, self.batch, step.tokens
         q, rows, positions = b.q[:t], batch.rows, batch.positions[:t]
@@ -170,7 +170,7 @@ class Model:
         )
         self._project(pack, b.y[:t], groups, out_b)
 
-    def _select(self, pack: Pack, sparse: Sparse, place: int, step: Step) -> Tensor:
+    def _select(self, pack: Pack, sparse: Sparse, place: int, step: StepSize) -> Tensor:
         """The entries of a CSA layer; `selected` = those that each token attends to."""
         c, b, batch, t, cache = self.config, self.buffers, self.batch, step.tokens, self.cache
         entries, keys = cache.csa_entries[:, place], cache.index_keys[:, place]
@@ -208,7 +208,7 @@ class Model:
         az: Tensor,
         own: Compressor,
         rounding: str,
-        step: Step,
+        step: StepSize,
     ) -> None:
         rows, r = self.batch.rows, step.rows
         compress(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from openinfer.graph.runner import StepRows
 from openinfer.kernels import Pack, embed, norm_rows
-from openinfer.recipes.deepseek_v4.model import Model, Step
+from openinfer.recipes.deepseek_v4.model import Model, StepSize
 from openinfer.recipes.deepseek_v4.ops.streams import spread
 from openinfer.recipes.deepseek_v4.weights import Mtp
 from openinfer.tensor import Tensor
@@ -50,7 +50,7 @@ class DraftingModel(Model):
             self.read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
             self.write_keys(pack, layer.attention, t, kv)
         else:
-            self.layer(pack, layer, Step(t, rows, max_q_len), kv)
+            self.layer(pack, layer, StepSize(t, rows, max_q_len), kv)
 
     def draft_head(self, pack: Pack, num_rows: int) -> None:
         """Logits of this layer's streams in `batch.last`."""

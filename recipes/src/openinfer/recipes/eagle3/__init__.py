@@ -5,7 +5,7 @@ stream takes their place for the draft after the first. It has a vocabulary of i
 drawn most. Any recipe whose model has these parts may have a head.
 """
 
-from openinfer.recipes.eagle3.config import Head, Target
+from openinfer.recipes.eagle3.config import Head, TargetConfig
 from openinfer.recipes.eagle3.model import Drafter
 
-__all__ = ["Drafter", "Head", "Target"]
+__all__ = ["Drafter", "Head", "TargetConfig"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from openinfer.recipes.engine.config_fields import Fields, read_json
+from openinfer.recipes.engine.config_fields import Fields, read_config
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
 from openinfer.recipes.engine.rope import Rope, rope_of
 from openinfer.recipes.engine.shard import Part
@@ -15,7 +15,7 @@ READ = 3
 """Layers of the model that the head reads."""
 
 
-class Target(Protocol):
+class TargetConfig(Protocol):
     """The fields of the config of the model whose tokens a head drafts. A frozen dataclass with these fields is
     one."""
 
@@ -51,10 +51,10 @@ class Head:
     layers: tuple[int, ...]
 
     @classmethod
-    def read(cls, path: Path, target: Target) -> Head:
+    def read(cls, path: Path, target: TargetConfig) -> Head:
         """The head of a folder for a model. Raises SetupError, or UnsupportedModel naming the key."""
         try:
-            fields = Fields(read_json(path / "config.json"), f"{path}/config.json")
+            fields = Fields(read_config(path / "config.json"), f"{path}/config.json")
         except UnsupportedModel as error:
             raise SetupError(f"--speculative-config: the key model: {error}") from None
         known = {
@@ -83,7 +83,7 @@ class Head:
             _layers(fields, target.num_layers),
         )
 
-    def sizes(self, target: Target) -> tuple[int, int, int]:
+    def sizes(self, target: TargetConfig) -> tuple[int, int, int]:
         """Columns of queries, of keys and of the MLP that a rank has."""
         dim, of = target.head_dim, target.part.of
         return of(self.num_heads) * dim, of(target.num_kv_heads) * dim, of(self.intermediate_size)

@@ -26,7 +26,7 @@ from openinfer.kernels import (
     qk_norm_rope_write,
     select_rows,
 )
-from openinfer.recipes.eagle3.config import READ, Head, Target
+from openinfer.recipes.eagle3.config import READ, Head, TargetConfig
 from openinfer.recipes.eagle3.weights import Weights
 from openinfer.sampler.gpu import widen
 from openinfer.tensor import Arena, Stream, Tensor, float32, int32, nbytes_of
@@ -48,7 +48,7 @@ class Buffers:
 
     @classmethod
     def allocate(
-        cls, head: Head, target: Target, arena: Arena, stream: Stream, dtype: np.dtype[Any],
+        cls, head: Head, target: TargetConfig, arena: Arena, stream: Stream, dtype: np.dtype[Any],
         *, max_tokens: int, max_logits: int, length: int,
     ) -> Buffers:  # fmt: skip
         """For steps of at most max_tokens tokens, and sequences of at most `length`."""
@@ -69,13 +69,13 @@ class Drafter:
     """A head in memory. target: the model."""
 
     head: Head
-    target: Target
+    target: TargetConfig
     weights: Weights
     buffers: Buffers
 
     @classmethod
     def allocate(
-        cls, head: Head, target: Target, arena: Arena, stream: Stream, dtype: np.dtype[Any],
+        cls, head: Head, target: TargetConfig, arena: Arena, stream: Stream, dtype: np.dtype[Any],
         *, max_tokens: int, max_logits: int, length: int,
     ) -> Drafter:  # fmt: skip
         """Its memory; the weights have no values yet. For steps of at most max_tokens tokens and max_logits rows of

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.authoring import LinearPlaces, WeightPart
-from openinfer.recipes.eagle3.config import READ, Head, Target
+from openinfer.recipes.eagle3.config import READ, Head, TargetConfig
 from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, float32, int32, int64
 
 AT = "midlayer."
@@ -34,7 +34,7 @@ class Weights:
     places: LinearPlaces
 
     @classmethod
-    def allocate(cls, head: Head, target: Target, arena: Arena, dtype: np.dtype[Any]) -> Weights:
+    def allocate(cls, head: Head, target: TargetConfig, arena: Arena, dtype: np.dtype[Any]) -> Weights:
         """Uninitialised weights in `arena`."""
         p, h, vocab, rank = (
             LinearPlaces(arena, dtype),
@@ -79,7 +79,7 @@ class Weights:
             places=p,
         )
 
-    def load(self, head: Head, target: Target, stream: Stream) -> None:
+    def load(self, head: Head, target: TargetConfig, stream: Stream) -> None:
         """Fill the weights from the head's folder. target: the whole model's. Raises CheckpointError."""
         whole = Weights.allocate(head, target, Arena(Device("null"), None), self.norm.dtype)
         expected = whole.places.expected() | {"d2t": ((head.draft_vocab_size,), (int32, int64))}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from openinfer.kernels.authoring import Adapter, Adapters, Projection
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Limits
-from openinfer.tensor import Arena, Load, Tensor
+from openinfer.tensor import Arena, Tensor, TensorLoad
 
 if TYPE_CHECKING:
     from openinfer.recipes.engine.options import Options
@@ -20,8 +20,8 @@ def adapters_of(
     arena: Arena,
     limits: Limits,
     weights: Iterable[Tensor],
-    loads: Iterable[Load],
-    whole: Callable[[], Iterable[Load]],
+    loads: Iterable[TensorLoad],
+    whole: Callable[[], Iterable[TensorLoad]],
     unused: tuple[str, ...] = (),
 ) -> Adapters | None:
     """Places for adapters of these weights, which the loads fill; None in an engine without adapters. whole: the loads
@@ -40,7 +40,7 @@ def adapters_of(
     )
 
 
-def _projections(loads: Iterable[Load]) -> list[Projection]:
+def _projections(loads: Iterable[TensorLoad]) -> list[Projection]:
     return [Projection(load.name.removesuffix(".weight"), load.dst, load.source) for load in loads]
 
 

@@ -20,7 +20,7 @@ __all__ = [
     "eos_ids",
     "has_own_head",
     "load_config",
-    "read_json",
+    "read_config",
     "shown",
 ]
 
@@ -132,7 +132,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """A file that holds a JSON object. Raises UnsupportedModel naming the file."""
     if not path.exists():
         raise UnsupportedModel(f"{path} does not exist: give the folder of a published checkpoint")
@@ -149,15 +149,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def load_config(model_dir: Path) -> tuple[dict[str, Any], Any]:
     """config.json, and the eos_token_id of generation_config.json where that has one. Raises UnsupportedModel."""
-    raw, generation = read_json(model_dir / "config.json"), model_dir / "generation_config.json"
-    return raw, read_json(generation).get("eos_token_id") if generation.exists() else None
+    raw, generation = read_config(model_dir / "config.json"), model_dir / "generation_config.json"
+    return raw, read_config(generation).get("eos_token_id") if generation.exists() else None
 
 
 def end_token(model_dir: Path) -> tuple[int, ...]:
     """The id of the eos_token of tokenizer_config.json, if it has one. It ends a turn whatever config.json says, as in
     vLLM: fine-tunes of base models name the end of a turn only there. Raises UnsupportedModel."""
     settings, vocabulary = model_dir / "tokenizer_config.json", model_dir / "tokenizer.json"
-    said = Fields(read_json(settings) if settings.exists() else {}, str(settings))
+    said = Fields(read_config(settings) if settings.exists() else {}, str(settings))
     token = said.get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     decoder = said.fields("added_tokens_decoder")
@@ -165,7 +165,7 @@ def end_token(model_dir: Path) -> tuple[int, ...]:
         int(key) for key in decoder if key.isdecimal() and decoder.fields(key).get("content") == token
     ]
     if token is not None and not ids and vocabulary.exists():
-        tokens = Fields(read_json(vocabulary), str(vocabulary))
+        tokens = Fields(read_config(vocabulary), str(vocabulary))
         added = tokens.get("added_tokens")
         pairs = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
         ids = [one.get("id") for one in pairs if one.get("content") == token]

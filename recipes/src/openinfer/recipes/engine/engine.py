@@ -49,7 +49,7 @@ from openinfer.recipes.engine.gates.grammars import Grammars
 from openinfer.recipes.engine.gates.queue import Queue
 from openinfer.recipes.engine.gates.transfers import Transfers
 from openinfer.recipes.engine.offload import Cache
-from openinfer.recipes.engine.refusal import no_token_left, refusal
+from openinfer.recipes.engine.refusal import no_token_left, request_refusal
 from openinfer.recipes.engine.statistics import drafts_of, snapshot
 from openinfer.recipes.engine.training import Training
 from openinfer.sampler import fresh_seed
@@ -187,7 +187,10 @@ class Engine:
     def _problem(self, request: Request) -> Rejected | None:
         if request.id in self._seqs:
             return Rejected(request.id, f"request {request.id} was submitted before")
-        found, waiting = self.training.refusal(request.id) or refusal(request, self.info), self._waiting
+        found, waiting = (
+            self.training.refusal(request.id) or request_refusal(request, self.info),
+            self._waiting,
+        )
         return found or next(filter(None, (gate.refusal(request, waiting) for gate in self.gates)), None)
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from openinfer.kernels.authoring import AnyPacking, Linear, LinearPlaces, Packing
 from openinfer.recipes.engine.config_fields import Fields
 from openinfer.recipes.engine.errors import UnsupportedModel
-from openinfer.tensor import Load, Tensor
+from openinfer.tensor import Tensor, TensorLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def expert_places(
             _expert(p, down[index], at + ".down_proj", own.start + index)
     else:
         p.loads += [
-            Load(at + ".gate_up_proj", gate_up.weight, (own,)),
-            Load(at + ".down_proj", down.weight, (own,)),
+            TensorLoad(at + ".gate_up_proj", gate_up.weight, (own,)),
+            TensorLoad(at + ".down_proj", down.weight, (own,)),
         ]
     return gate_up, down
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from openinfer.frontend import heap
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.logs import set_up_logging
-from openinfer.graph.runner import Reader, Ring, follow
+from openinfer.graph.runner import Ring, RingReader, follow_leader
 from openinfer.recipes.engine import startup
 from openinfer.recipes.engine.followers import NoFollowers
 from openinfer.recipes.engine.ranks import Ranks
@@ -59,7 +59,9 @@ def main() -> int:
             following = builder.following()
         runner, ring = following.runner, Ring(boot["ring"], ranks.size - 1)
         spin_s = SPIN_S[runner.stream.device.kind]
-        follow(runner, Reader(ring, ranks.rank - 1, boot["bell"], spin_s=spin_s), following.commands)
+        follow_leader(
+            runner, RingReader(ring, ranks.rank - 1, boot["bell"], spin_s=spin_s), following.commands
+        )
         following.close()
     except Exception as error:
         if not is_users_error(error):

@@ -16,7 +16,7 @@ from openinfer.sampler.gpu import MAX_STOP_IDS
 from openinfer.scheduler import Seq
 
 
-def refusal(request: Request, info: EngineInfo) -> Rejected | None:
+def request_refusal(request: Request, info: EngineInfo) -> Rejected | None:
     """The refusal of a request that this engine cannot run at all; None for any other."""
     vocab, params = info.vocab_size, request.sampling
     if request.priority != 0 and "priority" not in info.features:

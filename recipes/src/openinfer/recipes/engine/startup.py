@@ -73,7 +73,7 @@ STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StartPlan:
     """The result of tracing every segment on the null device, which needs no GPU.
 
     fixed_bytes: bytes of the arena without the cache. specs: the kernels. scratch_bytes, zeroed_bytes: the workspace.
@@ -146,7 +146,7 @@ class Builder(Generic[O]):
     limits: Limits = field(init=False)
     target: Target | None = field(init=False, default=None)
     store: Store | None = field(init=False, default=None)
-    plan: Plan = field(init=False)
+    plan: StartPlan = field(init=False)
     cache: Cache = field(init=False)
     runner: Runner = field(init=False)
     loaded: Sequence[Adapter] = field(init=False)
@@ -227,10 +227,10 @@ class Builder(Generic[O]):
             target, store = dataclasses.replace(target, rank=ranks.rank), Store(target.arch)
         activated = worker.submit(device.activate)  # a context takes as long as the plan
         with _phase("plan"):
-            plan = make_plan(blueprint, self.limits, buckets, target)
+            plan = make_start_plan(blueprint, self.limits, buckets, target)
             if target is not None and store is not None and not store.can_prepare_cuda(plan.specs):
                 target = dataclasses.replace(target, nvrtc=False)
-                plan = make_plan(blueprint, self.limits, buckets, target)
+                plan = make_start_plan(blueprint, self.limits, buckets, target)
             activated.result()
             if target is not None:
                 ranks.open(device, Stream(device), plan.peer_widths)
@@ -331,28 +331,32 @@ def options_target(options: Options, target: Target) -> Target:
     return dataclasses.replace(target, batch_invariant=True, cublas=False)
 
 
-def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target: Target | None) -> Plan:
+def make_start_plan(
+    blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target: Target | None
+) -> StartPlan:
     """Trace every segment on the null device. Without a target only the memory is planned."""
     null, smallest = Device("null"), blueprint.groups(limits)
     arena = Arena(null, None)
     model = blueprint.lay_out(arena, Stream(null), limits, [1] * len(smallest))
     fixed = arena.used - sum(group.block_bytes for group in smallest)
     if target is None:
-        return Plan(fixed, model)
+        return StartPlan(fixed, model)
     pack = NullPack(target)
     traced = blueprint.traced(model, pack)
     calls = {key: pack.traced(work) for key, work in segments(traced, pack, buckets).items()}
     steps = {s: [call for key in step_keys(s) for call in calls.get(key, [])] for s in buckets.segments()}
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
     workspace = scratch + zeroed + 1024
-    return Plan(fixed + workspace, model, pack.specs(), scratch, zeroed, steps, pack.peer_widths())
+    return StartPlan(fixed + workspace, model, pack.specs(), scratch, zeroed, steps, pack.peer_widths())
 
 
 def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) -> list[Spec]:
     """The kernels that an engine with these flags runs on a GPU of the target's kind. Needs no GPU."""
     blueprint = recipe.blueprint(source, options, ranks=options.tensor_parallel_size)
     limits = decide(options, Device("cuda"), blueprint)
-    return make_plan(blueprint, limits, buckets_for(blueprint, limits), options_target(options, target)).specs
+    return make_start_plan(
+        blueprint, limits, buckets_for(blueprint, limits), options_target(options, target)
+    ).specs
 
 
 def make_pack(
@@ -361,7 +365,7 @@ def make_pack(
     stream: Stream,
     store: Store,
     arena: Arena,
-    plan: Plan,
+    plan: StartPlan,
     ranks: Ranks,
 ) -> Pack:
     """The pack that ops of a GPU run on, with the plan's kernels and its workspace from `arena`."""

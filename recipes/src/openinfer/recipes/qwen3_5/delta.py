@@ -55,7 +55,7 @@ class Tuning:
     beside: bool = False  # whether decode rows and prompts are branches of the graph
 
 
-def choose(target: Target, heads: int, rows: int) -> Tuning:
+def choose_tuning(target: Target, heads: int, rows: int) -> Tuning:
     """The tuning that was fastest on an H200.
 
     A few rows run in small parts, so that there are enough programs for the SMs. Decode rows run beside prompts only
@@ -160,7 +160,7 @@ def _strides(a: DeltaArgs[Tensor], *names: str) -> dict[str, Arg]:
     return {f"{name}_stride".replace("_state_", "_"): aligned(tensor.strides[0]) for name, tensor in given}
 
 
-def launches(a: DeltaArgs[Tensor], tuning: Tuning) -> Iterator[Command]:
+def delta_launches(a: DeltaArgs[Tensor], tuning: Tuning) -> Iterator[Command]:
     """The launches of a call. Rows of one token go to one kernel. Other rows go in chunks through four kernels. A step
     may have both; many rows of one token are then a branch beside the four kernels.
 

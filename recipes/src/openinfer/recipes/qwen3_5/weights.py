@@ -23,7 +23,7 @@ from openinfer.recipes.engine.config_fields import HEAD, has_own_head
 from openinfer.recipes.engine.experts import expert_places
 from openinfer.recipes.engine.quantization import AnyPacking
 from openinfer.recipes.qwen3_5.config import Config
-from openinfer.tensor import Arena, Checkpoint, Load, Tensor
+from openinfer.tensor import Arena, Checkpoint, Tensor, TensorLoad
 
 Array = np.ndarray[Any, Any]
 NEVER_PACKED = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
@@ -267,7 +267,7 @@ def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
     conv, start = p.arena.alloc((c.conv_size, c.conv_kernel), p.dtype, at + "conv1d"), 0
     for rows, first in c.conv_parts:
         channels = conv[start : start + rows].reshape(rows, 1, c.conv_kernel)
-        p.loads.append(Load(at + "conv1d.weight", channels, (slice(first, first + rows),)))
+        p.loads.append(TensorLoad(at + "conv1d.weight", channels, (slice(first, first + rows),)))
         start += rows
     own = (c.part.slice(c.value_heads),)
     return DeltaNet(

@@ -10,9 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import RETRY_AFTER_S, Generation
-from openinfer.frontend.http.shapes import Shape, error_body
+from openinfer.frontend.http.shapes import AnswerShape, error_body
 
-__all__ = ["Answer", "error_response"]
+__all__ = ["GenerationResponse", "error_response"]
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -26,7 +26,7 @@ HEAD_AFTER_S = 0.25
 """The longest time that a stream's head waits for the engine's first message, which may be a refusal with a status."""
 
 
-class Answer(Response):
+class GenerationResponse(Response):
     """Submits the generation and sends its outcome. The status waits for the engine's first message about it; the
     status of a stream waits at most HEAD_AFTER_S.
 
@@ -36,7 +36,7 @@ class Answer(Response):
     def __init__(
         self,
         generation: Generation,
-        shape: Shape,
+        shape: AnswerShape,
         active: set[Generation],
         log: Callable[[Generation, str], None] | None,
     ) -> None:

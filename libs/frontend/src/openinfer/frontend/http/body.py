@@ -33,7 +33,7 @@ __all__ = [
     "TextFormat",
     "Thinking",
     "ToolSpec",
-    "read_json",
+    "read_json_body",
     "typed",
 ]
 
@@ -207,7 +207,7 @@ _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
-async def read_json(
+async def read_json_body(
     request: Request,
     kind: type[_Body],
     refused: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({}),

@@ -12,7 +12,7 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.anthropic import messages_body
 from openinfer.frontend.http.anthropic.messages_body import MessagesBody, messages_chat, messages_common
 from openinfer.frontend.http.anthropic.messages_shape import MessagesShape
-from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, read_json
+from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, read_json_body
 from openinfer.frontend.http.openai import responses_body
 from openinfer.frontend.http.openai.chat_body import tool_object
 from openinfer.frontend.http.openai.responses_body import (
@@ -67,7 +67,7 @@ class Dialects:
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
         arrival, service = time.monotonic(), self._service
-        body = await read_json(request, ResponsesBody, responses_body.REFUSED)
+        body = await read_json_body(request, ResponsesBody, responses_body.REFUSED)
         model, plan, ids, limit, new_parser = await self.prepare_response(request, body)
         shape = ResponsesShape(model, body, plan, service.tokenizer, new_parser, self._kept)
         return service.answer(request, plan, [ids], [limit], arrival, shape)
@@ -89,7 +89,7 @@ class Dialects:
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages."""
         arrival, service = time.monotonic(), self._service
-        body = await read_json(request, MessagesBody, messages_body.REFUSED)
+        body = await read_json_body(request, MessagesBody, messages_body.REFUSED)
         if body.max_tokens is None:
             raise APIError("max_tokens is missing", param="max_tokens")
         model, plan = service.check(messages_common(body), None, "output_format")
@@ -102,7 +102,7 @@ class Dialects:
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
-        body = await read_json(request, MessagesBody, messages_body.REFUSED)
+        body = await read_json_body(request, MessagesBody, messages_body.REFUSED)
         service = self._service
         _, plan = service.check(messages_common(body), None)
         chat = messages_chat(body, service.template_variables, service.chat_format.options)
@@ -111,7 +111,7 @@ class Dialects:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        body = await read_json(request, TokenizeBody)
+        body = await read_json_body(request, TokenizeBody)
         self._service.known(body.model)
         tokenizer = self._tokenizer()
         if (body.prompt is None) == (body.messages is None):
@@ -157,7 +157,7 @@ class Dialects:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        body = await read_json(request, DetokenizeBody)
+        body = await read_json_body(request, DetokenizeBody)
         self._service.known(body.model)
         ids = prompt_ids(body.tokens, self._service.client.info, "tokens") if body.tokens else []
         text = await asyncio.to_thread(self._tokenizer().decode, ids, False)

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-from openinfer.frontend.client import Delta, EngineClient
+from openinfer.frontend.client import EngineClient, OutputDelta
 from openinfer.frontend.contract import (
     Drafts,
     Failed,
@@ -124,7 +124,7 @@ class Choice:
         """Nothing more will come."""
         return self.finish_reason is not None or self.error is not None
 
-    def push(self, delta: Delta) -> None:
+    def push(self, delta: OutputDelta) -> None:
         """The sink of the request."""
         if self.done:  # a stop string matched, or it was cancelled: what overshot is dropped
             return
@@ -170,14 +170,14 @@ class Choice:
             self._metrics.finished_early(self.request, self.num_tokens, self._times)
             self._wake()
 
-    def _stopped(self, delta: Delta) -> Delta:
+    def _stopped(self, delta: OutputDelta) -> OutputDelta:
         """The delta as if the engine knew all stop ids."""
         first = max(self.request.sampling.min_tokens - self.num_tokens, 0)
         for position in range(first, len(delta.token_ids)):
             token_id = delta.token_ids[position]
             if token_id in self._more_stop_ids:
                 self._abort(self.request.id)
-                return Delta(
+                return OutputDelta(
                     delta.token_ids[: position + 1],
                     delta.logprobs and delta.logprobs[: position + 1],
                     delta.prompt_logprobs,
@@ -186,7 +186,7 @@ class Choice:
                 )
         return delta
 
-    def _take_tokens(self, delta: Delta) -> None:
+    def _take_tokens(self, delta: OutputDelta) -> None:
         ids = delta.token_ids
         if self.request.sampling.logprobs is not None:
             self.logprobs.extend(delta.logprobs or [None] * len(ids))

@@ -16,8 +16,8 @@ from openinfer.frontend.contract import CONTRACT_VERSION
 from openinfer.frontend.errors import APIError, FlagError
 from openinfer.frontend.http.admin.board import Board
 from openinfer.frontend.http.admin.metrics import Metrics
-from openinfer.frontend.http.answer import Answer
-from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, CommonBody, read_json
+from openinfer.frontend.http.answer import GenerationResponse
+from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, CommonBody, read_json_body
 from openinfer.frontend.http.generation import Generation
 from openinfer.frontend.http.openai.chat_body import ChatBody, chat_of, top_logprobs
 from openinfer.frontend.http.openai.chat_shape import ChatShape
@@ -33,7 +33,7 @@ from openinfer.frontend.http.params import (
     prompt_ids,
     with_echo,
 )
-from openinfer.frontend.http.shapes import Shape, fingerprint, package_version
+from openinfer.frontend.http.shapes import AnswerShape, fingerprint, package_version
 from openinfer.frontend.http.text.chat import Chat
 from openinfer.frontend.http.text.chat_format import ChatFormat, ParserFactory
 from openinfer.frontend.http.text.prompt_text import encode_prompt
@@ -85,7 +85,7 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         arrival = time.monotonic()
-        body = await read_json(request, CompletionBody, REFUSED)
+        body = await read_json_body(request, CompletionBody, REFUSED)
         model, plan, prompts, limits = await self.prepare_completions(request, body)
         echoes = self._echoes(body, prompts) if plan.echo else ()
         shape = CompletionShape(model, plan, self.tokenizer, echoes, self.mark)
@@ -94,7 +94,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
-        body = await read_json(request, ChatBody, CHAT_REFUSED)
+        body = await read_json_body(request, ChatBody, CHAT_REFUSED)
         model, plan, ids, limit, new_parser = await self.prepare_answer(request, body)
         shown = body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude)
         shape = ChatShape(model, plan, self.tokenizer, new_parser, shown, self.mark)
@@ -333,8 +333,8 @@ class Service:
         prompts: list[list[int]],
         limits: list[int],
         arrival: float,
-        shape: Shape,
-    ) -> Answer:
+        shape: AnswerShape,
+    ) -> GenerationResponse:
         check_size(prompts, limits, plan, self.client.info)
         plan = without_idle_budget(plan, limits)
         self.metrics.n.observe(plan.n)
@@ -349,7 +349,7 @@ class Service:
             _trace_parent(request),
         )
         log = partial(self._log, request.state.request_id) if self._log_requests else None
-        return Answer(generation, shape, self.active, log)
+        return GenerationResponse(generation, shape, self.active, log)
 
     def _log(self, request_id: str, generation: Generation, outcome: str) -> None:
         usage = generation.usage()

@@ -10,7 +10,7 @@ import msgspec
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import Choice, Usage
 
-__all__ = ["Shape", "encode", "error_body", "fingerprint", "named_event", "package_version"]
+__all__ = ["AnswerShape", "encode", "error_body", "fingerprint", "named_event", "package_version"]
 
 encode = msgspec.json.Encoder().encode
 
@@ -30,7 +30,7 @@ def fingerprint() -> str:
     return f"openinfer-{package_version()}"
 
 
-class Shape(Protocol):
+class AnswerShape(Protocol):
     """The form of one endpoint's answers. Taking from a choice empties it."""
 
     def events(self, choice: Choice) -> bytes:

@@ -5,11 +5,11 @@ try:
     from openinfer.graph.runner.batch import Batch, Read, StepRows
     from openinfer.graph.runner.drafting import Drafting, NoDrafts, Proposal
     from openinfer.graph.runner.first_tokens import FirstTokens
-    from openinfer.graph.runner.follower import Leader, LoneLeader, follow
+    from openinfer.graph.runner.follower import Leader, LoneLeader, follow_leader
     from openinfer.graph.runner.host import HostPack
     from openinfer.graph.runner.model import Constraint, Masks, Model, NoStates, States
     from openinfer.graph.runner.proposing import Proposer
-    from openinfer.graph.runner.ring import Reader, Ring, Writer
+    from openinfer.graph.runner.ring import Ring, RingReader, Writer
     from openinfer.graph.runner.runner import Payload, Runner
     from openinfer.graph.runner.sampling import Sampling
     from openinfer.graph.runner.scoring import PromptScore, Scores
@@ -45,8 +45,8 @@ __all__ = [
     "Proposal",
     "Proposer",
     "Read",
-    "Reader",
     "Ring",
+    "RingReader",
     "Runner",
     "Sampling",
     "Scores",
@@ -54,7 +54,7 @@ __all__ = [
     "StepRows",
     "WeightsDesk",
     "Writer",
-    "follow",
+    "follow_leader",
     "readback_bytes",
     "segments",
     "step_keys",

@@ -239,7 +239,7 @@ def row_fields(max_rows: int, max_tokens: int, vocab_size: int, logits: int) -> 
     ]
 
 
-def prompt_ids(placed: Sequence[tuple[Row[Any], int]], num_tokens: int) -> Array:
+def fed_ids(placed: Sequence[tuple[Row[Any], int]], num_tokens: int) -> Array:
     """The ids that chunks bring, int32 [num_tokens]; -1 where the token sampled last is fed."""
     prompt = np.full(num_tokens, -1, np.int32)
     for row, start in placed:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from openinfer.graph.rows import Delta
-from openinfer.graph.runner.ring import Reader, Writer
+from openinfer.graph.runner.ring import RingReader, Writer
 from openinfer.graph.runner.segments import UPLOAD
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class LoneLeader:
         return deltas
 
 
-def follow(runner: Runner, reader: Reader, commands: Mapping[str, Callable[..., object]]) -> None:
+def follow_leader(runner: Runner, reader: RingReader, commands: Mapping[str, Callable[..., object]]) -> None:
     """Do what the leader says, until it says that it ends. The runner must be recorded. commands: by their names."""
     keys, rows = list(runner.graphs.keys()), runner.model.batch.rows
     while True:

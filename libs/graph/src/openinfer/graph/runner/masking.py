@@ -29,7 +29,7 @@ def constrained_rows(step: Step[Sampling], emits: Array) -> Constrained:
     return [(at, seq, found) for at, seq in seqs if (found := seq.owner.constraint) is not None]
 
 
-def accept(constrained: Constrained, result: Array) -> dict[Seq[Sampling], int]:
+def accept_tokens(constrained: Constrained, result: Array) -> dict[Seq[Sampling], int]:
     """Move constraints past the tokens of a step, result int32 [1 + D, R, 3]. The number of tokens by sequence."""
     counts: dict[Seq[Sampling], int] = {}
     for at, seq, constraint in constrained:

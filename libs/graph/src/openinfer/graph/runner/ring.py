@@ -108,7 +108,7 @@ class Writer:
             os.sched_yield()
 
 
-class Reader:
+class RingReader:
     """The end of reader `index`. bell: its eventfd. spin_s: how long it looks for a message before it sleeps."""
 
     def __init__(self, ring: Ring, index: int, bell: int, *, spin_s: float) -> None:

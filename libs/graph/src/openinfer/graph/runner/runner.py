@@ -12,11 +12,11 @@ import numpy as np
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
-from openinfer.graph.runner.batch import prompt_ids
+from openinfer.graph.runner.batch import fed_ids
 from openinfer.graph.runner.drafting import Drafting, NoDrafts, Spent
 from openinfer.graph.runner.follower import Leader, LoneLeader
 from openinfer.graph.runner.host import recorded
-from openinfer.graph.runner.masking import Constrained, Masking, NoMasks, accept, constrained_rows
+from openinfer.graph.runner.masking import Constrained, Masking, NoMasks, accept_tokens, constrained_rows
 from openinfer.graph.runner.model import Masks, Model
 from openinfer.graph.runner.proposing import keeps
 from openinfer.graph.runner.sampling import Sampling, Wishes
@@ -262,7 +262,7 @@ class Runner:
         count = 3 if launched.wants_logprobs else 1
         result, *tops = (array.reshape(places, -1, array.shape[1]) for array in arrays[:count])
         self._scores += read_scores(launched.shares, arrays[-4:])
-        counts = accept(launched.constrained, result)
+        counts = accept_tokens(launched.constrained, result)
         if launched.constrained and self.drafting.layers:
             self.masking.proposed = arrays[count].copy()
         if self._waiting is not None:
@@ -378,7 +378,7 @@ class Runner:
             write_verified(rows, q_starts, drafts, self._shape.drafts)
         if self.drafting.layers:
             write_following(rows, num_rows, step)
-        rows.write("prompt", 0, prompt_ids(placed, self._shape.tokens))
+        rows.write("prompt", 0, fed_ids(placed, self._shape.tokens))
 
     def close(self) -> None:
         """Wait for what is under way and give everything back but the memory."""

@@ -12,7 +12,7 @@ FACTOR = 3.0
 """A load is slow above this many times the usual time of a block."""
 
 
-class LoadTime(Protocol):
+class _LoadTime(Protocol):
     """A load that has ended; that of openinfer.kvpool.tiers is one."""
 
     @property
@@ -35,7 +35,7 @@ class LoadTime(Protocol):
         """Blocks that did not come."""
 
 
-L = TypeVar("L", bound=LoadTime)
+L = TypeVar("L", bound=_LoadTime)
 
 
 @dataclass(slots=True)

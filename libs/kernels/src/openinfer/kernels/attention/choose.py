@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
 from openinfer.kernels.attention.coded import attend_codes, takes
 from openinfer.kernels.attention.long import hopper_tile, in_parts, long_rows, single_tokens
-from openinfer.kernels.attention.tiles import Tile, coded_tile, long_tile, short_tile
+from openinfer.kernels.attention.tiles import Tile, coded_attention_tile, long_tile, short_tile
 from openinfer.kernels.linear.choices import RING_TOKENS, releases
 from openinfer.kernels.op.contract import require
 from openinfer.kernels.op.launch import (
@@ -56,7 +56,7 @@ def spare_parts(choice: AttentionChoice, call: AttentionCall) -> int:
     return places if FEWEST_SPARE_PARTS <= places < SPARE_PARTS else SPARE_PARTS
 
 
-def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) -> tuple[int, int]:
+def _split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) -> tuple[int, int]:
     """(the most parts of a short row's keys, the fewest keys of a part).
 
     Two programs an SM fill the GPU once; more than MOST_PARTS cost more to merge than they gain. Where the rows alone
@@ -68,16 +68,16 @@ def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) 
     return min(MOST_PARTS, -(-table_tokens // LARGE_PART)), LARGE_PART
 
 
-def choose(target: Target, call: AttentionCall) -> AttentionChoice:
+def choose_attention(target: Target, call: AttentionCall) -> AttentionChoice:
     """The choice for a call. The choice depends on static sizes, never on lengths. Raises ContractError for an FP8
     cache on a GPU that has no instructions for it."""
     require(
         target.arch >= call.form.arch,
         f"the cache is FP8; that takes sm_{call.form.arch} or newer, and this is sm_{target.arch}",
     )
-    of_short = coded_tile if call.form.scaled else short_tile
+    of_short = coded_attention_tile if call.form.scaled else short_tile
     short = of_short(target, call.rows * call.kv_heads, call.group, call.dim)
-    parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
+    parts = _split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
     codes = long_tile(target, call.group, call.dim)
     long = hopper_tile(target, call) or codes
     # For sm_100 Triton 3.6.0 does not compile products whose operand is made by assembly ("PassManager::run failed").
@@ -90,7 +90,7 @@ def choose(target: Target, call: AttentionCall) -> AttentionChoice:
     )
 
 
-def launches(call: AttentionCall, choice: AttentionChoice, max_q_len: int) -> list[Launch]:
+def attention_launches(call: AttentionCall, choice: AttentionChoice, max_q_len: int) -> list[Launch]:
     """The launches of a call.
 
     Where all rows have few tokens, one kernel splits their keys. Else rows of one token and other rows are two launches

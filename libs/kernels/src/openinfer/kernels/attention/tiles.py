@@ -53,7 +53,7 @@ def short_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
     return Tile(max(16, power_of_two(group)), keys, 4, stages)
 
 
-def coded_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
+def coded_attention_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
     """short_tile for an FP8 cache: its codes are unpacked between two barriers a block. So larger blocks are better
     where there are more programs than SMs."""
     tile = short_tile(target, programs, group, dim)

@@ -65,7 +65,7 @@ class Int4(NamedTuple):
         return False
 
 
-class Part(NamedTuple):
+class PackedPart(NamedTuple):
     """Rows and columns of a module's weight."""
 
     module: str
@@ -73,7 +73,7 @@ class Part(NamedTuple):
     columns: slice
 
 
-def conversions(packing: Int4, part: Part, codes: Tensor, words: Tensor) -> Iterator[Conversion]:
+def conversions(packing: Int4, part: PackedPart, codes: Tensor, words: Tensor) -> Iterator[Conversion]:
     """The conversions that fill codes [rows, columns / 2] and words [rows, columns / group] of a part. Raises
     ContractError where the part begins or ends within a group of columns, or within 8 rows."""
     rows, columns = part.rows, part.columns
@@ -100,7 +100,7 @@ def conversions(packing: Int4, part: Part, codes: Tensor, words: Tensor) -> Iter
         yield made(words, convert, scales=(groups, rows), qzeros=(groups, of_rows), **index)
 
 
-def _packed(part: Part, extent: slice, size: int) -> slice:
+def _packed(part: PackedPart, extent: slice, size: int) -> slice:
     if extent.start % size or extent.stop % size:
         raise ContractError(
             f"{part.module}: rows or columns {extent.start} to {extent.stop} are no whole groups of {size}"

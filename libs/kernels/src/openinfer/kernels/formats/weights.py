@@ -11,14 +11,14 @@ import numpy as np
 
 from openinfer.kernels.errors import ContractError, UnsupportedQuantization
 from openinfer.kernels.formats.fp8 import block_codes, block_scales, row_codes, row_scales
-from openinfer.kernels.formats.int4_checkpoints import Int4, Part, conversions
+from openinfer.kernels.formats.int4_checkpoints import Int4, PackedPart, conversions
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, Coding
 from openinfer.tensor import (
     Conversion,
-    Load,
     Places,
     Tensor,
+    TensorLoad,
     dtypes,
     float8_e4m3fn,
     float8_e8m0fnu,
@@ -128,7 +128,7 @@ class LinearPlaces(Places):
     on a CPU does it once instead of at every step."""
 
     expand: bool = False
-    layers: list[Load] = field(default_factory=list)
+    layers: list[TensorLoad] = field(default_factory=list)
     """Which rows and columns of a layer's weight lie where, by the name of a plain weight."""
     ignored: list[str] = field(default_factory=list)
     """Tensors that belong to packed weights and say nothing that is needed."""
@@ -205,7 +205,7 @@ class LinearPlaces(Places):
             start += part.rows
             weight, scales = linear.weight[rows], linear.scales
             source = _range(part.row, part.rows), _range(part.column, linear.columns)
-            layer = Load(part.module + ".weight", weight, source)
+            layer = TensorLoad(part.module + ".weight", weight, source)
             self.layers.append(layer)
             if packing is None:
                 self.loads.append(layer)
@@ -228,7 +228,7 @@ class LinearPlaces(Places):
 
     def _int4(self, part: WeightPart, codes: Tensor, words: Tensor, packing: Int4) -> None:
         size = _range(part.row, part.rows), _range(part.column, 2 * codes.shape[1])
-        self.conversions += conversions(packing, Part(part.module, *size), codes, words)
+        self.conversions += conversions(packing, PackedPart(part.module, *size), codes, words)
         self.ignored.append(part.module + ".weight_shape")
 
     def _rows(self, part: WeightPart, weight: Tensor, scales: Tensor, packing: Packing) -> None:
@@ -242,7 +242,7 @@ class LinearPlaces(Places):
                 Conversion((name,), scales, row_scales, of_row),
             ]
             return
-        self.loads.append(Load(name, weight, (rows, columns)))
+        self.loads.append(TensorLoad(name, weight, (rows, columns)))
         name = part.module + packing.scales
         if packing.whole:
             self.single.add(name)
@@ -270,11 +270,11 @@ class LinearPlaces(Places):
             return 0
         height: int = of_scales[0].stop - of_scales[0].start
         scales = left[:height]
-        self.loads.append(Load(weight, dst.view_as(int8) if packing.fp4 else dst, source))
+        self.loads.append(TensorLoad(weight, dst.view_as(int8) if packing.fp4 else dst, source))
         if packing.dtype == float32:  # checkpoints may hold them in bfloat16
             self.conversions.append(Conversion((name,), scales, _wide, (of_scales,)))
         else:
-            self.loads.append(Load(name, scales.view_as(packing.dtype), of_scales))
+            self.loads.append(TensorLoad(name, scales.view_as(packing.dtype), of_scales))
         return height
 
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]]:

@@ -9,7 +9,7 @@ import numpy as np
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.linear.choices import planned
 from openinfer.kernels.linear.problem import Kernel, Problem
-from openinfer.kernels.norms import silu_mul
+from openinfer.kernels.norms import launch_silu_mul
 from openinfer.kernels.op.launch import Command, Matmul, Scratch
 from openinfer.kernels.op.rounding import SCALE_BLOCK
 
@@ -37,7 +37,7 @@ def _launches(p: Problem) -> Iterator[Command]:
     workspace = Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8))
     yield Matmul(out, p.x, p.weight.weight, workspace, p.add, scales=scales)
     if p.gated:
-        yield silu_mul(p.out, out)
+        yield launch_silu_mul(p.out, out)
 
 
 OF_CODES = Kernel("cublas of codes", _takes_codes, _launches)

@@ -11,7 +11,7 @@ from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.choices import CLUSTERED, CodedTile, sent_bytes
 from openinfer.kernels.linear.problem import Kernel, Problem, sums_of_parts
-from openinfer.kernels.norms import silu_mul
+from openinfer.kernels.norms import launch_silu_mul
 from openinfer.kernels.op.launch import (
     Aligned,
     Arg,
@@ -167,9 +167,9 @@ def _clusters(p: Problem) -> Iterator[Command]:
 def _few(p: Problem) -> Iterator[Command]:
     if p.gated:
         both = p.both()
-        yield from [*_few(p.ungated(both)), silu_mul(p.out, both)]
+        yield from [*_few(p.ungated(both)), launch_silu_mul(p.out, both)]
         return
-    tile, weight, words = few_tile(p.target, p.m, p.n, p.k), p.weight.weight, p.weight.scales
+    tile, weight, words = _few_tile(p.target, p.m, p.n, p.k), p.weight.weight, p.weight.scales
     assert isinstance(p.form, Int4Groups)
     assert isinstance(weight, Tensor)
     assert words is not None
@@ -195,7 +195,7 @@ def _few(p: Problem) -> Iterator[Command]:
     yield launch(_DEVICE, name, grid, args, constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def few_tile(target: Target, m: int, n: int, k: int) -> CodedTile:
+def _few_tile(target: Target, m: int, n: int, k: int) -> CodedTile:
     """The tile of `_few`, as measured on an H200 for the weights of Qwen3-4B. K is split until the programs fill
     the GPU once, and twice with up to 32 tokens."""
     bm = min(64, max(16, power_of_two(m)))

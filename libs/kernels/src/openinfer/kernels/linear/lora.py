@@ -12,7 +12,7 @@ from openinfer.kernels.linear.cluster import adapted_choice, cluster_product
 from openinfer.kernels.linear.problem import Kernel, Operand, Problem
 from openinfer.kernels.lora.launches import gated_sums, low_rank_product, takes_few
 from openinfer.kernels.lora.low_rank import MOST_PARTS, Lora
-from openinfer.kernels.norms import Norm, norm, silu_mul
+from openinfer.kernels.norms import Norm, launch_silu_mul, norm
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.store.tables import ProductChoice
 from openinfer.tensor import float32, int32
@@ -57,7 +57,7 @@ def _clusters(p: Problem) -> Iterator[Command]:
 
 
 def _together(p: Problem) -> Iterator[Command]:
-    tile = few_tile(p, _lora(p))
+    tile = _few_tile(p, _lora(p))
     assert tile is not None
     first, rest = _normed(p)
     yield from first
@@ -74,7 +74,7 @@ def _apart(p: Problem) -> Iterator[Command | Problem]:
         first, rest = _normed(product)
         yield from first
         yield replace(rest, out=both, epilogue="add" if few else "none")
-        yield from [silu_mul(p.out, both)] if few else gated_sums(p.target, p.out, both, rest.x, lora)
+        yield from [launch_silu_mul(p.out, both)] if few else gated_sums(p.target, p.out, both, rest.x, lora)
     elif p.norm is None or p.weight.coding is not None or few:
         yield product
         yield from _after(p, p.out, p.x, p.norm, add=True)
@@ -89,7 +89,7 @@ def _after(p: Problem, out: Operand, x: Operand, normed: Norm | None, *, add: bo
     yield from low_rank_product(p.target, own, x, normed, _lora(p), add=add)
 
 
-def few_tile(p: Problem, lora: Lora) -> ProductChoice | None:
+def _few_tile(p: Problem, lora: Lora) -> ProductChoice | None:
     """The tile of the one kernel, or None where it does not take the product."""
     parts, places, rows, rank = (
         lora["lora_parts"],
@@ -155,6 +155,6 @@ def _small(c: ProductChoice, p: Problem, lora: Lora) -> Launch:
 
 KERNELS = (
     Kernel("clusters with adapters", lambda p: bool(p.adapter and adapted_choice(p, p.adapter)), _clusters),
-    Kernel("small with adapters", lambda p: bool(p.adapter and few_tile(p, p.adapter)), _together),
+    Kernel("small with adapters", lambda p: bool(p.adapter and _few_tile(p, p.adapter)), _together),
     Kernel("adapters apart", lambda p: bool(p.adapter), _apart),
 )

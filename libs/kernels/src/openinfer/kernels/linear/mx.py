@@ -219,7 +219,7 @@ KERNELS = (
 )
 
 
-def q8_rows(out: Tensor) -> Launch:
+def launch_q8_rows(out: Tensor) -> Launch:
     """out through q8, in place."""
     rows, width = out.shape
     blocks = min(8, power_of_two(width // 128))
@@ -227,7 +227,7 @@ def q8_rows(out: Tensor) -> Launch:
     return launch(_DEVICE, "q8_rows", (rows, -(-width // (128 * blocks))), args, {"BLOCKS": blocks})
 
 
-def clamped_gate(out: Tensor, both: Scratch, limit: float, quantized: bool) -> Launch:
+def launch_clamped_gate(out: Tensor, both: Scratch, limit: float, quantized: bool) -> Launch:
     """out [T, I] from the gate's and the up projection's columns."""
     rows, width = out.shape
     blocks = min(8, power_of_two(width // 128))
@@ -236,7 +236,7 @@ def clamped_gate(out: Tensor, both: Scratch, limit: float, quantized: bool) -> L
     return launch(_DEVICE, "clamped_gate", (rows, -(-width // (128 * blocks))), args, constants)
 
 
-def norm_rows(out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized: bool) -> Launch:
+def launch_norm_rows(out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized: bool) -> Launch:
     """out = the RMS norm of x, rounded by q8 if asked."""
     rows, width = out.shape
     args: dict[str, Arg] = {

@@ -10,7 +10,7 @@ from openinfer.kernels.formats.linear import Linear, Plain
 from openinfer.kernels.linear.choices import planned
 from openinfer.kernels.linear.int4 import int4_choice
 from openinfer.kernels.linear.problem import Kernel, Operand, Problem, sums_of_parts
-from openinfer.kernels.norms import norm, silu_mul
+from openinfer.kernels.norms import launch_silu_mul, norm
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, TensorMap, launch, launch_cuda
 from openinfer.kernels.op.rounding import SCALE_BLOCK
 from openinfer.kernels.op.target import shared_bytes
@@ -119,7 +119,7 @@ def _large(p: Problem) -> Iterator[Command]:
     if p.gated:
         both = p.both()
         yield _gemm(p.ungated(both))
-        yield silu_mul(p.out, both)
+        yield launch_silu_mul(p.out, both)
     else:
         yield _gemm(p)
 

@@ -150,6 +150,6 @@ class ExchangeRank:
         return slowest
 
 
-def entry(way: Exchange) -> Mapping[str, Any]:
+def exchange_entry(way: Exchange) -> Mapping[str, Any]:
     """A way as the tables have it."""
     return {"kind": way.kind} if way.kind == "nccl" else {"kind": way.kind, "warps": way.warps}

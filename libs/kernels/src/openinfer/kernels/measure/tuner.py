@@ -48,7 +48,7 @@ FIELDS = {
 Array = np.ndarray[Any, Any]
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """A linear layer: its op ("logits" is norm_linear into float32), rows and columns of its weight."""
 
     op: str
@@ -59,7 +59,7 @@ class Shape(NamedTuple):
 class Measured(NamedTuple):
     """The result for a layer with `m` tokens: seconds a call by choice, of the choices that run and are right."""
 
-    shape: Shape
+    shape: ProductShape
     m: int
     seconds: Mapping[ProductChoice, float]
     problems: Sequence[str]
@@ -75,7 +75,7 @@ class Meter(Protocol):
 
     target: Target
 
-    def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[ProductChoice]], Measured]:
+    def layer(self, shape: ProductShape, most: int) -> Callable[[int, Sequence[ProductChoice]], Measured]:
         """The layer with weights of its own, for at most `most` tokens: a function of tokens and choices."""
 
 
@@ -113,7 +113,7 @@ def candidates(target: Target, op: str, m: int, n: int, k: int) -> Iterator[Prod
 
 def tune(
     meter: Meter,
-    shapes: Sequence[Shape],
+    shapes: Sequence[ProductShape],
     tokens: Sequence[int],
     known: Table,
     progress: Callable[[int, int], None],
@@ -135,7 +135,9 @@ def tune(
             progress(done, total)
 
 
-def missing(shapes: Sequence[Shape], tokens: Sequence[int], known: Table) -> dict[Shape, list[int]]:
+def missing(
+    shapes: Sequence[ProductShape], tokens: Sequence[int], known: Table
+) -> dict[ProductShape, list[int]]:
     """The measurements that a table lacks, by layer."""
     return {
         shape: [
@@ -168,9 +170,9 @@ class DeviceMeter:
         self.driver = CudaDriver(self.device, self.stream, self.store, lt)
         self.pack = LaunchPack(self.target, self.driver, scratch, zeroed)
 
-    def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[ProductChoice]], Measured]:
+    def layer(self, shape: ProductShape, most: int) -> Callable[[int, Sequence[ProductChoice]], Measured]:
         """See Meter."""
-        return Layer(self, shape, most).measured
+        return _Layer(self, shape, most).measured
 
     def fill(self, tensor: Tensor, scale: float, rng: np.random.Generator) -> None:
         """Random values, by one block of them copied until the tensor is full."""
@@ -207,10 +209,10 @@ class DeviceMeter:
         return sorted(times[1:])[2] / (repeat * len(calls))
 
 
-class Layer:
+class _Layer:
     """One linear layer's tensors on the device."""
 
-    def __init__(self, meter: DeviceMeter, shape: Shape, most: int) -> None:
+    def __init__(self, meter: DeviceMeter, shape: ProductShape, most: int) -> None:
         self._meter, self.shape = meter, shape
         op, n, k = shape
         self._gated = op == "gate_up_silu"

@@ -65,7 +65,7 @@ class Kernels(Protocol):
         """From results to tokens."""
 
 
-def launches(kernels: Kernels, pairs: Pairs) -> Iterator[Command]:
+def mixture_launches(kernels: Kernels, pairs: Pairs) -> Iterator[Command]:
     """The launches of one call."""
     yield kernels.sort(pairs)
     yield from kernels.multiply(pairs)

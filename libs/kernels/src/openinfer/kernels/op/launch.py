@@ -83,14 +83,14 @@ def depth(k: int, most: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class PeerTable:
     """The table of the ranks' segments for sums of rows of `width` bytes, or for columns, which the driver owns (see
     device.push_sum)."""
 
     width: int | None
 
 
-Arg = Tensor | Scratch | Peers | TensorMap | Aligned | int | float
+Arg = Tensor | Scratch | PeerTable | TensorMap | Aligned | int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +348,7 @@ def _type_of(name: str, arg: Arg) -> tuple[str, bool]:
             return _int_type(name, value), True
         case Scratch():
             return _pointer(name, arg.dtype), True
-        case Peers():
+        case PeerTable():
             return "*i64", True
         case float():
             return "fp32", False

@@ -12,15 +12,15 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 
-from openinfer.kernels.op.launch import Aligned, Arg, CudaSpec, Peers, Scratch, Spec, TensorMap
+from openinfer.kernels.op.launch import Aligned, Arg, CudaSpec, PeerTable, Scratch, Spec, TensorMap
 from openinfer.tensor import Tensor
 
-Address = Callable[[Tensor | Scratch | Peers], int]
+Address = Callable[[Tensor | Scratch | PeerTable], int]
 EncodeTensorMap = Callable[[TensorMap, int, int], bytes]
 """(map, address, index of the map among the kernel's maps) -> the 128 bytes."""
 
 _SIZES = {"Q": 8, "q": 8, "i": 4, "f": 4, "128s": 128}
-_MEMORY, _NUMBERS = (Tensor, Scratch, Peers), (int, float)  # tuples: asking a union is five times slower
+_MEMORY, _NUMBERS = (Tensor, Scratch, PeerTable), (int, float)  # tuples: asking a union is five times slower
 _SCALARS = {"i32": "i", "fp32": "f"}
 
 

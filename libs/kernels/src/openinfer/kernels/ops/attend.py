@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.attention.call import AttendArgs, AttentionCall, AttentionChoice
-from openinfer.kernels.attention.choose import choose, launches
+from openinfer.kernels.attention.choose import attention_launches, choose_attention
 from openinfer.kernels.attention.kv_cache import FP8_CACHE, CacheForm, KvLayout, cached_bytes, expect_cache
 from openinfer.kernels.attention.tiles import Tile
 from openinfer.kernels.op.cases import CaseRows, Commands, Memory, OpCase
@@ -86,7 +86,7 @@ def require_attention(dtype: np.dtype[Any], dim: int, page_size: int) -> None:
 def _launches(target: Target, a: AttendArgs[Tensor]) -> Iterator[Command]:
     require_attention(a.q.dtype, a.q.shape[2], a.kv.shape[3])
     call = AttentionCall.of(a)
-    yield from launches(call, choose(target, call), a.max_q_len)
+    yield from attention_launches(call, choose_attention(target, call), a.max_q_len)
 
 
 def _cost(workload: Workload, a: AttendArgs[Tensor]) -> Cost:
@@ -137,7 +137,7 @@ def _pages(memory: Memory, layout: KvLayout, count: int) -> Tensor:
 
 def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other tiles, and other numbers of parts of a row."""
-    plain = choose(target, AttentionCall.of(case.calls[0]))
+    plain = choose_attention(target, AttentionCall.of(case.calls[0]))
     others: dict[str, AttentionChoice] = {}
     for tile in (Tile(16, 64, 4, 3), Tile(16, 64, 4, 5), Tile(16, 64, 4, 7), Tile(16, 128, 8, 5)):
         others[f"short {tile.bm} x {tile.bn}, {tile.warps} warps, {tile.stages} stages"] = replace(
@@ -150,6 +150,6 @@ def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     for name, choice in others.items():
 
         def commands(a: AttendArgs[Tensor], choice: AttentionChoice = choice) -> list[Launch]:
-            return launches(AttentionCall.of(a), choice, a.max_q_len)
+            return attention_launches(AttentionCall.of(a), choice, a.max_q_len)
 
         yield name, commands

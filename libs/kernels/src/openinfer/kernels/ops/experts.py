@@ -73,7 +73,7 @@ def _launches(target: Target, a: ExpertsArgs[Tensor]) -> Iterator[Command]:
     )
     count = a.gate_up.shape[0]
     found = packed_expert_tile(target, a.expert_ids.numel, count, kind_of(a.gate_up), a.quantized)
-    yield from mixture.launches(PackedExperts.of(target, found, a), Pairs.of(a.expert_ids, count))
+    yield from mixture.mixture_launches(PackedExperts.of(target, found, a), Pairs.of(a.expert_ids, count))
 
 
 def _cost(workload: Workload, a: ExpertsArgs[Tensor]) -> Cost:
@@ -131,6 +131,6 @@ def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
 
         def commands(a: ExpertsArgs[Tensor], places: int = places) -> Iterator[Command]:
             kernels = PackedExperts.of(target, replace(chosen, bm=places), a)
-            return mixture.launches(kernels, Pairs.of(a.expert_ids, count))
+            return mixture.mixture_launches(kernels, Pairs.of(a.expert_ids, count))
 
         yield f"{places} places", commands

@@ -117,7 +117,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         second=expert_tile(target, pairs.count, experts, width, inter, first=False),
         results=Scratch((pairs.count, width), a.x.dtype),
     )  # fmt: skip
-    yield from mixture.launches(kernels, pairs)
+    yield from mixture.mixture_launches(kernels, pairs)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:

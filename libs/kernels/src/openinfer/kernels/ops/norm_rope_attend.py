@@ -9,7 +9,7 @@ from typing import Any, Generic
 import numpy as np
 
 from openinfer.kernels.attention.call import AttendArgs, AttentionCall
-from openinfer.kernels.attention.choose import NEW_PAIRS, choose, launches, new_tokens
+from openinfer.kernels.attention.choose import NEW_PAIRS, attention_launches, choose_attention, new_tokens
 from openinfer.kernels.attention.kv_cache import cached_bytes, expect_cache
 from openinfer.kernels.op.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
 from openinfer.kernels.op.launch import Command, Scratch
@@ -109,14 +109,14 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     require_attention(a.out.dtype, dim, page_size)
     q = Scratch((a.out.shape[0], a.out.shape[1] // dim, dim), a.out.dtype)
     call = AttentionCall.of(a.attending(q, a.window))
-    choice = choose(target, call)
+    choice = choose_attention(target, call)
     one = a.max_q_len == 1 and call.group <= NEW_PAIRS and not target.batch_invariant
     if one and choice.decode is None:
         new = tensors(a, "qkv", "q_norm", "k_norm", "cos_sin")
         yield new_tokens(call, choice, new, left_out(a, "q_norm", "k_norm"), a.eps)
         return
     yield write_launch(target, a.writing(q), early_behind=one and choice.decode is not None)
-    yield from launches(call, choice, a.max_q_len)
+    yield from attention_launches(call, choice, a.max_q_len)
 
 
 def _cost(workload: Workload, a: QkvAttentionArgs[Tensor]) -> Cost:

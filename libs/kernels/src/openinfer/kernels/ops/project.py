@@ -90,7 +90,7 @@ def _project_launches(target: Target, a: _ProjectArgs[Tensor]) -> Iterator[Comma
         Problem(target, "project", a.out, a.x, own, groups=a.groups, rounded=a.rounded_x)
     )
     if a.quantized:
-        yield mx.q8_rows(a.out)
+        yield mx.launch_q8_rows(a.out)
 
 
 def _weight_bytes(weight: Tensor, scales: Tensor | None) -> int:
@@ -162,7 +162,7 @@ def _gate_launches(target: Target, a: _GateUpClampedArgs[Tensor]) -> Iterator[Co
     yield from linear.launches(
         Problem(target, "project", both, a.x, _linear(a), rounded=a.quantized, parts=2)
     )
-    yield mx.clamped_gate(a.out, both, a.limit, a.quantized)
+    yield mx.launch_clamped_gate(a.out, both, a.limit, a.quantized)
 
 
 def _gate_cost(workload: Workload, a: _GateUpClampedArgs[Tensor]) -> Cost:
@@ -213,7 +213,7 @@ def _norm_reference(a: _NormRowsArgs[Array]) -> None:
 
 def _norm_launches(target: Target, a: _NormRowsArgs[Tensor]) -> Iterator[Command]:
     expect_q8(target, a.quantized)
-    yield mx.norm_rows(a.out, a.x, a.norm_weight, a.eps, a.quantized)
+    yield mx.launch_norm_rows(a.out, a.x, a.norm_weight, a.eps, a.quantized)
 
 
 def _norm_cost(workload: Workload, a: _NormRowsArgs[Tensor]) -> Cost:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.op.launch import Collective, Command, Matmul, Peers, Scratch, Spec, TensorMap
+from openinfer.kernels.op.launch import Collective, Command, Matmul, PeerTable, Scratch, Spec, TensorMap
 from openinfer.kernels.op.op import Op, leaves
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.op.target import Target
@@ -30,7 +30,7 @@ class LaunchDriver(Protocol):
         """operands: the addresses of the command's."""
 
     def collective(self, command: Collective, out: int, x: int) -> None: ...
-    def peers(self, table: Peers) -> int: ...
+    def peers(self, table: PeerTable) -> int: ...
     def branch(self, number: int) -> None:
         """The next commands are of this branch; 0: of no branch, and after all branches. Called at each change."""
 
@@ -86,10 +86,10 @@ class LaunchPack:
                 f"{self._scratch_bytes} and {self._zeroed_bytes}: make them as large as the null pack's workspace_bytes"
             )
 
-        def address(tensor: Tensor | Scratch | Peers) -> int:
+        def address(tensor: Tensor | Scratch | PeerTable) -> int:
             if isinstance(tensor, Tensor):
                 return address_of(tensor)
-            if isinstance(tensor, Peers):
+            if isinstance(tensor, PeerTable):
                 return self.driver.peers(tensor)
             return offsets[tensor] + (self._zeroed_ptr if tensor.zeroed else self._scratch_ptr)
 
@@ -106,7 +106,7 @@ class LaunchPack:
             if at:
                 self.driver.branch(0)
 
-    def _run(self, command: Command, address: Callable[[Tensor | Scratch | Peers], int]) -> None:
+    def _run(self, command: Command, address: Callable[[Tensor | Scratch | PeerTable], int]) -> None:
         if isinstance(command, Matmul):
             operands = [address(operand) for operand in command.operands]
             self.driver.matmul(command, operands, address(command.workspace))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.op.launch import TRITON_TYPES, Collective, CudaSpec, Matmul, Peers, Spec, TensorMap
+from openinfer.kernels.op.launch import TRITON_TYPES, Collective, CudaSpec, Matmul, PeerTable, Spec, TensorMap
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.packs.cublas import CublasLt
 from openinfer.kernels.ranks.gpu_ranks import GpuRanks
@@ -169,7 +169,7 @@ class CudaDriver:
         """By NCCL. Raises LaunchError without ranks, or with another number of them."""
         self._of(command.ranks).run(command, out, x, self._at)
 
-    def peers(self, table: Peers) -> int:
+    def peers(self, table: PeerTable) -> int:
         """The address of the table of the ranks' segments."""
         return self._of(None).table(table)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from openinfer.kernels.errors import LaunchError, MissingExtra
-from openinfer.kernels.op.launch import Collective, CudaSpec, Matmul, Peers, Spec, TensorMap
+from openinfer.kernels.op.launch import Collective, CudaSpec, Matmul, PeerTable, Spec, TensorMap
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.ops.collectives import combine
 from openinfer.kernels.ranks.communicator import Communicator, member
@@ -78,7 +78,7 @@ class InterpDriver:
         )
         combine(command.kind, to, source, communicator)
 
-    def peers(self, table: Peers) -> int:
+    def peers(self, table: PeerTable) -> int:
         raise LaunchError("the interpreter has no peers' memory: plan for a Target that is interpreted")
 
     def branch(self, number: int) -> None:

@@ -12,7 +12,7 @@ from openinfer.kernels.op.launch import (
     Command,
     Launch,
     Matmul,
-    Peers,
+    PeerTable,
     Scratch,
     Spec,
     TensorMap,
@@ -100,7 +100,7 @@ class NullPack:
     def peer_widths(self) -> set[int]:
         """Bytes of the rows that ranks push to each other in the recorded calls."""
         launches = (c for call in self.calls for c in call.commands if isinstance(c, Launch))
-        tables = (arg for command in launches for arg in command.args if isinstance(arg, Peers))
+        tables = (arg for command in launches for arg in command.args if isinstance(arg, PeerTable))
         return {table.width for table in tables if table.width is not None}
 
     def workspace_bytes(self, *, zeroed: bool) -> int:

@@ -21,7 +21,7 @@ Source = tuple[int, int]
 """The number of a tensor among the arguments of an op, and bytes from its start."""
 
 
-class Prepared(NamedTuple):
+class _Prepared(NamedTuple):
     """The commands of a call, and where each of their tensors (by id) is among the call's arguments; None if that does
     not follow from the arguments alone."""
 
@@ -35,15 +35,15 @@ class Recall:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._known: dict[Any, Prepared] = {}
+        self._known: dict[Any, _Prepared] = {}
 
-    def prepare(self, op: Op[Any], args: Any) -> Prepared:
+    def prepare(self, op: Op[Any], args: Any) -> _Prepared:
         """Like op.plan, but a call like an earlier one gets that one's commands. Raises the same errors as op.plan."""
         key = call_key(op, args)
         prepared = self._known.get(key)
         if prepared is None or prepared.sources is None:
             commands = op.plan(self._target, args)
-            prepared = Prepared(commands, place(commands), sources(commands, args))
+            prepared = _Prepared(commands, place(commands), sources(commands, args))
             if len(self._known) < MOST:
                 self._known[key] = prepared
         return prepared

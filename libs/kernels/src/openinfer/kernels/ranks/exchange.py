@@ -15,7 +15,7 @@ from openinfer.kernels.op.launch import (
     Collective,
     Command,
     Launch,
-    Peers,
+    PeerTable,
     Scratch,
     aligned,
     launch,
@@ -153,11 +153,11 @@ def pushed_rows(target: Target, ranks: int, rows: int, width: int, warps: int) -
     """A launch after the other for bf16 [rows, width], by programs of `warps`. All rows that a model pushes have
     one width."""
     base, at_once = segment_bytes(ranks, 0), min(PROGRAMS, WARPS // warps)
-    yield from _pushed(target, ranks, rows, 2 * width, at_once, Peers(2 * width), base, PROGRAMS)
+    yield from _pushed(target, ranks, rows, 2 * width, at_once, PeerTable(2 * width), base, PROGRAMS)
 
 
 def _pushed(
-    target: Target, ranks: int, rows: int, nbytes: int, at_once: int, peers: Peers, base: int, counts: int
+    target: Target, ranks: int, rows: int, nbytes: int, at_once: int, peers: PeerTable, base: int, counts: int
 ) -> Iterator[PushedRows]:
     constants = {
         "WIDTH": nbytes // 2,
@@ -187,7 +187,7 @@ def columns_of_ranks(target: Target, out: Tensor, x: Tensor, ranks: int) -> Iter
     part = width * x.itemsize
     if not target.interpreted and part % 16 == 0 and ranks * x.nbytes < MOST_COLUMNS:
         count = -(-x.nbytes // COLUMNS_BYTES)
-        for pushed in _pushed(target, ranks, count, COLUMNS_BYTES, PROGRAMS, Peers(None), 0, 0):
+        for pushed in _pushed(target, ranks, count, COLUMNS_BYTES, PROGRAMS, PeerTable(None), 0, 0):
             own: dict[str, Arg] = {
                 "out": out,
                 "x": x,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from openinfer.kernels.errors import LaunchError, RankLost
-from openinfer.kernels.op.launch import Collective, Peers
+from openinfer.kernels.op.launch import Collective, PeerTable
 from openinfer.kernels.ranks.exchange import segment_bytes, table_of
 from openinfer.tensor import Arena, Device, NcclRanks, PeerMemory, PinnedBuffer, Stream, int64
 
@@ -55,7 +55,7 @@ class GpuRanks:
                 socket.send_fds(link, [b"-"], everyone[:rank] + everyone[rank + 1 :])
         return [*others[: self.rank], None, *others[self.rank :]]
 
-    def table(self, table: Peers) -> int:
+    def table(self, table: PeerTable) -> int:
         """The address of the table that device.push_sum reads. Raises LaunchError for rows of another width."""
         if table.width not in (None, self._width):
             raise LaunchError(

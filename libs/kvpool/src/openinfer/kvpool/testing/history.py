@@ -20,13 +20,13 @@ class Broken(AssertionError):
     """A pool broke a rule."""
 
 
-def expect(fact: bool, complaint: str) -> None:
+def must_hold(fact: bool, complaint: str) -> None:
     """Raise Broken unless `fact` holds."""
     if not fact:
         raise Broken(complaint)
 
 
-class Row:
+class _Row:
     """A live lease, and the content of its tokens in memory."""
 
     def __init__(self, lease: Any, salt: bytes, tokens: Sequence[int]) -> None:
@@ -66,7 +66,7 @@ class History:
     ) -> None:
         self.pool, self.groups, self.holds = pool, tuple(groups), holds
         self.random = random.Random(seed)
-        self.live: list[Row] = []
+        self.live: list[_Row] = []
         self.held: list[tuple[Any, int, dict[int, Any]]] = []  # hold, group, contents by block
         self.loader = loader
         self.memory: list[dict[int, Any]] = loader.memory if loader else [{} for _ in groups]
@@ -98,7 +98,7 @@ class History:
             self.check()
         while self.loader and self.loader.loads:
             self.pool.poll(None)
-        expect(
+        must_hold(
             self.pool.num_free == self.pool.num_total, "blocks are lost: nothing is held, and not all is free"
         )
 
@@ -119,12 +119,12 @@ class History:
             tokens = [*prompt[: self.random.randint(0, len(prompt))], self.random.randint(0, 1)]
         salt = self.random.choice([b"", b"", b"salt"])
         lease = self.pool.acquire(tokens, salt)
-        expect(
+        must_hold(
             0 <= lease.num_cached < len(tokens),
             f"{lease.num_cached} of {len(tokens)} tokens are cached: at least one must be left to compute",
         )
         self.num_hits += lease.num_cached > 0
-        self.live.append(Row(lease, salt, tokens))
+        self.live.append(_Row(lease, salt, tokens))
         if self.loader and self.random.random() < 0.7:
             self._load(self.live[-1])
 
@@ -147,7 +147,7 @@ class History:
         else:
             self.reserve_for(seq, min(seq.written + rng.randint(1, 6), whole), whole, leave)
 
-    def reserve_for(self, seq: Row, num_tokens: int, kept_tokens: int, leave: float) -> bool:
+    def reserve_for(self, seq: _Row, num_tokens: int, kept_tokens: int, leave: float) -> bool:
         """Call Lease.reserve for this sequence and check its answer. Returns whether there was room."""
         lease, groups = seq.lease, range(len(self.groups))
         before = [list(lease.block_table(group)) for group in groups]
@@ -156,28 +156,28 @@ class History:
         after = [list(lease.block_table(group)) for group in groups]
         if grown is None:
             self.num_dry += 1
-            expect(
+            must_hold(
                 reach < max(num_tokens, kept_tokens), f"there was room for {reach} tokens, and it is refused"
             )
-            expect(
+            must_hold(
                 after == before and self.pool.num_free == free, "a reserve that is refused changed something"
             )
             return False
-        expect(num_tokens <= reach, f"{num_tokens} tokens were reserved where there was room for {reach}")
+        must_hold(num_tokens <= reach, f"{num_tokens} tokens were reserved where there was room for {reach}")
         for group, first, blocks in grown:
-            expect(
+            must_hold(
                 first == len(before[group]),
                 f"group {group} grew from entry {first}, had {len(before[group])}",
             )
             before[group] += blocks
-        expect(after == before, "reserve does not return what it added to the tables")
-        expect(
+        must_hold(after == before, "reserve does not return what it added to the tables")
+        must_hold(
             lease.num_tokens >= num_tokens, f"room for {lease.num_tokens} tokens, {num_tokens} were reserved"
         )
         for group, spec in enumerate(self.groups):
             room = len(after[group]) * spec.block_size
             if not spec.snapshots and spec.window is None:
-                expect(
+                must_hold(
                     room >= kept_tokens,
                     f"group {group} has room for {room} tokens, promised were {kept_tokens}",
                 )
@@ -224,18 +224,18 @@ class History:
         if ready:
             self._load(self.random.choice(ready))
 
-    def _load(self, seq: Row) -> None:
+    def _load(self, seq: _Row) -> None:
         count, free = seq.lease.num_loadable, self.pool.num_free
         if not count:
             return
-        expect(
+        must_hold(
             seq.lease.num_cached + count < len(seq.tokens),
             "a token must be left to compute when all is loaded",
         )
         if seq.lease.load(self.random.choice([0.0, 0.0, 0.3])):
             seq.promised = seq.lease.num_cached + count
         else:
-            expect(self.pool.num_free == free, "a load that is refused changed something")
+            must_hold(self.pool.num_free == free, "a load that is refused changed something")
 
     def poll(self) -> None:
         """Poll, and check the leases whose loads have ended."""
@@ -245,8 +245,8 @@ class History:
             seq = by_lease.get(id(lease))
             if seq is None:
                 continue  # released meanwhile
-            expect(seq.promised > 0, "poll() names a lease that loads nothing")
-            expect(
+            must_hold(seq.promised > 0, "poll() names a lease that loads nothing")
+            must_hold(
                 lease.num_cached
                 >= (seq.promised if self.loader and self.loader.num_failed == failed else seq.written),
                 f"{lease.num_cached} tokens are cached after a load of {seq.promised}, {seq.written} before it",
@@ -263,7 +263,7 @@ class History:
         """Drop the cache, which works only if no block is in use."""
         if hasattr(self.pool, "reset_prefix_cache") and self.random.random() < 0.3:
             idle = self.pool.num_free == self.pool.num_total
-            expect(
+            must_hold(
                 self.pool.reset_prefix_cache() is idle,
                 "reset_prefix_cache() works when nothing is held, only",
             )
@@ -300,7 +300,7 @@ class History:
         content = self.memory[group].get(block)
         return dict(content) if isinstance(content, dict) else content
 
-    def _start(self, seq: Row) -> None:
+    def _start(self, seq: _Row) -> None:
         """Carry out the first copies of a sequence, as a runner does."""
         seq.is_started = True
         for copy in getattr(seq.lease, "copies", ()):
@@ -317,7 +317,7 @@ class History:
             content = {offset: value for offset, value in content.items() if offset < copy.num_tokens}
         self.memory[copy.group][copy.target] = content
 
-    def _write(self, seq: Row) -> None:
+    def _write(self, seq: _Row) -> None:
         position, content = seq.written, seq.contents[seq.written + 1]
         for group, spec in enumerate(self.groups):
             table = seq.lease.block_table(group)
@@ -325,7 +325,9 @@ class History:
                 self.memory[group][table[0]] = content
                 continue
             block = table[position // spec.block_size]
-            expect(block != 0, f"position {position} of group {group} is to be written to the padding block")
+            must_hold(
+                block != 0, f"position {position} of group {group} is to be written to the padding block"
+            )
             self.memory[group].setdefault(block, {})[position % spec.block_size] = content
         seq.written += 1
         for copy in seq.snapshots:
@@ -342,15 +344,15 @@ class History:
             self.check_sequence(seq)
         for _, group, kept in self.held:
             for block, content in kept.items():
-                expect(self._peek(group, block) == content, f"block {block} changed while it was held")
+                must_hold(self._peek(group, block) == content, f"block {block} changed while it was held")
 
-    def check_sequence(self, seq: Row) -> None:
+    def check_sequence(self, seq: _Row) -> None:
         """Check that memory holds the tokens that the sequence would read."""
         for group, spec in enumerate(self.groups):
             table, memory = seq.lease.block_table(group), self.memory[group]
             if spec.snapshots:
                 if seq.is_started:
-                    expect(
+                    must_hold(
                         memory[table[0]] == seq.contents[seq.written],
                         f"the live state in group {group} is wrong",
                     )
@@ -359,7 +361,7 @@ class History:
             for position in range(max(0, seq.written - (spec.window or seq.written)), end):
                 index, offset = divmod(position, spec.block_size)
                 found = memory.get(table[index], {}).get(offset)
-                expect(
+                must_hold(
                     found == seq.contents[position + 1],
                     f"a lease reads position {position} in block {table[index]} of group {group}, which holds "
                     + ("nothing" if found is None else "something else"),

@@ -19,7 +19,7 @@ from openinfer.tensor import Device, OutOfMemory, PinnedBuffer, TensorError
 from ..errors import InvalidTiers
 from ..eviction import Eviction
 from ..group import Group
-from .layout import ALIGNMENT, aligned, huge
+from .layout import ALIGNMENT, align_up, huge
 from .room import KEPT_BYTES, room_bytes
 
 log = logging.getLogger("openinfer.kvpool")
@@ -61,7 +61,7 @@ class HostMemory:
         self, groups: Sequence[Group], num_bytes: int, eviction: Callable[[Group], Eviction]
     ) -> None:
         whole = sum(group.num_blocks * group.block_bytes for group in groups)
-        self._sizes = [aligned(group.block_bytes) for group in groups]
+        self._sizes = [align_up(group.block_bytes) for group in groups]
         self.num_slots = [0] * len(groups)
         """Slots that each group will have."""
         for index, group in enumerate(groups):

@@ -24,7 +24,7 @@ def huge(pages: mmap.mmap) -> None:
             pages.madvise(mmap.MADV_HUGEPAGE)
 
 
-def aligned(nbytes: int) -> int:
+def align_up(nbytes: int) -> int:
     """The next multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 

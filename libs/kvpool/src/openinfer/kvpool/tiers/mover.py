@@ -39,7 +39,7 @@ _RUN = 32
 _MARKS = 64
 
 
-class Copy(NamedTuple):
+class TierCopy(NamedTuple):
     """A block of a group, and the address of its record."""
 
     group: int
@@ -100,7 +100,7 @@ class Others:
     ) -> None:
         self.shared, self._tell, self.lost = shared, tell, lost
 
-    def tell(self, kind: Kind, copies: Sequence[Copy]) -> None:
+    def tell(self, kind: Kind, copies: Sequence[TierCopy]) -> None:
         """They make these copies too."""
         start = self.shared.ptr
         self._tell(kind, [[group, block, record - start] for group, block, record in copies])
@@ -136,7 +136,7 @@ class Mover:
         self._idle: list[Event] = []
         self._number = 0
 
-    def copy(self, kind: Kind, copies: Sequence[Copy]) -> Ticket:
+    def copy(self, kind: Kind, copies: Sequence[TierCopy]) -> Ticket:
         """Begin a batch of copies."""
         stream = self._streams[kind]
         if self._stepped is not None:
@@ -156,7 +156,7 @@ class Mover:
         event.record(stream)
         return Ticket(event, self._number)
 
-    def _copy_run(self, stream: Stream, kind: Kind, copies: Sequence[Copy]) -> None:
+    def _copy_run(self, stream: Stream, kind: Kind, copies: Sequence[TierCopy]) -> None:
         ends = [end for group, block, record in copies for end in ((group, block), record)]
         if kind == "h2d":
             marks = {id(mark): mark for end in ends if (mark := self._swapped.pop(end, None)) is not None}
@@ -235,7 +235,7 @@ class Copier:
         """Make a batch of copies, as Others tells them."""
         start = self._shared.ptr
         mine = copies if self._saves or kind == "h2d" else ()
-        found = [Copy(group, block, start + place) for group, block, place in mine]
+        found = [TierCopy(group, block, start + place) for group, block, place in mine]
         self._tickets.put(self._mover.copy(kind, found))
 
     def _count(self, device: Device) -> None:

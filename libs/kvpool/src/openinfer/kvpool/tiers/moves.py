@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..loading import Load, Piece
 from .host import Slot
-from .mover import Copy, Ticket
+from .mover import Ticket, TierCopy
 from .stats import LoadTime
 
 PIECES, FIRST_PIECES = 256, 64
@@ -19,7 +19,7 @@ LEAVING_BYTES = 128 << 20
 BACKLOG_BYTES = 1 << 30
 """Bytes that wait for the disk at most, so that an engine ends soon."""
 
-Save = tuple[Copy, Slot]
+Save = tuple[TierCopy, Slot]
 """A block on its way to a record."""
 
 

@@ -10,7 +10,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-from .layout import ALIGNMENT, aligned
+from .layout import ALIGNMENT, align_up
 
 _HEADER = struct.Struct("<8s32s32sIQI")  # magic, fingerprint, name, group, bytes, checksum of the block
 _MAGIC = b"openkv01"
@@ -58,7 +58,7 @@ class Files:
             os.close(fd)
         packed = self._header[: _HEADER.size]
         expected = _HEADER.pack(_MAGIC, self._fingerprint, name, group, nbytes, zlib.crc32(record[:nbytes]))
-        if count != ALIGNMENT + aligned(nbytes) or packed != expected:
+        if count != ALIGNMENT + align_up(nbytes) or packed != expected:
             raise Wrong(f"{path}: the checksum or the header is wrong")
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Files:
 
 def file_bytes(nbytes: int) -> int:
     """Bytes of the file of a record."""
-    return ALIGNMENT + aligned(nbytes)
+    return ALIGNMENT + align_up(nbytes)
 
 
 def takes_direct(folder: Path) -> str | None:

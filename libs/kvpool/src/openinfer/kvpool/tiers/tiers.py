@@ -25,7 +25,7 @@ from ..pool import Pool
 from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
-from .mover import Copy, Kind, Mover, Others, SharedRecords
+from .mover import Kind, Mover, Others, SharedRecords, TierCopy
 from .moves import BACKLOG_BYTES, FIRST_PIECES, LEAVING_BYTES, PIECES, Copies, Loading, Save
 from .peers import Sharing
 from .stats import LoadTime, TierStats
@@ -129,7 +129,7 @@ class Tiers:
             if slot is None:
                 self.stats.dropped += 1
                 continue
-            saves.append((Copy(group, block, slot.ptr), slot))
+            saves.append((TierCopy(group, block, slot.ptr), slot))
         self._told.removed(self._host.evicted, "CPU")
         if self._swaps is None:
             self._save("d2h", saves)
@@ -248,7 +248,7 @@ class Tiers:
     def _advance(self, loading: Loading, most: int = PIECES) -> None:
         """Start the copies of up to `most` pieces that are in host memory, and the reads of others."""
         slots: list[Slot] = []
-        copies: list[Copy] = []
+        copies: list[TierCopy] = []
         late, waited, started = time.monotonic() > loading.deadline, not loading.done, 0
         leaving = (self.groups[slot.group].block_bytes for saves in self._saves for slot in saves.slots)
         room = LEAVING_BYTES - sum(leaving)
@@ -274,7 +274,7 @@ class Tiers:
                 continue
             if slot is not None and slot.readable:
                 slots.append(slot if slot is pinned else self._host.use(slot))
-                copies.append(Copy(piece.group, piece.block, slot.ptr))
+                copies.append(TierCopy(piece.group, piece.block, slot.ptr))
                 started, room = started + 1, room - self.groups[piece.group].block_bytes
                 continue
             if pinned is not None:
@@ -298,7 +298,7 @@ class Tiers:
         while loading.copies and self._mover.ended(loading.copies[0].ticket):
             self._end(loading.copies.popleft())
 
-    def _swap(self, loading: Loading, copies: Sequence[Copy], most: int) -> None:
+    def _swap(self, loading: Loading, copies: Sequence[TierCopy], most: int) -> None:
         """Begin to copy out what is in the blocks of these copies, and in others that the load has, up to `most`."""
         swaps = loading.swaps
         taken = [swaps.pop(key) for key in ((c.group, c.block) for c in copies) if key in swaps]

@@ -25,7 +25,7 @@ from openinfer.sampler.params import MAX_LOGPROBS
 from openinfer.tensor import Arena, Tensor, float32, int32
 
 
-class Fields(Protocol):
+class RowFields(Protocol):
     """The batch on the device, by name of field; openinfer.graph.Rows is one, a dict of tensors another."""
 
     def __getitem__(self, name: str) -> Tensor: ...
@@ -76,13 +76,13 @@ def masks_after(place: int) -> str:
     return f"allowed_masks_{place}" if place else "allowed_masks"
 
 
-def sample_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int) -> None:
+def sample_rows(pack: Pack, rows: RowFields, buffers: SampleBuffers, num_rows: int) -> None:
     """Choose the next token of the first `num_rows` rows from their logits, and end rows that are over. Then advance
     the state of live rows past the step. A step has one such call, after its forward pass."""
     _sample(pack, rows, buffers, slice(num_rows), rows["emits"], rows["q_starts"], masks_after(0))
 
 
-def greedy_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int) -> None:
+def greedy_rows(pack: Pack, rows: RowFields, buffers: SampleBuffers, num_rows: int) -> None:
     """`sample_rows` of a step in which each row is greedy, adjusts nothing and asks for no logprobs. Their place in the
     result has NaN."""
     _sample(pack, rows, buffers, slice(num_rows), rows["emits"], rows["q_starts"], masks=None)
@@ -90,7 +90,7 @@ def greedy_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int)
 
 def verify_rows(
     pack: Pack,
-    rows: Fields,
+    rows: RowFields,
     buffers: SampleBuffers,
     num_rows: int,
     num_drafts: int,
@@ -130,7 +130,7 @@ def verify_rows(
 
 
 def draw_drafts(
-    pack: Pack, rows: Fields, buffers: SampleBuffers, spans: Tensor, allowed_masks: Tensor
+    pack: Pack, rows: RowFields, buffers: SampleBuffers, spans: Tensor, allowed_masks: Tensor
 ) -> Tensor:
     """Draw a draft for each row that sampled in a step which is over, from the logits of a layer that drafts. Returns
     the tokens, int32 [R], -1 = none. They come with the noise, filters and penalties that the row's own token will have
@@ -146,7 +146,7 @@ def draw_drafts(
 
 def _sample(
     pack: Pack,
-    rows: Fields,
+    rows: RowFields,
     buffers: SampleBuffers,
     part: slice,
     emits: Tensor,
@@ -178,7 +178,7 @@ def _sample(
     )
 
 
-def score_tokens(pack: Pack, rows: Fields, buffers: SampleBuffers, offset: int) -> None:
+def score_tokens(pack: Pack, rows: RowFields, buffers: SampleBuffers, offset: int) -> None:
     """Log-probability, rank and alternatives of the prompt tokens `offset` to `offset` + R that a step is asked about,
     from logits of the positions before them. By scored token, int32 [P]: `score_targets` (-1: none) and `score_tops`,
     how many alternatives; `score_rows` int32 [R] is 0, 1, 2, ..."""

@@ -13,13 +13,13 @@ BACKLOG_BYTES = 1 << 30
 """Bytes that wait for the disk at most; blocks beyond are not written."""
 
 
-class Clock(Protocol):
+class _Clock(Protocol):
     """Virtual time. SimRunner is one."""
 
     now: float
 
 
-class Group(Protocol):
+class _Group(Protocol):
     """One kind of blocks of the pool."""
 
     @property
@@ -60,13 +60,13 @@ class SimTiers:
     """
 
     def __init__(
-        self, groups: Sequence[Group], host_bytes: float, disk_bytes: float, speeds: TierSpeeds
+        self, groups: Sequence[_Group], host_bytes: float, disk_bytes: float, speeds: TierSpeeds
     ) -> None:
         whole = sum(group.num_blocks * group.block_bytes for group in groups)
         self.host_blocks = [int(host_bytes * group.num_blocks // whole) for group in groups]
         """Blocks of each group that host memory has room for."""
         self.stats = SimTierStats()
-        self.clock: Clock | None = None
+        self.clock: _Clock | None = None
         self._sizes = [group.block_bytes for group in groups]
         self._speeds, self._disk_bytes, self._disk_used = speeds, disk_bytes, 0
         self._host: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in groups]

@@ -7,8 +7,8 @@ from .drafts import RandomDrafts
 from .fake_runner import DeviceFault, FakeRunner
 from .model import EOS, VOCABULARY, generate
 from .schedule import Mismatch, Schedule
-from .simple_pool import Shape, SimpleLease, SimplePool
-from .tier import FakeTier, Load, Piece
+from .simple_pool import PoolShape, SimpleLease, SimplePool
+from .tier import FakeTier, TierLoad, TierPiece
 
 __all__ = [
     "EOS",
@@ -17,14 +17,14 @@ __all__ = [
     "DrafterConformance",
     "FakeRunner",
     "FakeTier",
-    "Load",
     "Mismatch",
-    "Piece",
     "PolicyConformance",
+    "PoolShape",
     "RandomDrafts",
     "Schedule",
-    "Shape",
     "SimpleLease",
     "SimplePool",
+    "TierLoad",
+    "TierPiece",
     "generate",
 ]

@@ -17,10 +17,10 @@ from ..sequence import FinishReason, Seq
 from .drafts import RandomDrafts
 from .fake_runner import FakeRunner, Sampled
 from .model import VOCABULARY, generate
-from .simple_pool import Shape, SimplePool
+from .simple_pool import PoolShape, SimplePool
 from .tier import FakeTier
 
-MakePool = Callable[[Sequence[Shape], FakeTier], Pool]
+MakePool = Callable[[Sequence[PoolShape], FakeTier], Pool]
 Loop: TypeAlias = StepLoop[Any, Sampled]
 
 
@@ -41,7 +41,7 @@ class Arrival:
     """Output tokens after which the host finds a stop string."""
 
 
-class Drafts(NamedTuple):
+class _Drafts(NamedTuple):
     """Drafts of decode rows, in three of five schedules."""
 
     most: int
@@ -50,12 +50,12 @@ class Drafts(NamedTuple):
     """Part of the drafts that is right."""
 
     @classmethod
-    def generate(cls, seed: int) -> Drafts:
+    def generate(cls, seed: int) -> _Drafts:
         rng = random.Random(f"drafts {seed}")
         return cls(rng.choice([0, 0, 1, 2, 4]), rng.choice([0.0, 0.3, 0.6, 0.9, 1.0]))
 
 
-class Loads(NamedTuple):
+class _Loads(NamedTuple):
     """Blocks that another process has, in two of five schedules."""
 
     part: float
@@ -66,7 +66,7 @@ class Loads(NamedTuple):
     """Part of the blocks that do not come."""
 
     @classmethod
-    def generate(cls, seed: int) -> Loads:
+    def generate(cls, seed: int) -> _Loads:
         rng = random.Random(f"loads {seed}")
         return cls(
             rng.choice([0.0, 0.0, 0.0, 0.5, 1.0]), rng.choice([0, 2, 15]), rng.choice([0.0, 0.0, 0.3, 1.0])
@@ -85,7 +85,7 @@ class Schedule:
     """A workload and its sizes, derived from a seed."""
 
     seed: int
-    groups: list[Shape]
+    groups: list[PoolShape]
     max_rows: int
     max_model_len: int
     max_batched_tokens: int
@@ -94,8 +94,8 @@ class Schedule:
     slowness: int
     """Limit of the polls that a result is late."""
     stall_rate: float
-    drafts: Drafts
-    loads: Loads
+    drafts: _Drafts
+    loads: _Loads
     lone_tokens: int
     """See StepLoop; 0 in one of three schedules."""
     arrivals: list[Arrival]
@@ -125,7 +125,7 @@ class Schedule:
             _windowed(
                 seed,
                 [
-                    Shape(size, 1 + int(fit * roomy) + rng.randint(0, 2))
+                    PoolShape(size, 1 + int(fit * roomy) + rng.randint(0, 2))
                     for size, fit in zip(sizes, fits, strict=True)
                 ],
             ),
@@ -136,8 +136,8 @@ class Schedule:
             rng.choice([1, 2, 2, 2, 3]),
             rng.choice([0, 1, 4]),
             rng.choice([0.0, 0.0, 0.2]),
-            Drafts.generate(seed),
-            loads := Loads.generate(seed),
+            _Drafts.generate(seed),
+            loads := _Loads.generate(seed),
             random.Random(f"lone {seed}").choice([0, 0, 9, 9, 12, 20]),
             [
                 loads.shaken(
@@ -226,7 +226,7 @@ class Schedule:
         )
 
 
-def _windowed(seed: int, groups: list[Shape]) -> list[Shape]:
+def _windowed(seed: int, groups: list[PoolShape]) -> list[PoolShape]:
     """Give some groups windows, in two of five schedules, mostly with few more blocks than one sequence needs."""
     rng = random.Random(f"windows {seed}")
     if rng.random() < 0.6:
@@ -237,7 +237,7 @@ def _windowed(seed: int, groups: list[Shape]) -> list[Shape]:
     for group in chosen:
         size, window = groups[group].block_size, rng.randint(1, 9)
         least = -(-window // size) + 2
-        groups[group] = Shape(size, least + rng.choice([0, 0, 1, 2, 4, 10]), window)
+        groups[group] = PoolShape(size, least + rng.choice([0, 0, 1, 2, 4, 10]), window)
     return groups
 
 

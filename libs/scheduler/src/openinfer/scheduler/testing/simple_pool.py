@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from .tier import FakeTier, Load, Piece
+from .tier import FakeTier, TierLoad, TierPiece
 
 Name: TypeAlias = tuple[bytes, tuple[int, ...]]
 """A block: the salt, and all tokens up to its end."""
 
 
-class Shape(NamedTuple):
+class PoolShape(NamedTuple):
     """A group of blocks. Block 0 is padding. A token needs the `window` tokens before it; None: all."""
 
     block_size: int
@@ -39,12 +39,12 @@ class SimplePool:
 
     def __init__(
         self,
-        groups: Sequence[tuple[int, int] | Shape],
+        groups: Sequence[tuple[int, int] | PoolShape],
         tier: FakeTier | None = None,
         *,
         prefix_cache: bool = True,
     ) -> None:
-        self.shapes = [Shape(*group) for group in groups]
+        self.shapes = [PoolShape(*group) for group in groups]
         self.prefix_cache = prefix_cache
         self.num_total = sum(shape.num_blocks - 1 for shape in self.shapes)
         self.capacity_tokens = min(shape.capacity_tokens for shape in self.shapes)
@@ -52,7 +52,7 @@ class SimplePool:
             dict.fromkeys(range(1, shape.num_blocks), 0) for shape in self.shapes
         ]
         self.tier = tier
-        self.loads: dict[Load, SimpleLoad] = {}
+        self.loads: dict[TierLoad, SimpleLoad] = {}
         self.index: list[dict[Name, int]] = [{} for _ in groups]  # in order of use, the oldest first
 
     @property
@@ -180,7 +180,7 @@ class SimpleLease:
             return False
         names = [name for group in missing for name in group]
         pieces = [
-            Piece(group, block, name[1])
+            TierPiece(group, block, name[1])
             for group, names_of in enumerate(missing)
             for name, block in zip(names_of, pool.take(group, len(names_of)), strict=True)
         ]

@@ -10,7 +10,7 @@ from .fake_runner import FakeRunner
 from .model import cell
 
 
-class Piece(NamedTuple):
+class TierPiece(NamedTuple):
     """A block to fill with the last cells of `tokens`."""
 
     group: int
@@ -19,13 +19,13 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class TierLoad:
     """A load: the pieces that are copied."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[TierPiece]
     polls: int
     """Number of polls before the poll that ends the load."""
-    failed: set[Piece] = field(default_factory=set)
+    failed: set[TierPiece] = field(default_factory=set)
     """After the end: pieces that did not come. Their blocks hold garbage."""
 
 
@@ -45,7 +45,7 @@ class FakeTier:
         fails: Callable[[], bool] = lambda: False,
     ) -> None:
         self.sequences = [tuple(tokens) for tokens in sequences]
-        self.loads: list[Load] = []
+        self.loads: list[TierLoad] = []
         self.num_failed = 0
         self._held = {tokens[:end] for tokens in self.sequences for end in range(1, len(tokens) + 1)}
         self._runner, self._delay, self._fails = runner, delay, fails
@@ -54,15 +54,15 @@ class FakeTier:
         """Whether the tier has the blocks that end with this prefix."""
         return tuple(tokens) in self._held
 
-    def begin(self, pieces: Sequence[Piece]) -> Load:
+    def begin(self, pieces: Sequence[TierPiece]) -> TierLoad:
         """Start a load. No row may use the blocks until the load has ended."""
-        load = Load(pieces, self._delay())
+        load = TierLoad(pieces, self._delay())
         self.loads.append(load)
         for piece in pieces:
             self._runner.fill(piece.group, piece.block, 0, [])
         return load
 
-    def poll(self, wait_s: float | None = 0.0) -> list[Load]:
+    def poll(self, wait_s: float | None = 0.0) -> list[TierLoad]:
         """Loads that have ended. A wait without limit ends one load."""
         for load in self.loads:
             load.polls -= 1
@@ -75,7 +75,7 @@ class FakeTier:
                 self._copy(load, piece)
         return ended
 
-    def _copy(self, load: Load, piece: Piece) -> None:
+    def _copy(self, load: TierLoad, piece: TierPiece) -> None:
         cells: list[int] = []
         for token in piece.tokens:
             cells.append(cell(cells[-1] if cells else 0, token))

@@ -26,7 +26,7 @@ STEPS = {"decode 1": (1, 1), "decode 8": (8, 1), "decode 32": (32, 1), "decode 1
 ENTRIES_PER_PAGE = {"SWA": 0, "CSA": 32, "HCA": 1}
 
 
-class Batch:
+class _Batch:
     """Rows of `length` new tokens at the end of CONTEXT tokens, with pages in random order. Slot 0 is padding."""
 
     def __init__(self, memory: Memory, rows: int, length: int) -> None:
@@ -68,7 +68,7 @@ class Batch:
 def cases(memory: Memory) -> Iterator[OpCase]:
     """Every op of a layer's attention, for each kind of layer."""
     for step, (rows, length) in STEPS.items():
-        batch = Batch(memory, rows, length)
+        batch = _Batch(memory, rows, length)
         for kind in ENTRIES_PER_PAGE:
             args = memory.copies(_attention(batch, kind), "kv", "entries")
             yield OpCase(f"V4-Flash {kind}, {step}", sparse_attend, args, batch.workload)
@@ -83,7 +83,7 @@ def cases(memory: Memory) -> Iterator[OpCase]:
         yield OpCase(f"V4-Flash, {step}", q_kv_write, args, batch.workload)
 
 
-def _attention(batch: Batch, kind: str) -> dict[str, Any]:
+def _attention(batch: _Batch, kind: str) -> dict[str, Any]:
     memory, per_page = batch.memory, ENTRIES_PER_PAGE[kind]
     return {
         "out": memory.empty(batch.tokens, HEADS * DIM),
@@ -101,7 +101,7 @@ def _attention(batch: Batch, kind: str) -> dict[str, Any]:
     }
 
 
-def _index(batch: Batch) -> dict[str, Any]:
+def _index(batch: _Batch) -> dict[str, Any]:
     memory = batch.memory
     return {
         "selected": memory.empty(batch.tokens, TOPK, dtype=int32),
@@ -115,7 +115,7 @@ def _index(batch: Batch) -> dict[str, Any]:
     }
 
 
-def _compress(batch: Batch, window: int, dim: int, rounding: str) -> dict[str, Any]:
+def _compress(batch: _Batch, window: int, dim: int, rounding: str) -> dict[str, Any]:
     memory = batch.memory
     kinds, columns = (3, 2 * dim) if window == 4 else (1, dim)
     return {
@@ -132,7 +132,7 @@ def _compress(batch: Batch, window: int, dim: int, rounding: str) -> dict[str, A
     }
 
 
-def _write(batch: Batch) -> dict[str, Any]:
+def _write(batch: _Batch) -> dict[str, Any]:
     memory = batch.memory
     return {
         "kv": memory.empty(batch.kv_pages, PAGE, DIM),

@@ -34,7 +34,7 @@ from openinfer.kernels.authoring import (
     rounded,
     tensors,
 )
-from openinfer.recipes.deepseek_v4.ops.common import PAGE, Row, live_rows, rope
+from openinfer.recipes.deepseek_v4.ops.common import PAGE, LiveRow, live_rows, rope
 from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -176,7 +176,7 @@ def _merged(first: Array, second: Array) -> Array:
     return np.asarray((first[:, 2] * one + second[:, 2] * two) / (first[:, 1] * one + second[:, 1] * two))
 
 
-def _windows(row: Row, a: Array, z: Array, old: Array | None, window: int, kinds: int, dim: int) -> Array:
+def _windows(row: LiveRow, a: Array, z: Array, old: Array | None, window: int, kinds: int, dim: int) -> Array:
     """The accumulations [windows, kinds, 3, d] of every window that the row has tokens of, after the last of these.
     `old` [kinds, 3, d]: the state before. Windows are side by side, the tokens of one in order: how a row is cut into
     steps changes no bit."""

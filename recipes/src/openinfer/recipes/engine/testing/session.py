@@ -91,16 +91,16 @@ class Session:
         logprobs = outputs.logprobs or [None] * len(outputs.token_ids)
         for scored in outputs.prompt_logprobs:
             outcome = self.outcomes[scored.id]
-            expect(not outcome.terminals, "a prompt's log-probabilities after the terminal")
-            expect(not outcome.tokens, "a prompt's log-probabilities after the first token")
+            ensure(not outcome.terminals, "a prompt's log-probabilities after the terminal")
+            ensure(not outcome.tokens, "a prompt's log-probabilities after the first token")
             outcome.prompt_logprobs += scored.logprobs
         for owner, token, logprob in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=True):
-            expect(not self.outcomes[owner].terminals, "a token after the terminal")
+            ensure(not self.outcomes[owner].terminals, "a token after the terminal")
             self.outcomes[owner].tokens.append(token)
             self.outcomes[owner].logprobs.append(logprob)
         for update in outputs.updates:
             if isinstance(update, TERMINALS):
-                expect(not self.outcomes[update.id].terminals, "two terminals of one request")
+                ensure(not self.outcomes[update.id].terminals, "two terminals of one request")
                 self.outcomes[update.id].terminals.append(update)
             else:
                 self.outcomes[update.id].cached = update.cached_tokens
@@ -127,7 +127,7 @@ class Session:
         return [self.outcomes[one] for one in ids]
 
 
-def expect(condition: bool, broken: str) -> None:
+def ensure(condition: bool, broken: str) -> None:
     """Raise AssertionError with the rule that is broken."""
     if not condition:
         raise AssertionError(broken)

@@ -22,7 +22,7 @@ from openinfer.recipes.engine.limits import Room, decide
 from openinfer.recipes.engine.recipe import Recipe, Source
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing.planted import Planted
-from openinfer.recipes.engine.testing.session import Golden, Outcome, Session, expect
+from openinfer.recipes.engine.testing.session import Golden, Outcome, Session, ensure
 from openinfer.sampler import SamplingParams, sample
 from openinfer.sampler.grammar import Grammar
 from openinfer.tensor import Device, Tensor
@@ -133,13 +133,13 @@ class EngineConformance:
 
     def test_it_says_what_it_is(self) -> None:
         info = self.session().engine.info
-        expect(set(FEATURES) <= set(info.features), f"features are missing: {info.features}")
-        expect(
+        ensure(set(FEATURES) <= set(info.features), f"features are missing: {info.features}")
+        ensure(
             info.max_model_len == MAX_LEN, f"max_model_len is {info.max_model_len}, {MAX_LEN} was asked for"
         )
-        expect(info.kv_capacity_tokens >= MAX_LEN, "the cache has no room for one sequence")
+        ensure(info.kv_capacity_tokens >= MAX_LEN, "the cache has no room for one sequence")
         ids = info.eos_token_ids
-        expect(all(0 <= one < info.vocab_size for one in ids), f"EOS ids {ids} are not in the vocabulary")
+        ensure(all(0 <= one < info.vocab_size for one in ids), f"EOS ids {ids} are not in the vocabulary")
 
     def test_the_goldens_in_chunks_of_any_size(self) -> None:
         for tokens in self.chunks:
@@ -153,11 +153,11 @@ class EngineConformance:
             session.finish()
             for request, golden in asked.items():
                 outcome = session.outcomes[request]
-                expect(
+                ensure(
                     outcome.tokens == list(golden.greedy), f"{tokens} tokens a step: not the golden tokens"
                 )
                 worst = golden_error(golden, outcome)
-                expect(worst <= self.tolerance, f"{tokens} tokens a step: {worst:.2g} off the golden logits")
+                ensure(worst <= self.tolerance, f"{tokens} tokens a step: {worst:.2g} off the golden logits")
 
     def test_a_wrong_token_would_be_noticed(self) -> None:
         """Negative control: the comparison with the goldens fails with targets that are one place off."""
@@ -166,7 +166,7 @@ class EngineConformance:
             outcome = session.outcomes[session.submit(golden.prompt, 1, logprobs=0, prompt_logprobs=0)]
             session.finish()
             outcome.prompt_logprobs = outcome.prompt_logprobs[1:] + outcome.prompt_logprobs[:1]
-            expect(golden_error(golden, outcome) > 100 * self.tolerance, "wrong log-probabilities pass")
+            ensure(golden_error(golden, outcome) > 100 * self.tolerance, "wrong log-probabilities pass")
 
     def test_greedy_tokens_whatever_the_schedule(self) -> None:
         """Random arrivals, cached prefixes, aborts in between, and a cache small enough to preempt."""
@@ -186,12 +186,12 @@ class EngineConformance:
                 session.step()
             for request, index in owners.items():
                 outcome, want = session.outcomes[request], alone.outcomes[truth[index]].tokens
-                expect(outcome.tokens == want[: len(outcome.tokens)], f"seed {seed}: other tokens than alone")
+                ensure(outcome.tokens == want[: len(outcome.tokens)], f"seed {seed}: other tokens than alone")
                 whole = request in aborted or len(outcome.tokens) == len(want)
-                expect(whole and len(outcome.terminals) == 1, f"seed {seed}: not every request ended once")
+                ensure(whole and len(outcome.terminals) == 1, f"seed {seed}: not every request ended once")
         stats = self.small().engine.stats()
-        expect(stats.preemptions > 0, "no row was preempted, so the test shows nothing")
-        expect(stats.prefix_hit_tokens > 0, "no prefix was found, so the test shows nothing")
+        ensure(stats.preemptions > 0, "no row was preempted, so the test shows nothing")
+        ensure(stats.prefix_hit_tokens > 0, "no prefix was found, so the test shows nothing")
 
     def test_any_two_options_in_any_company(self) -> None:
         """Any two options give the same tokens alone as among requests with other options."""
@@ -207,10 +207,10 @@ class EngineConformance:
             found.append([session.outcomes[one] for one in ids])
         for pair, one, *others in zip(pairs, *found, strict=True):
             for other in others:
-                expect(other.tokens == one.tokens, f"{pair}: other tokens than alone")
-                expect(same_logprobs(one, other), f"{pair}: other log-probabilities than alone")
-        expect(len({tuple(one.tokens) for one in found[0]}) > len(pairs) // 2, "the options do nothing")
-        expect(any(other.cached for other in found[1]), "no prefix was found, so the test shows nothing")
+                ensure(other.tokens == one.tokens, f"{pair}: other tokens than alone")
+                ensure(same_logprobs(one, other), f"{pair}: other log-probabilities than alone")
+        ensure(len({tuple(one.tokens) for one in found[0]}) > len(pairs) // 2, "the options do nothing")
+        ensure(any(other.cached for other in found[1]), "no prefix was found, so the test shows nothing")
 
     def test_drafts_change_no_token(self) -> None:
         """Drafts, of which some are wrong, give the tokens and log-probabilities that the engine gives without."""
@@ -232,12 +232,12 @@ class EngineConformance:
             raise TypeError("the suite drives an engine of openinfer.recipes.engine that drafts")
         drafting.make_drafter, drafting.costs = lambda: Planted(answers), None
         for want, other, (_, _, chosen) in zip(truth, session.outcomes_of(asked), asked, strict=True):
-            expect(other.tokens == want.tokens, f"{chosen}: other tokens than without drafts")
-            expect(same_logprobs(want, other), f"{chosen}: other log-probabilities than without drafts")
-            expect(type(other.terminals[0]) is type(want.terminals[0]), f"{chosen}: it ended otherwise")
+            ensure(other.tokens == want.tokens, f"{chosen}: other tokens than without drafts")
+            ensure(same_logprobs(want, other), f"{chosen}: other log-probabilities than without drafts")
+            ensure(type(other.terminals[0]) is type(want.terminals[0]), f"{chosen}: it ended otherwise")
         counts = drafting.counts
-        expect(counts.accepted_tokens > 0.5 * counts.drafts, f"few drafts are accepted: {counts}")
-        expect(counts.accepted_tokens < 0.9 * counts.draft_tokens, f"too few drafts are wrong: {counts}")
+        ensure(counts.accepted_tokens > 0.5 * counts.drafts, f"few drafts are accepted: {counts}")
+        ensure(counts.accepted_tokens < 0.9 * counts.draft_tokens, f"too few drafts are wrong: {counts}")
 
     def test_logprobs_are_sorted_and_only_where_asked(self) -> None:
         session, (first, second) = self.session(), self.prompts(2)
@@ -245,20 +245,20 @@ class EngineConformance:
         asked = session.submit(second, NEW, ignore_eos=True, logprobs=3, prompt_logprobs=1)
         bare = session.submit(second[:1], NEW, ignore_eos=True, logprobs=0, prompt_logprobs=1)
         session.finish()
-        expect(
+        ensure(
             session.outcomes[silent].logprobs == [None] * NEW, "log-probabilities that no request asked for"
         )
         outcome = session.outcomes[asked]
-        expect(
+        ensure(
             len(outcome.prompt_logprobs) == len(second) - 1, "not one entry a token after the prompt's first"
         )
-        expect(session.outcomes[bare].prompt_logprobs == [], "a prompt of one token has no log-probabilities")
+        ensure(session.outcomes[bare].prompt_logprobs == [], "a prompt of one token has no log-probabilities")
         for token, entry in zip(outcome.tokens, outcome.logprobs, strict=True):
             if entry is None:
                 raise AssertionError("a token without log-probabilities")
-            expect(entry.top_token_ids[0] == token, "a greedy token is not the most likely one")
-            expect(entry.logprob == entry.top_logprobs[0] <= 0, "two log-probabilities of one token")
-            expect(entry.top_logprobs == sorted(entry.top_logprobs, reverse=True), "not sorted")
+            ensure(entry.top_token_ids[0] == token, "a greedy token is not the most likely one")
+            ensure(entry.logprob == entry.top_logprobs[0] <= 0, "two log-probabilities of one token")
+            ensure(entry.top_logprobs == sorted(entry.top_logprobs, reverse=True), "not sorted")
 
     def test_sampled_tokens_are_those_of_the_definition(self) -> None:
         """openinfer.sampler.sample, the reference in numpy, on the logits that the engine sampled from."""
@@ -282,7 +282,7 @@ class EngineConformance:
                 np.stack([tap.logits[length, p.seed or 0] for length in lengths]), [p] * NEW, lengths,
                 prompts=[prompt] * NEW, outputs=[output[:n] for n in range(NEW)],
             )  # fmt: skip
-            expect(output == want.token_ids.tolist(), f"{p}: other tokens than the definition's")
+            ensure(output == want.token_ids.tolist(), f"{p}: other tokens than the definition's")
 
     def test_a_stop_id_ends_a_request(self) -> None:
         session, (prompt,) = self.session(), self.prompts(1)
@@ -293,8 +293,8 @@ class EngineConformance:
         asked = session.submit(prompt, NEW, ignore_eos=True, stop_token_ids=(stop,))
         session.finish()
         outcome = session.outcomes[asked]
-        expect(outcome.tokens == tokens[: tokens.index(stop) + 1], "it did not end at its stop id")
-        expect(outcome.terminals == [Finished(asked, "stop", stop)], f"it ended with {outcome.terminals}")
+        ensure(outcome.tokens == tokens[: tokens.index(stop) + 1], "it did not end at its stop id")
+        ensure(outcome.terminals == [Finished(asked, "stop", stop)], f"it ended with {outcome.terminals}")
 
     def test_a_grammar_is_kept(self) -> None:
         """Where llguidance is installed, an output that is not cut off is one of two sentences."""
@@ -310,7 +310,7 @@ class EngineConformance:
         session.finish()
         for request in ids:
             said = b"".join(table[token] for token in session.outcomes[request].tokens)
-            expect(said in (b"yes it is..", b"no it is.."), f"the grammar was not kept: {said!r}")
+            ensure(said in (b"yes it is..", b"no it is.."), f"the grammar was not kept: {said!r}")
 
     def test_what_is_refused_and_what_is_aborted(self) -> None:
         session, (prompt,) = self.session(), self.prompts(1)
@@ -333,9 +333,9 @@ class EngineConformance:
         session.finish()
         for request in refused:
             (terminal,) = session.outcomes[request].terminals
-            expect(isinstance(terminal, Rejected) and bool(terminal.reason), f"not refused: {terminal}")
+            ensure(isinstance(terminal, Rejected) and bool(terminal.reason), f"not refused: {terminal}")
         for request in (early, late):
-            expect(session.outcomes[request].terminals == [Finished(request, "abort")], "no end of an abort")
+            ensure(session.outcomes[request].terminals == [Finished(request, "abort")], "no end of an abort")
 
     def test_all_blocks_come_back(self) -> None:
         session = self.small()
@@ -365,7 +365,7 @@ class _Tap:
 def check_empty(engine: Any) -> None:
     """Raise where scheduler and pool disagree, or where an idle engine holds blocks."""
     engine.check()
-    expect(engine.pool.num_free == engine.pool.num_total, "blocks were not given back")
+    ensure(engine.pool.num_free == engine.pool.num_total, "blocks were not given back")
 
 
 def golden_error(golden: Golden, outcome: Outcome) -> float:

@@ -118,7 +118,7 @@ def delta_rule(q: Array, k: Array, v: Array, beta: Array, g: Array, state: Array
     return np.asarray(np.matmul(q[:, None, :], state)[:, 0])
 
 
-def gated_norm(o: Array, z: Array, weight: Array, eps: float, dtype: np.dtype[np.generic]) -> Array:
+def _gated_norm(o: Array, z: Array, weight: Array, eps: float, dtype: np.dtype[np.generic]) -> Array:
     """RMS norm of o over its last axis, times silu(z); rounded to `dtype` after the norm, after its weight
     and at the end."""
     scale = np.float32(1) / np.sqrt(np.mean(o * o, axis=-1, keepdims=True) + np.float32(eps))
@@ -174,7 +174,7 @@ def _reference(a: DeltaArgs[Array]) -> None:
             if high == count - drafts:
                 a.state[target], a.conv_state[target] = live, ring
         gate = a.z[first:last].reshape(-1, heads, dv)
-        normed = gated_norm(rounded(o[replayed:], dtype), gate, a.norm_weight, a.eps, dtype)
+        normed = _gated_norm(rounded(o[replayed:], dtype), gate, a.norm_weight, a.eps, dtype)
         a.out[first:last] = normed.reshape(last - first, -1)
 
 
@@ -193,7 +193,7 @@ def _launches(target: Target, a: DeltaArgs[Tensor]) -> Iterator[Command]:
             f"{name} heads are of {size}; on a GPU they are powers of two from 16",
         )
     require(taps == power_of_two(taps), f"the convolution has {taps} taps; on a GPU it has a power of two")
-    yield from delta.launches(a, delta.choose(target, sizes.value_heads, a.slots.shape[0]))
+    yield from delta.delta_launches(a, delta.choose_tuning(target, sizes.value_heads, a.slots.shape[0]))
 
 
 def _cost(workload: Workload, a: DeltaArgs[Tensor]) -> Cost:
@@ -267,7 +267,7 @@ def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     for name, change in changes.items():
 
         def commands(a: DeltaArgs[Tensor], change: Mapping[str, Any] = change) -> Iterable[Command]:
-            chosen = delta.choose(target, a.sizes.value_heads, a.slots.shape[0])
-            return delta.launches(a, replace(chosen, **change))
+            chosen = delta.choose_tuning(target, a.sizes.value_heads, a.slots.shape[0])
+            return delta.delta_launches(a, replace(chosen, **change))
 
         yield name, commands

@@ -16,7 +16,7 @@ from openinfer.frontend.contract import (
     WakeUp,
 )
 from openinfer.frontend.errors import APIError, EngineDeadError, Unsupported
-from openinfer.frontend.http.body import read_json
+from openinfer.frontend.http.body import read_json_body
 from openinfer.frontend.http.service import Service, json_response
 
 __all__ = ["AdapterEndpoints", "Admin", "LoadBody", "SleepBody", "UnloadBody", "UpdateBody", "WakeBody"]
@@ -67,7 +67,7 @@ class Admin:
                 status=403,
                 code="not_enabled",
             )
-        body = await read_json(request, UpdateBody)
+        body = await read_json_body(request, UpdateBody)
         if not (body.path and 0 < len(body.version) <= MAX_VERSION_CHARS and body.version.isprintable()):
             raise APIError(
                 f"path and version must be given; a version has at most {MAX_VERSION_CHARS} printable characters"
@@ -77,7 +77,7 @@ class Admin:
 
     async def sleep(self, request: Request) -> Response:
         """POST /sleep: give the device's memory back. 409 while requests run."""
-        body = await read_json(request, SleepBody, empty=SleepBody())
+        body = await read_json_body(request, SleepBody, empty=SleepBody())
         level = request.query_params.get("level", str(body.level))
         if not (level.isascii() and level.isdigit() and len(level) <= len(str(MAX_LEVEL))):
             raise APIError(f"level is {level[:40]!r}; it is a number", param="level")
@@ -88,7 +88,7 @@ class Admin:
         """POST /wake_up: take all memory again; ?tags, which asks for a part of it, is refused."""
         if "tags" in request.query_params:
             raise APIError("all memory is taken at once; leave tags out", param="tags")
-        await read_json(request, WakeBody, empty=WakeBody())
+        await read_json_body(request, WakeBody, empty=WakeBody())
         await self._control(WakeUp(), 409)
         return json_response({"is_sleeping": False})
 
@@ -128,7 +128,7 @@ class AdapterEndpoints:
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter: answers when requests may name the adapter."""
-        body = await read_json(request, LoadBody)
+        body = await read_json_body(request, LoadBody)
         name, names = body.lora_name, self._service.names()
         if (
             not 0 < len(name) <= MAX_NAME_CHARS
@@ -149,7 +149,7 @@ class AdapterEndpoints:
 
     async def unload(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter: requests that run go on to their end."""
-        name = (await read_json(request, UnloadBody)).lora_name
+        name = (await read_json_body(request, UnloadBody)).lora_name
         if name not in self._service.adapters() and self._service.client.info.max_adapters:
             raise APIError(f"the adapter {name!r} is not loaded", status=404, param="lora_name")
         await self._control(UnloadAdapter(name))

@@ -25,7 +25,7 @@ from openinfer.frontend.http.openai.completions import (
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body, fingerprint
 from openinfer.frontend.http.text.chat_format import ParserFactory
-from openinfer.frontend.http.text.reader import Piece, Reader, new_call_id, said
+from openinfer.frontend.http.text.reader import Reader, TextPiece, new_call_id, said
 from openinfer.frontend.http.text.tokenizer import Tokenizer
 from openinfer.frontend.kv_transfer import KVTransfer
 
@@ -176,7 +176,7 @@ class ChatShape:
         choice: Choice,
         message: _Message | UnsetType,
         delta: _Message | UnsetType,
-        piece: Piece,
+        piece: TextPiece,
     ) -> _Choice:
         reason = choice.finish_reason if piece.last else None
         if reason == "stop" and choice.index in self._calls:
@@ -191,7 +191,7 @@ class ChatShape:
             piece.token_ids if self._plan.return_token_ids else UNSET,
         )
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: TextPiece) -> dict[str, Any]:
         content = []
         for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
             if entry is None:

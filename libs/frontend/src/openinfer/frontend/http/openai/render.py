@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, read_json
+from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, read_json_body
 from openinfer.frontend.http.dialects import Dialects
 from openinfer.frontend.http.openai import responses_body
 from openinfer.frontend.http.openai.chat_body import ChatBody
@@ -31,20 +31,20 @@ class Render:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions/render."""
-        body = await read_json(request, ChatBody, CHAT_REFUSED)
+        body = await read_json_body(request, ChatBody, CHAT_REFUSED)
         model, plan, ids, limit, _ = await self._service.prepare_answer(request, body)
         return json_response(_rendered("chatcmpl", model, plan, ids, limit))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions/render: one for each prompt."""
-        body = await read_json(request, CompletionBody, REFUSED)
+        body = await read_json_body(request, CompletionBody, REFUSED)
         model, plan, prompts, limits = await self._service.prepare_completions(request, body)
         found = zip(prompts, limits, strict=True)
         return json_response([_rendered("cmpl", model, plan, ids, limit) for ids, limit in found])
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses/render."""
-        body = await read_json(request, ResponsesBody, responses_body.REFUSED)
+        body = await read_json_body(request, ResponsesBody, responses_body.REFUSED)
         model, plan, ids, limit, _ = await self._dialects.prepare_response(request, body)
         return json_response(_rendered("resp", model, plan, ids, limit))
 

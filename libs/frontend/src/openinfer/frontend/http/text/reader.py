@@ -12,10 +12,10 @@ from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.detokenizer import Detokenizer
 from openinfer.frontend.http.text.tokenizer import Tokenizer
 
-__all__ = ["Piece", "Reader", "new_call_id", "said"]
+__all__ = ["Reader", "TextPiece", "new_call_id", "said"]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of an answer. logprobs: parallel to token_ids, or empty. last: the last piece of the gathered text."""
 
     parts: list[Part]
@@ -36,19 +36,19 @@ class Reader:
         self._counts: dict[int, int] = {}
         self._closed: set[int] = set()
 
-    def take(self, choice: Choice) -> Piece:
+    def take(self, choice: Choice) -> TextPiece:
         """All since the last call; with the end of a finished choice."""
         text, token_ids, logprobs = choice.take()
-        return Piece(self._read(choice, text, token_ids, choice.done), token_ids, logprobs)
+        return TextPiece(self._read(choice, text, token_ids, choice.done), token_ids, logprobs)
 
-    def each(self, choice: Choice, skip_special_tokens: bool) -> Iterator[Piece]:
+    def each(self, choice: Choice, skip_special_tokens: bool) -> Iterator[TextPiece]:
         """Like take(), but with log-probabilities one token at a time.
 
         A client that gets several tokens at once takes the text from their log-probabilities, which have markers and
         the end of the sequence too."""
         text, token_ids, logprobs = choice.take()
         if not logprobs or self._tokenizer is None:
-            yield Piece(self._read(choice, text, token_ids, choice.done), token_ids, logprobs)
+            yield TextPiece(self._read(choice, text, token_ids, choice.done), token_ids, logprobs)
             return
         widths = self._widths.get(choice.index)
         if widths is None:
@@ -56,7 +56,7 @@ class Reader:
         for left, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True), 1 - len(token_ids)):
             width = len(widths.push((token_id,)))
             piece, text = (text[:width], text[width:]) if left else (text, "")
-            yield Piece(
+            yield TextPiece(
                 self._read(choice, piece, [token_id], choice.done and not left), [token_id], [entry], not left
             )
 

@@ -6,9 +6,9 @@
 A block is asked for by its name, so it does not matter where either engine keeps it.
 """
 
-from .client import Answer, Peers
+from .client import PeerAnswer, Peers
 from .config import TransferConfig, parse_peers
 from .lane import Address
 from .sharing import Sharing
 
-__all__ = ["Address", "Answer", "Peers", "Sharing", "TransferConfig", "parse_peers"]
+__all__ = ["Address", "PeerAnswer", "Peers", "Sharing", "TransferConfig", "parse_peers"]

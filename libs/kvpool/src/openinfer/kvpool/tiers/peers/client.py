@@ -30,7 +30,7 @@ MAX_CLAIMS = 1 << 18
 """Blocks that peers have promised and that no load has taken; the oldest are forgotten, because each takes memory."""
 
 
-class Answer(NamedTuple):
+class PeerAnswer(NamedTuple):
     """The end of a question: what went wrong, by peer; "" if all went well."""
 
     key: int
@@ -70,7 +70,7 @@ class Peers:
         self._left: list[_Peer] = []  # their last jobs may be under way
         self._claims: OrderedDict[tuple[int, bytes], Address] = OrderedDict()
         self._questions: dict[int, _Question] = {}
-        self._ended: list[Answer] = []
+        self._ended: list[PeerAnswer] = []
         self._done: list[Done] = []
 
     def ask(self, key: int, names: Sequence[Sequence[bytes]], address: Address | None = None) -> bool:
@@ -108,7 +108,7 @@ class Peers:
                 return True
         return False
 
-    def answers(self, wait_s: float) -> list[Answer]:
+    def answers(self, wait_s: float) -> list[PeerAnswer]:
         """Questions that have ended since the last call: all peers have answered, or time is over. Waits up to wait_s
         seconds for one, if there are questions."""
         now = time.monotonic()
@@ -189,7 +189,7 @@ class Peers:
             self._end(news.key)
 
     def _end(self, key: int) -> None:
-        self._ended.append(Answer(key, "; ".join(self._questions.pop(key).problems)))
+        self._ended.append(PeerAnswer(key, "; ".join(self._questions.pop(key).problems)))
 
     def clear(self) -> None:
         """Forget what peers have: it is of other weights now."""

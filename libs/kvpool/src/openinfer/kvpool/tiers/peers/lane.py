@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from ...errors import PeerRefused
 from ..disk import Done
 from ..host import Slot
-from .link import BRIEF, Link, differences, greet
+from .link import BRIEF, PeerLink, differences, greet
 from .server import READ_AT_ONCE, READ_BYTES
-from .transport import Record, StillWriting, Transport, transfer_s
+from .transport import StillWriting, TransferRecord, Transport, transfer_s
 
 log = logging.getLogger("openinfer.kvpool")
 
@@ -83,7 +83,7 @@ class Lane:
         self.leases: set[str] = set()
         """Leases that the thread keeps alive."""
         self._address, self._name, self._own, self._jobs = address, f"{address[0]}:{address[1]}", own, jobs
-        self._link: Link | None = None
+        self._link: PeerLink | None = None
         self._offered: Sequence[str] = ()  # transports of the other side
         self._transport: Transport | None = None  # chosen by the first read of a connection
         self._far: Any = None
@@ -117,7 +117,7 @@ class Lane:
                 case Slot():
                     self._read(job)
 
-    def _attempt(self, talk: Callable[[Link], None], more_s: float = 0.0) -> str:
+    def _attempt(self, talk: Callable[[PeerLink], None], more_s: float = 0.0) -> str:
         """Talk to the peer, which may take timeout_s, connecting included, and more_s for records. Returns why that was
         not possible; "" if it was. Whatever a peer says ends the conversation at worst, never the thread."""
         start = time.monotonic()
@@ -147,7 +147,7 @@ class Lane:
         if why != said:
             log.warning("KV peers: %s; tokens are computed", why[:400])
 
-    def _again(self, talk: Callable[[Link], None], until: float) -> bool:
+    def _again(self, talk: Callable[[PeerLink], None], until: float) -> bool:
         """Talk over the connection that is there. False: it is lost, which may be for its long silence only."""
         if self._link is None:
             return False
@@ -161,10 +161,10 @@ class Lane:
             self._drop()
             return False
 
-    def _connect(self, until: float) -> Link:
+    def _connect(self, until: float) -> PeerLink:
         connected = socket.create_connection(self._address, max(0.001, until - time.monotonic()))
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = self._link = Link(connected, until - time.monotonic())
+        link = self._link = PeerLink(connected, until - time.monotonic())
         card = greet(link, self._own.secret, {}, server=False)
         differs = differences(self._own.about, card.get("about"))
         if differs:
@@ -174,7 +174,7 @@ class Lane:
         self._offered, self._outage.why = card.get("transports") or (), ""
         return link
 
-    def _choose(self, link: Link) -> Transport:
+    def _choose(self, link: PeerLink) -> Transport:
         """The best transport that both sides have and that works."""
         for transport in self._own.transports:
             if transport.name not in self._offered or (transport.local and not link.within_host):
@@ -196,10 +196,10 @@ class Lane:
             self._link.close()
             self._link = self._transport = self._far = None
 
-    def _keep(self, link: Link) -> None:
+    def _keep(self, link: PeerLink) -> None:
         link.say(op="keep", leases=list(self.leases))
 
-    def _ask(self, link: Link, names: Sequence[Sequence[bytes]], found: list[tuple[int, bytes]]) -> None:
+    def _ask(self, link: PeerLink, names: Sequence[Sequence[bytes]], found: list[tuple[int, bytes]]) -> None:
         link.say(op="ask", names=["".join(name.hex() for name in group) for group in names])
         has = link.hear(BRIEF + 8 * sum(map(len, names)))["has"]
         for group, (asked, there) in enumerate(zip(names, has, strict=True)):
@@ -221,7 +221,7 @@ class Lane:
                 last = True
         come: set[int] = set()
         try:
-            rooms = [Record(slot.ptr, slot.memory[: self._own.sizes[slot.group]]) for slot in slots]
+            rooms = [TransferRecord(slot.ptr, slot.memory[: self._own.sizes[slot.group]]) for slot in slots]
             problem = self._attempt(lambda link: self._receive(link, slots, rooms, come), transfer_s(rooms))
         except StillWriting:
             return  # the slots stay in use for ever, because bytes may still arrive in them
@@ -229,7 +229,9 @@ class Lane:
             missing = None if id(slot) in come else problem or f"{self._name} has it no more"
             self._own.tell(Done(slot, 0, missing))
 
-    def _receive(self, link: Link, slots: Sequence[Slot], rooms: Sequence[Record], come: set[int]) -> None:
+    def _receive(
+        self, link: PeerLink, slots: Sequence[Slot], rooms: Sequence[TransferRecord], come: set[int]
+    ) -> None:
         transport = self._transport = self._transport or self._choose(link)
         link.say(op="read", wants=[[slot.group, slot.name.hex()] for slot in slots])
         there = link.hear(BRIEF + 8 * len(slots))["found"]

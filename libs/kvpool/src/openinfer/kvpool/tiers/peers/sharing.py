@@ -17,7 +17,7 @@ from .config import PeerRange, TransferConfig
 from .lane import Address
 from .lending import Lending
 from .nixl import Nixl
-from .server import Server
+from .server import PeerServer
 from .shared import Shared
 from .transport import Tcp, Transport
 
@@ -53,9 +53,9 @@ class Sharing:
         self.peers = Peers(groups, asks, self._secret, about, addresses, TIMEOUT_S)
         self.lending: Lending | None = None
         """The records that peers may read; None before the tiers are attached, and in a kv_consumer."""
-        self._server: Server | None = None
+        self._server: PeerServer | None = None
         # Before the weights, because an address that is taken is refused here.
-        self._listener = Server.listen(config.kv_ip, config.kv_port) if config.serves else None
+        self._listener = PeerServer.listen(config.kv_ip, config.kv_port) if config.serves else None
 
     def add(self, **facts: Any) -> None:
         """Add to what blocks depend on. Before `open`, and before any peer is asked."""
@@ -95,7 +95,7 @@ class Sharing:
             self._shared.lend(records)
         names = list(self._transports)
         card = {"about": self._about, "engine_id": self.config.engine_id, "transports": names}
-        self._server = Server(
+        self._server = PeerServer(
             self._listener, self.lending, self._groups, self._transports, self._secret, card
         )
 

@@ -1,7 +1,7 @@
 """Code that the kernels of a filtered row share: bounds as raw logits, and the row's filters.
 
 logits / temperature grows with the logit. So a bound on the quotient is a bound on the logit, if the bound is
-`aligned`: the smallest of the logits that have its quotient.
+`smallest_reaching`: the smallest of the logits that have its quotient.
 """
 
 # mypy: ignore-errors
@@ -36,7 +36,7 @@ def without(logits, token, stop_ids, stops):
 
 
 @triton.jit
-def aligned(x, scaled, temperature, STEPS: tl.constexpr = 4):
+def smallest_reaching(x, scaled, temperature, STEPS: tl.constexpr = 4):
     """The smallest float whose quotient by the temperature reaches `scaled`; x does, and is at most STEPS floats above
     (two where `scaled` is its quotient)."""
     key = key_of(x)
@@ -50,7 +50,7 @@ def aligned(x, scaled, temperature, STEPS: tl.constexpr = 4):
 def logit_of(scaled, temperature):
     """The smallest float whose quotient by the temperature reaches `scaled`."""
     near = of_key(key_of(scaled * temperature) + 4)  # the product is off by one float at most
-    return aligned(near, scaled, temperature, 12)
+    return smallest_reaching(near, scaled, temperature, 12)
 
 
 @triton.jit

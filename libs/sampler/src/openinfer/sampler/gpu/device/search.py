@@ -19,12 +19,12 @@ import triton.language as tl
 from openinfer.sampler.gpu.device.filters import (
     LARGEST,
     LOWEST,
-    aligned,
     best_from,
     filters_of,
     largest_of_parts,
     least_by_min_p,
     mass_of_row,
+    smallest_reaching,
     sum_of_parts,
     without,
 )
@@ -46,7 +46,7 @@ def place_of(count, upto, bins):
 def logit_at(place, low, width, temperature, BINS: tl.constexpr):
     """The aligned logit at a place among the bins; infinite at their end, `low` at their beginning."""
     x = tl.where(place > 0, low + place * width, low)
-    return tl.where(place < BINS, aligned(x, tl.div_rn(x, temperature), temperature), float("inf"))
+    return tl.where(place < BINS, smallest_reaching(x, tl.div_rn(x, temperature), temperature), float("inf"))
 
 
 @triton.jit

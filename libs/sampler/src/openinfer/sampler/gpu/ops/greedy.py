@@ -22,7 +22,7 @@ from openinfer.kernels.authoring import (
 )
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Array
 from openinfer.sampler.gpu.ops.state import GREEDY_FIELDS, expect_state
-from openinfer.sampler.gpu.ops.step import STEP, ChoiceArgs, candidates, expect_step
+from openinfer.sampler.gpu.ops.step import STEP, ChoiceArgs, expect_step, sampling_rows
 from openinfer.sampler.gpu.ops.tiles import Tiles
 from openinfer.tensor import Tensor, float32, int32
 
@@ -46,7 +46,7 @@ def _check(a: _Args[Tensor]) -> None:
 
 def _reference(a: _Args[Array]) -> None:
     a.tokens[:], a.logprobs[:] = NO_TOKEN, np.nan
-    found = candidates(a)
+    found = sampling_rows(a)
     chosen = found.allowed.argmax(axis=1)
     peak = np.take_along_axis(found.allowed, chosen[:, None], 1)[:, 0]
     sound = np.isfinite(found.raw.max(axis=1)) & np.isfinite(peak)  # a maximum of NaN is NaN

@@ -24,10 +24,10 @@ from openinfer.kernels.authoring import (
 from openinfer.sampler.gpu.ops.adjustments import AdjustArgs, adjust_row
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array
 from openinfer.sampler.gpu.ops.state import ADJUSTMENTS, SAMPLE_FIELDS, expect_state
-from openinfer.sampler.gpu.ops.step import STEP, candidates, expect_step
+from openinfer.sampler.gpu.ops.step import STEP, expect_step, sampling_rows
 from openinfer.sampler.gpu.ops.tiles import Tiles, power_of_two
 from openinfer.sampler.params import GREEDY_TEMPERATURE
-from openinfer.sampler.reference import choose, log_sum_exp
+from openinfer.sampler.reference import choose_tokens, log_sum_exp
 from openinfer.tensor import Tensor, float32, int32
 
 BINS = 256
@@ -94,7 +94,7 @@ def _check(a: _Args[Tensor]) -> None:
 
 def _reference(a: _Args[Array]) -> None:
     a.tokens[:], a.logprobs[:] = NO_TOKEN, 0
-    found = candidates(a)
+    found = sampling_rows(a)
     rows, slots, raw, allowed = found.rows, found.slots, found.raw, found.allowed
     adjusts = a.adjusts[slots]
     if (adjusts != 0).any():
@@ -102,7 +102,7 @@ def _reference(a: _Args[Array]) -> None:
         for i in np.flatnonzero(adjusts):
             adjust_row(allowed[i], Adjustment(int(adjusts[i])), found.positions[i], a, slots[i])
     filters = a.temperatures[slots], a.top_ks[slots], a.top_ps[slots], a.min_ps[slots]
-    chosen, unsound = choose(raw, allowed, *filters, a.seeds[slots].view(np.uint32), found.positions)
+    chosen, unsound = choose_tokens(raw, allowed, *filters, a.seeds[slots].view(np.uint32), found.positions)
     a.tokens[rows] = np.where(unsound, UNSOUND, chosen)
     for i in np.flatnonzero(~unsound):
         a.logprobs[rows[i]] = raw[i, chosen[i]] - log_sum_exp(raw[i])

@@ -62,7 +62,7 @@ class Candidates(NamedTuple):
     allowed: Array
 
 
-def candidates(a: ChoiceArgs[Array]) -> Candidates:
+def sampling_rows(a: ChoiceArgs[Array]) -> Candidates:
     """The rows of a step that sample."""
     rows = np.flatnonzero((a.emits != 0) & (a.alive[a.slots] != 0))
     slot = a.slots[rows]
