@@ -261,6 +261,15 @@ DSPARK = {
 }  # fmt: skip
 
 
+def test_later_releases_have_the_same_model_and_another_drafter() -> None:
+    for name, layers in (("Flash-0731", 43), ("Pro-0813", 61)):
+        raw, config = config_json(name), Config.parse(config_json(name))
+        assert len(raw["compress_ratios"]) == layers + 3
+        assert config.ratios == Config.parse(config_json(name.partition("-")[0])).ratios
+        assert (config.dspark, config.mtp) == (True, False)
+    assert Config.parse(config_json("Flash-0731", layers=5)).dspark is False
+
+
 @pytest.mark.parametrize("change", [DSPARK, {"num_nextn_predict_layers": 3}, {"num_nextn_predict_layers": 1}])
 def test_layers_that_draft_are_skipped_whatever_they_are(change: dict[str, Any], tmp_path: Path) -> None:
     config = Config.parse({**SMALL, **change})

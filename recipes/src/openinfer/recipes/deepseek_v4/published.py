@@ -24,21 +24,30 @@ SIZES = {
     "Pro": Size(7168, (128, 128, *(4, 128) * 29, 4), 128, 1536, 16, 1024, 3072, 384, 2.5),
 }
 
+RELEASES = {"Flash-0731": ("Flash", 256), "Pro-0813": ("Pro", 512)}
+"""Later releases of these sizes, with a DSpark drafter of three layers in place of the MTP layer: size, Markov rank."""
 
-def config_json(size: str, *, layers: int | None = None) -> dict[str, Any]:
-    """The keys of config.json that matter, for a size of SIZES.
 
-    layers: keep only this many layers, for a model cut short; such a model has no MTP layer.
+def config_json(name: str, *, layers: int | None = None) -> dict[str, Any]:
+    """The keys of config.json that matter, for a size of SIZES or a release of RELEASES.
+
+    layers: keep only this many layers, for a model cut short; such a model has no layer that drafts.
     """
+    size, rank = RELEASES.get(name, (name, 0))
     s = SIZES[size]
-    ratios = s.ratios[:layers]
+    ratios, drafting = s.ratios[:layers], layers is None
+    dspark = {
+        "dspark_block_size": 5, "dspark_noise_token_id": 128799, "dspark_markov_rank": rank,
+        "dspark_target_layer_ids": list(range(len(ratios))[-3:]),
+    }  # fmt: skip
     return {
+        **(dspark if rank and drafting else {}),
         "model_type": "deepseek_v4",
         "vocab_size": 129280,
         "hidden_size": s.hidden,
         "num_hidden_layers": len(ratios),
-        "compress_ratios": [*ratios, *[0] * (layers is None)],
-        "num_nextn_predict_layers": int(layers is None),
+        "compress_ratios": [*ratios, *[0] * drafting * (3 if rank else 1)],
+        "num_nextn_predict_layers": int(drafting),
         "num_attention_heads": s.heads,
         "num_key_value_heads": 1,
         "head_dim": 512,

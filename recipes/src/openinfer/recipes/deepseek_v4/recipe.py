@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from openinfer.recipes.deepseek_v4.options import DeepseekOptions
-from openinfer.recipes.deepseek_v4.published import SIZES, config_json
+from openinfer.recipes.deepseek_v4.published import RELEASES, SIZES, config_json
 from openinfer.recipes.engine import Recipe, SetupError, Source
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
         return DeepseekV4(config, form, options)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
-        """The published sizes."""
-        return {size: config_json(size) for size in SIZES}
+        """The published sizes and releases."""
+        return {name: config_json(name) for name in (*SIZES, *RELEASES)}
 
 
 RECIPE = DeepseekV4Recipe()
