@@ -134,15 +134,15 @@ def drip(link, connected, words):
 @pytest.mark.parametrize("exchange", ["greet", "ask", "transport", "read"])
 def test_a_peer_that_drips_is_left_for_a_time(exchange, liar, engines, monkeypatch, caplog):
     """No exchange takes longer than it may, however often a byte comes; the second prompt waits for nothing."""
-    monkeypatch.setattr("openinfer.kvpool.tiers.peers.sharing.TIMEOUT_S", 0.5)
+    monkeypatch.setattr("openinfer.kvpool.tiers.peers.sharing.TIMEOUT_S", 1.0)
     engine, address = engines(), liar(**{exchange: drip})
     asked = engine.ask(TOKENS, address)
     assert (asked == "") == (exchange in ("transport", "read"))
     assert engine.serve(TOKENS) == 0
     (peer,) = engine.sharing.peers._peers.values()
-    assert until_true(lambda: "took more than 0.5" in peer.outage.why)
+    assert until_true(lambda: "took more than 1 s" in peer.outage.why)
     assert peer.outage.until > time.monotonic() + 2.0
-    assert "it took more than 0.5" in engine.ask([9] * 17, address)
+    assert "it took more than 1 s" in engine.ask([9] * 17, address)
     assert caplog.text.count("tokens are computed") == 1
 
 
@@ -235,15 +235,15 @@ def test_no_word_of_a_peer_ends_a_server(op, engines, monkeypatch):
 
 def test_strangers_take_no_link_of_a_peer(engines, monkeypatch):
     """They are left when the time of their greeting is over, whatever they send, and have a share of the links."""
-    monkeypatch.setattr(server, "MAX_LINKS", 8)
+    monkeypatch.setattr(server, "MAX_LINKS", 64)
     engine, peer = engines(), engines()
     engine.serve(TOKENS)
     engine.export("lease", TOKENS)
     links = engine.sharing._server._links
-    strangers = [socket.create_connection(engine.sharing.address) for _ in range(40)]
+    strangers = [socket.create_connection(engine.sharing.address) for _ in range(100)]
     assert peer.ask(TOKENS, engine.sharing.address) == ""
-    assert len(engine.sharing._server._strangers) <= 2
-    assert until_true(lambda: len(links) <= 3)
+    assert len(engine.sharing._server._strangers) <= 16
+    assert until_true(lambda: len(links) <= 17)
     monkeypatch.setattr(server, "GREETING_S", 0.3)
     late = socket.create_connection(engine.sharing.address)
     late.sendall((1000).to_bytes(4, "big"))
@@ -285,7 +285,7 @@ def test_a_server_outlives_a_lack_of_descriptors(engines, caplog):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert other.ask(TOKENS, engine.sharing.address) == ""
     assert other.serve(TOKENS) == 16
-    assert caplog.text.count("a connection cannot be taken") == 1
+    assert caplog.text.count("KV peers: a connection cannot be taken") == 1
 
 
 def until_true(done):

@@ -124,12 +124,13 @@ class Lane:
         if start < self._outage.until:
             return self._outage.why
         try:
-            until = start + self._own.timeout_s
-            if not self._again(talk, until):
-                talk(self._connect(until))
+            if not self._again(talk, start):
+                talk(self._connect(start))
             taken = time.monotonic() - start
             if taken > SLOW * self._own.timeout_s + more_s:
                 self._pause(f"{self._name} is slow: an exchange took {taken:.1f} s", taken)
+            elif start + taken >= self._outage.until:  # it is back; another lane's news may be newer
+                self._outage.why = ""
             return ""
         except Exception as error:
             self._drop()
@@ -147,12 +148,12 @@ class Lane:
         if why != said:
             log.warning("KV peers: %s; tokens are computed", why[:400])
 
-    def _again(self, talk: Callable[[PeerLink], None], until: float) -> bool:
+    def _again(self, talk: Callable[[Link], None], began: float) -> bool:
         """Talk over the connection that is there. False: it is lost, which may be for its long silence only."""
         if self._link is None:
             return False
         try:
-            self._link.begin(until - time.monotonic())
+            self._link.begin(self._own.timeout_s, began)
             talk(self._link)
             return True
         except ConnectionError as error:
@@ -161,17 +162,19 @@ class Lane:
             self._drop()
             return False
 
-    def _connect(self, until: float) -> PeerLink:
-        connected = socket.create_connection(self._address, max(0.001, until - time.monotonic()))
+    def _connect(self, began: float) -> Link:
+        left = began + self._own.timeout_s - time.monotonic()
+        connected = socket.create_connection(self._address, max(0.001, left))
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = self._link = PeerLink(connected, until - time.monotonic())
+        link = self._link = Link(connected, self._own.timeout_s)
+        link.begin(self._own.timeout_s, began)
         card = greet(link, self._own.secret, {}, server=False)
         differs = differences(self._own.about, card.get("about"))
         if differs:
             raise PeerRefused(
                 f"its blocks are of another model or version; these differ: {', '.join(differs)}"
             )
-        self._offered, self._outage.why = card.get("transports") or (), ""
+        self._offered = card.get("transports") or ()
         return link
 
     def _choose(self, link: PeerLink) -> Transport:

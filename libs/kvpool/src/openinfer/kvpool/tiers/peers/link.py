@@ -52,9 +52,11 @@ class PeerLink:
         """Which side this end is, for the addresses and the tags."""
         self.begin(timeout_s)
 
-    def begin(self, timeout_s: float) -> None:
-        """From now on all that is said and heard may take so long, until the next call."""
-        self._timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
+    def begin(self, timeout_s: float, began: float | None = None) -> None:
+        """All that is said and heard until the next call may take so long, from now on or since `began`
+        (time.monotonic())."""
+        self._timeout_s = timeout_s
+        self._until = (time.monotonic() if began is None else began) + timeout_s
 
     def say(self, **words: Any) -> None:
         """Send an object."""
@@ -146,7 +148,7 @@ class PeerLink:
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
             with suppress(BlockingIOError):
                 return talk()
-        raise TimeoutError(f"it took more than {self._timeout_s:.2g} s")
+        raise TimeoutError(f"it took more than {self._timeout_s:g} s")
 
     def end(self) -> None:
         """End the conversation, from any thread. The one that talks closes the link then: a descriptor that is closed
