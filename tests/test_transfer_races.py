@@ -17,7 +17,7 @@ import pytest
 from openinfer.frontend.contract import Finished
 from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.kvpool.tiers.peers import lane
-from openinfer.kvpool.tiers.peers.link import PeerLink
+from openinfer.kvpool.tiers.peers.link import Link
 from openinfer.kvpool.tiers.peers.shared import Shared
 from openinfer.kvpool.tiers.peers.transport import Tcp
 
@@ -157,7 +157,7 @@ def test_tokens_of_many_transfers(
     rng = random.Random(count)
     slow(monkeypatch, rng)
     if way == "tcp":
-        monkeypatch.setattr(PeerLink, "within_host", False)
+        monkeypatch.setattr(Link, "within_host", False)
     wrong, came = transfers(Pair(session, model, rng, tmp_path / "secret"), count)
     assert wrong == 0
     assert came > 2 * count
@@ -168,7 +168,7 @@ def test_records_in_another_order_give_wrong_tokens(
 ) -> None:
     """The control: the prefill engine names the places of its records in the wrong order."""
 
-    def send(self: Shared, link: PeerLink, records: Any) -> None:
+    def send(self: Shared, link: Link, records: Any) -> None:
         link.say(at=[record.ptr - self._start for record in reversed(records)])
         link.hear()
         link.say(kept=True)

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from openinfer.kvpool.tiers.peers.link import PeerLink
+from openinfer.kvpool.tiers.peers.link import Link
 from openinfer.kvpool.tiers.testing import SharingEngine, transfer
 
 NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
@@ -20,7 +20,7 @@ def connector(request, monkeypatch):
     """shared: both engines are on one host, as they are here. Else they take each other for engines of two hosts."""
     if request.param == "shared":
         return "TcpConnector"
-    monkeypatch.setattr(PeerLink, "within_host", False)
+    monkeypatch.setattr(Link, "within_host", False)
     return request.param
 
 

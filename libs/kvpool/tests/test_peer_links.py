@@ -14,7 +14,7 @@ from openinfer.kvpool import InvalidConfig, PeerRefused
 from openinfer.kvpool.tiers import SharedRecords, Sharing
 from openinfer.kvpool.tiers.peers import shared
 from openinfer.kvpool.tiers.peers.config import PeerRange
-from openinfer.kvpool.tiers.peers.link import PeerLink, greet
+from openinfer.kvpool.tiers.peers.link import Link, greet
 from openinfer.kvpool.tiers.peers.transport import TransferRecord, runs
 from openinfer.kvpool.tiers.testing import ABOUT, PAGES, TOKENS, SharingEngine, transfer, two_engines
 from openinfer.tensor.handover import Giver, sealed_file
@@ -112,7 +112,7 @@ def test_a_consumer_lends_nothing():
 
 
 def test_proofs_cannot_be_sent_back():
-    left, right = (PeerLink(one, 5.0) for one in socket.socketpair())
+    left, right = (Link(one, 5.0) for one in socket.socketpair())
 
     def mirror():
         hello = right.hear()
@@ -137,11 +137,11 @@ def test_who_hands_proofs_on_gains_nothing(secret, from_where, monkeypatch):
     server.export("lease", TOKENS)
     trap, believed, got = socket.create_server(("127.0.0.1", 0)), [], []
     if from_where == "the same addresses":  # as one that can write packets of any address
-        monkeypatch.setattr(PeerLink, "ends", "equal")
+        monkeypatch.setattr(Link, "ends", "equal")
 
     def relay():
-        to_victim = PeerLink(trap.accept()[0], 5.0)
-        to_server = PeerLink(socket.create_connection(server.sharing.address), 5.0)
+        to_victim = Link(trap.accept()[0], 5.0)
+        to_server = Link(socket.create_connection(server.sharing.address), 5.0)
         with suppress(OSError):
             to_victim.say(**to_server.hear())
             to_server.say(**to_victim.hear())
@@ -168,7 +168,7 @@ def test_who_hands_proofs_on_gains_nothing(secret, from_where, monkeypatch):
 
 def known(key=b"k", timeout_s=5.0):
     """Two ends that trust each other."""
-    ends = [PeerLink(one, timeout_s) for one in socket.socketpair()]
+    ends = [Link(one, timeout_s) for one in socket.socketpair()]
     for end, server in zip(ends, (True, False), strict=True):
         end.server = server
         end.trust(key, "x")
@@ -198,13 +198,13 @@ def test_words_that_another_has_written_are_refused(fault):
 @pytest.mark.parametrize(("trusted", "length"), [(False, 5000), (True, 100_000)])
 def test_no_more_is_taken_in_than_the_exchange_needs(trusted, length, monkeypatch):
     """A length costs its sender four bytes, and the listener nothing."""
-    left, right = known() if trusted else [PeerLink(one, 5.0) for one in socket.socketpair()]
+    left, right = known() if trusted else [Link(one, 5.0) for one in socket.socketpair()]
     right._socket.sendall(length.to_bytes(4, "big"))
     taken = []
     monkeypatch.setattr(
-        PeerLink,
+        Link,
         "fill",
-        lambda self, rooms, fill=PeerLink.fill: (taken.append(len(rooms[0])), fill(self, rooms)),
+        lambda self, rooms, fill=Link.fill: (taken.append(len(rooms[0])), fill(self, rooms)),
     )
     with pytest.raises(PeerRefused, match=f"a message of {length} bytes came"):
         left.hear()
@@ -281,7 +281,7 @@ def test_records_are_sealed():
 
 
 def test_another_protocol_is_refused():
-    left, right = (PeerLink(one, 5.0) for one in socket.socketpair())
+    left, right = (Link(one, 5.0) for one in socket.socketpair())
     right.say(protocol="openinfer-kv/4", number="0")
     with pytest.raises(PeerRefused, match="it speaks 'openinfer-kv/4', this engine 'openinfer-kv/3'"):
         greet(left, b"", {}, server=True)

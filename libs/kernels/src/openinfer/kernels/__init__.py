@@ -17,7 +17,7 @@ from openinfer.kernels.errors import (
     UntrustedCache,
 )
 from openinfer.kernels.measure.prediction import Parts, Prediction, predictions
-from openinfer.kernels.measure.speeds import GPUS, Figures, Lines, Link, Speed
+from openinfer.kernels.measure.speeds import GPUS, Figures, Lines, LinkSpeed, Speed
 from openinfer.kernels.op.launch import (
     Aligned,
     Collective,
@@ -98,7 +98,7 @@ __all__ = [
     "LaunchError",
     "LaunchPack",
     "Lines",
-    "Link",
+    "LinkSpeed",
     "Matmul",
     "MissingExtra",
     "NullPack",

@@ -29,7 +29,7 @@ Lines = tuple[tuple[int, Speed], ...]
 """Speeds of one op by the tokens of a call, ascending. Their `kernel_s` is the time of a call, not of each kernel."""
 
 
-class Link(NamedTuple):
+class LinkSpeed(NamedTuple):
     """Bytes a second that a GPU sends to the others in a collective, and the seconds of a collective of few bytes."""
 
     bytes_per_s: float
@@ -51,7 +51,7 @@ class Figures(NamedTuple):
     measured: Speed
     fitted: Speed
     link_bytes_per_s: float
-    links: Mapping[int, Link] = MappingProxyType({})
+    links: Mapping[int, LinkSpeed] = MappingProxyType({})
     ops: Mapping[str, Lines] = MappingProxyType({})
     host_s: float = 0.0
 
@@ -79,9 +79,9 @@ class Figures(NamedTuple):
         }
         return self._replace(fitted=fitted, ops=MappingProxyType(ops))
 
-    def link(self, ranks: int) -> Link:
+    def link(self, ranks: int) -> LinkSpeed:
         """The link among `ranks` GPUs, at the vendor's speed where none was measured."""
-        return self.links.get(ranks, Link(self.link_bytes_per_s))
+        return self.links.get(ranks, LinkSpeed(self.link_bytes_per_s))
 
 
 def load_lines(text: str) -> Mapping[str, Lines]:
@@ -109,7 +109,9 @@ GPUS = {
         measured=Speed(4.59e12, 780e12),
         fitted=Speed(4.06e12, 600e12, 4.26e-6),
         link_bytes_per_s=450e9,
-        links=MappingProxyType({2: Link(190e9, 3.4e-6), 4: Link(270e9, 3.4e-6), 8: Link(306e9, 21e-6)}),
+        links=MappingProxyType(
+            {2: LinkSpeed(190e9, 3.4e-6), 4: LinkSpeed(270e9, 3.4e-6), 8: LinkSpeed(306e9, 21e-6)}
+        ),
         ops=load_lines((FOLDER / "nvidia_h200.json").read_text()),
     )
 }

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...errors import PeerRefused
 from ..disk import Done
 from ..host import Slot
-from .link import BRIEF, PeerLink, differences, greet
+from .link import BRIEF, Link, differences, greet
 from .server import READ_AT_ONCE, READ_BYTES
 from .transport import StillWriting, TransferRecord, Transport, transfer_s
 
@@ -83,7 +83,7 @@ class Lane:
         self.leases: set[str] = set()
         """Leases that the thread keeps alive."""
         self._address, self._name, self._own, self._jobs = address, f"{address[0]}:{address[1]}", own, jobs
-        self._link: PeerLink | None = None
+        self._link: Link | None = None
         self._offered: Sequence[str] = ()  # transports of the other side
         self._transport: Transport | None = None  # chosen by the first read of a connection
         self._far: Any = None
@@ -117,7 +117,7 @@ class Lane:
                 case Slot():
                     self._read(job)
 
-    def _attempt(self, talk: Callable[[PeerLink], None], more_s: float = 0.0) -> str:
+    def _attempt(self, talk: Callable[[Link], None], more_s: float = 0.0) -> str:
         """Talk to the peer, which may take timeout_s, connecting included, and more_s for records. Returns why that was
         not possible; "" if it was. Whatever a peer says ends the conversation at worst, never the thread."""
         start = time.monotonic()
@@ -177,7 +177,7 @@ class Lane:
         self._offered = card.get("transports") or ()
         return link
 
-    def _choose(self, link: PeerLink) -> Transport:
+    def _choose(self, link: Link) -> Transport:
         """The best transport that both sides have and that works."""
         for transport in self._own.transports:
             if transport.name not in self._offered or (transport.local and not link.within_host):
@@ -199,10 +199,10 @@ class Lane:
             self._link.close()
             self._link = self._transport = self._far = None
 
-    def _keep(self, link: PeerLink) -> None:
+    def _keep(self, link: Link) -> None:
         link.say(op="keep", leases=list(self.leases))
 
-    def _ask(self, link: PeerLink, names: Sequence[Sequence[bytes]], found: list[tuple[int, bytes]]) -> None:
+    def _ask(self, link: Link, names: Sequence[Sequence[bytes]], found: list[tuple[int, bytes]]) -> None:
         link.say(op="ask", names=["".join(name.hex() for name in group) for group in names])
         has = link.hear(BRIEF + 8 * sum(map(len, names)))["has"]
         for group, (asked, there) in enumerate(zip(names, has, strict=True)):
@@ -233,7 +233,7 @@ class Lane:
             self._own.tell(Done(slot, 0, missing))
 
     def _receive(
-        self, link: PeerLink, slots: Sequence[Slot], rooms: Sequence[TransferRecord], come: set[int]
+        self, link: Link, slots: Sequence[Slot], rooms: Sequence[TransferRecord], come: set[int]
     ) -> None:
         transport = self._transport = self._transport or self._choose(link)
         link.say(op="read", wants=[[slot.group, slot.name.hex()] for slot in slots])

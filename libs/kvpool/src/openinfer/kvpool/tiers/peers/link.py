@@ -36,7 +36,7 @@ _PARTS = 1024
 _PIECE = 1 << 20
 
 
-class PeerLink:
+class Link:
     """One end of a connected socket, which it owns. Not thread-safe.
 
     An exchange begins now, and anew with each `begin`. All methods raise OSError once the other end is lost, or the
@@ -148,7 +148,7 @@ class PeerLink:
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
             with suppress(BlockingIOError):
                 return talk()
-        raise TimeoutError(f"it took more than {self._timeout_s:g} s")
+        raise TimeoutError(f"it took more than {self._timeout_s:.3g} s")
 
     def end(self) -> None:
         """End the conversation, from any thread. The one that talks closes the link then: a descriptor that is closed
@@ -177,7 +177,7 @@ def _address(name: Any) -> str:
     return f"{name[0].partition('%')[0]} {name[1]}" if isinstance(name, tuple) else ""
 
 
-def greet(link: PeerLink, secret: bytes, card: dict[str, Any], *, server: bool) -> dict[str, Any]:
+def greet(link: Link, secret: bytes, card: dict[str, Any], *, server: bool) -> dict[str, Any]:
     """Exchange proofs; then the server says its card, which the client gets. Raises PeerRefused, OSError."""
     link.server, own = server, os.urandom(32).hex()
     link.say(protocol=PROTOCOL, number=own)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import InvalidConfig
-from .link import MAX_WORDS, PeerLink
+from .link import MAX_WORDS, Link
 from .transport import Run, StillWriting, TransferRecord, hear_places, runs, transfer_s
 
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api")
@@ -60,7 +60,7 @@ class Nixl:
         except self._errors as error:
             raise OSError(f"NIXL cannot register it: {type(error).__name__}: {error}") from None
 
-    def send(self, link: PeerLink, records: Sequence[TransferRecord]) -> None:
+    def send(self, link: Link, records: Sequence[TransferRecord]) -> None:
         try:
             self._send(link, records)
         except OSError:
@@ -68,7 +68,7 @@ class Nixl:
         except self._errors as error:
             raise ConnectionError(f"NIXL: {type(error).__name__}: {error}") from None
 
-    def _send(self, link: PeerLink, records: Sequence[TransferRecord]) -> None:
+    def _send(self, link: Link, records: Sequence[TransferRecord]) -> None:
         link.say(regions=len(self._regions), at=[record.ptr for record in records])
         until = time.monotonic() + self._timeout_s + transfer_s(records)
         while True:
@@ -81,7 +81,7 @@ class Nixl:
                 return
             link.say(metadata=self._agent.get_agent_metadata().hex())
 
-    def receive(self, link: PeerLink, far: str, rooms: Sequence[TransferRecord]) -> None:
+    def receive(self, link: Link, far: str, rooms: Sequence[TransferRecord]) -> None:
         offer = hear_places(link, len(rooms))
         try:
             with self._lock:

@@ -16,7 +16,7 @@ from openinfer.tensor.handover import accepted
 from ...errors import InvalidConfig, PeerRefused
 from ...group import Group
 from .lending import Lending
-from .link import MAX_WORDS, PeerLink, greet
+from .link import MAX_WORDS, Link, greet
 from .transport import Tcp, TransferRecord, Transport, transfer_s
 
 log = logging.getLogger("openinfer.kvpool")
@@ -52,8 +52,8 @@ class PeerServer:
     ) -> None:
         self._lending, self._sizes, self._transports = lending, [g.block_bytes for g in groups], transports
         self._secret, self._card = secret, card
-        self._links: set[PeerLink] = set()
-        self._strangers: OrderedDict[PeerLink, None] = OrderedDict()  # the oldest first
+        self._links: set[Link] = set()
+        self._strangers: OrderedDict[Link, None] = OrderedDict()  # the oldest first
         self._lock = threading.Lock()  # of both
         self._closing = False
         self._listener = listener
@@ -82,7 +82,7 @@ class PeerServer:
                 continue
             connected, address = found
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-            link = PeerLink(connected, GREETING_S)
+            link = Link(connected, GREETING_S)
             thread = threading.Thread(target=self._serve, args=(link, address), name="kv-serve", daemon=True)
             with self._lock:
                 while len(self._strangers) >= max(1, MAX_LINKS // 4):
@@ -97,13 +97,13 @@ class PeerServer:
                 log.warning("KV peers: %s is turned away: %s", address, error)
                 self._leave(link)
 
-    def _leave(self, link: PeerLink) -> None:
+    def _leave(self, link: Link) -> None:
         link.close()
         with self._lock:
             self._links.discard(link)
             self._strangers.pop(link, None)
 
-    def _serve(self, link: PeerLink, address: tuple[str, int]) -> None:
+    def _serve(self, link: Link, address: tuple[str, int]) -> None:
         """Answer one peer until it leaves. Whatever it says ends its connection at worst."""
         try:
             greet(link, self._secret, self._card, server=True)
@@ -128,7 +128,7 @@ class PeerServer:
         finally:
             self._leave(link)
 
-    def _choose(self, link: PeerLink, words: dict[str, Any]) -> Transport:
+    def _choose(self, link: Link, words: dict[str, Any]) -> Transport:
         """The transport that a peer wants."""
         transport = self._transports.get(str(words["transport"]))
         if transport is None:
@@ -138,7 +138,7 @@ class PeerServer:
         link.say(transport=transport.card())
         return transport
 
-    def _answer(self, link: PeerLink, words: dict[str, Any], transport: Transport) -> None:
+    def _answer(self, link: Link, words: dict[str, Any], transport: Transport) -> None:
         match words["op"]:
             case "ask":
                 has = [self._lending.has(group, names_of(text)) for group, text in enumerate(words["names"])]
@@ -152,7 +152,7 @@ class PeerServer:
             case other:
                 raise PeerRefused(f"it asks for {str(other)[:40]!r}, which is unknown")
 
-    def _send(self, link: PeerLink, wants: Sequence[tuple[int, bytes]], transport: Transport) -> None:
+    def _send(self, link: Link, wants: Sequence[tuple[int, bytes]], transport: Transport) -> None:
         if len(wants) > READ_AT_ONCE:
             raise PeerRefused(f"it wants {len(wants)} records at once; {READ_AT_ONCE} are allowed")
         slots = [self._lending.lend(group, name) for group, name in wants]

@@ -16,7 +16,7 @@ import numpy as np
 from openinfer.tensor.handover import Giver, receive_file
 
 from ..mover import Array, SharedRecords
-from .link import PeerLink
+from .link import Link
 from .transport import TransferRecord, hear_places, runs
 
 MEET_S = 1.0
@@ -65,12 +65,12 @@ class Shared:
     def register(self, ptr: int, nbytes: int) -> None:
         pass
 
-    def send(self, link: PeerLink, records: Sequence[TransferRecord]) -> None:
+    def send(self, link: Link, records: Sequence[TransferRecord]) -> None:
         link.say(at=[record.ptr - self._start for record in records])
         link.hear()
         link.say(kept=True)
 
-    def receive(self, link: PeerLink, far: Array, rooms: Sequence[TransferRecord]) -> None:
+    def receive(self, link: Link, far: Array, rooms: Sequence[TransferRecord]) -> None:
         wanted = runs(rooms, hear_places(link, len(rooms))["at"])
         if any(not 0 <= run.at <= len(far) - run.nbytes for run in wanted):
             raise ValueError("a place is not in the memory of the other engine")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from .link import BRIEF, PeerLink
+from .link import BRIEF, Link
 
 SLOWEST = 8e6
 """Bytes of records a second; a peer that sends fewer counts as lost."""
@@ -42,10 +42,10 @@ class Transport(Protocol):
     def register(self, ptr: int, nbytes: int) -> None:
         """Records will be in this memory. Raises OSError."""
 
-    def send(self, link: PeerLink, records: Sequence[TransferRecord]) -> None:
+    def send(self, link: Link, records: Sequence[TransferRecord]) -> None:
         """Let the other side have the records. Returns when it needs them no more. Raises OSError."""
 
-    def receive(self, link: PeerLink, far: Any, rooms: Sequence[TransferRecord]) -> None:
+    def receive(self, link: Link, far: Any, rooms: Sequence[TransferRecord]) -> None:
         """Fill the rooms with what the side `far` sends. Raises OSError; then no room is written to any more. Raises
         StillWriting where that cannot be said."""
 
@@ -71,10 +71,10 @@ class Tcp:
     def register(self, ptr: int, nbytes: int) -> None:
         pass
 
-    def send(self, link: PeerLink, records: Sequence[TransferRecord]) -> None:
+    def send(self, link: Link, records: Sequence[TransferRecord]) -> None:
         link.give([record.memory for record in records])
 
-    def receive(self, link: PeerLink, far: None, rooms: Sequence[TransferRecord]) -> None:
+    def receive(self, link: Link, far: None, rooms: Sequence[TransferRecord]) -> None:
         link.fill([room.memory for room in rooms])
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ def transfer_s(records: Sequence[TransferRecord]) -> float:
     return sum(len(record.memory) for record in records) / SLOWEST
 
 
-def hear_places(link: PeerLink, count: int) -> dict[str, Any]:
+def hear_places(link: Link, count: int) -> dict[str, Any]:
     """What a sender says of its records: their places, one for each of `count` rooms."""
     return link.hear(BRIEF + 24 * count)
 
