@@ -66,6 +66,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.attack
 def test_no_model_and_no_server_commands_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """OSC 52 sets the clipboard, OSC 0 the title, CSI 2J clears; C1 has them in one character, and CR hides a line."""
     hostile = "\x1b]52;c;ZWNobw==\x07 \x1b[2J \x9b2J \x9d0;t\x9c \x00 \x08 a\rb \x7f \u202e \ud800"

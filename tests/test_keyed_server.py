@@ -148,6 +148,7 @@ def test_an_answer_that_breaks_off_is_one_line(capsys: pytest.CaptureFixture[str
         assert re.search(r"error: the answer of http://\S+ broke off: .*; the server's log", said)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "chunk",
     [
@@ -164,6 +165,7 @@ def test_chunks_that_are_none_are_one_line(chunk: bytes, capsys: pytest.CaptureF
     assert re.fullmatch(r"openinfer chat: error: [^\x00-\x1f]+\n", said)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "answer",
     [

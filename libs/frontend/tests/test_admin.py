@@ -13,6 +13,7 @@ def test_traces_want_the_key_and_are_empty_where_nothing_was_slow(start: Any) ->
     assert answer.json() == {"found": 0, "traces": []}
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "level", ["\u00b2", "\u0661", "9" * 30, "9" * 5000, "-1", "+1", "1.0", "1_0", "", " 1", "true"]
 )
@@ -24,6 +25,7 @@ def test_levels_that_are_no_number_are_400(start: Any, level: str) -> None:
     assert not live.driver.stats().asleep
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "level", ["10000000000000000000000000", "18446744073709551616", "-1", "1e300", "null", "[1]", "1.5"]
 )

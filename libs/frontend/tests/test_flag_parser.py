@@ -80,6 +80,7 @@ def test_a_file_that_is_wrong_is_refused_in_one_line(
     assert message in line
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "words",
     [

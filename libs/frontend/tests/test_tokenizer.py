@@ -10,6 +10,7 @@ import tokenizers
 
 from openinfer.frontend.chat_template import ChatTemplate, find_templates
 from openinfer.frontend.errors import APIError, ModelFilesError
+from openinfer.frontend.http.openai.completions import CompletionShape
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.text.tokenizer import Tokenizer
 
@@ -56,6 +57,7 @@ def changed(**parts: Any) -> Tokenizer:
 BACKTRACKS = {"Regex": "(x+x+)+y"}
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("length", [60, 20_000])
 def test_a_text_that_panics_is_refused_and_the_next_is_served(start: Any, length: int) -> None:
     split = {"type": "Split", "pattern": BACKTRACKS, "behavior": "Isolated", "invert": False}
@@ -75,6 +77,7 @@ def test_a_text_that_panics_is_refused_and_the_next_is_served(start: Any, length
     assert live.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("stop", [None, "never"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_that_panic_end_their_own_answer(start: Any, stop: str | None, stream: bool) -> None:
@@ -89,6 +92,22 @@ def test_tokens_that_panic_end_their_own_answer(start: Any, stop: str | None, st
     assert answer.text.count("[DONE]") == (answer.status_code == 200)  # its head may have been sent before
     assert live.post("/detokenize", tokens=[bad]).status_code == 500
     assert live.post("/v1/completions", prompt="a", max_tokens=2).json()["choices"][0]["text"] == "aa"
+
+
+def test_a_stream_that_fails_after_its_head_ends_with_the_error(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where thoughts are counted in their text."""
+
+    def fail(self: CompletionShape, choice: Any) -> bytes:
+        raise APIError("the tokenizer fails on this input: x", status=400)
+
+    monkeypatch.setattr(CompletionShape, "events", fail)
+    live = start({"step_delay_s": 0.5})
+    answer = live.post("/v1/completions", prompt=[5], max_tokens=900, ignore_eos=True, stream=True)
+    assert answer.status_code == 200
+    assert answer.text.count("the tokenizer fails on this input") == answer.text.count("[DONE]") == 1
+    assert not live.service.active
 
 
 def test_special_tokens(tokenizer: Tokenizer) -> None:

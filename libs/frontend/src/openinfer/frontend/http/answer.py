@@ -89,9 +89,14 @@ class GenerationResponse(Response):
         headers = [*_STREAM_HEADERS, *_warnings(generation.plan.warnings)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         while True:
-            events = b"".join([shape.events(choice) for choice in told])
+            error, events = None, b""
+            try:
+                events = b"".join([shape.events(choice) for choice in told])
+            except APIError as failure:  # the tokenizer's, over what the model said
+                generation.cancel(str(failure))
+                error = failure
             told = [choice for choice in told if not choice.done]  # an end is told once
-            error = generation.error()
+            error = error or generation.error()
             if error is not None or generation.done:
                 end = shape.broken(error) if error else shape.end(generation.choices, generation.usage())
                 await send({"type": "http.response.body", "body": events + end})
