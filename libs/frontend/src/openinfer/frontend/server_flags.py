@@ -225,5 +225,5 @@ def _add_origins(server: Any) -> None:
         type=Path,
         default=None,
         metavar="FILE",
-        help="the certificate's key, if it is not in the same file",
+        help="the certificate's key, if in another file",
     )
