@@ -182,8 +182,8 @@ class Options:
     )
     trace: str | None = option(
         None,
-        "write the last 256 steps to this file at the end, for ui.perfetto.dev: host phases and kernels (through "
-        "CUPTI, if installed); steps get slower",
+        "write the last 256 steps to this file at the end, for ui.perfetto.dev: host phases, and kernels where CUPTI "
+        "is there; slower",
         metavar="FILE",
     )
 
