@@ -182,8 +182,7 @@ class Options:
     )
     trace: str | None = option(
         None,
-        "write the last 256 steps to this file at the end, for ui.perfetto.dev: host phases, and kernels where CUPTI "
-        "is there; slower",
+        "write the last 256 steps here at the end, for ui.perfetto.dev: host phases, kernels (by CUPTI); slower",
         metavar="FILE",
     )
 
