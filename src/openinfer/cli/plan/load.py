@@ -131,7 +131,7 @@ class PlannedServer:
         if self.agents is not None:
             tiers = tiers_of(options, pool.groups, self.outline.parts, self.agents.speeds)
             pool = Pool(pool.groups, loader=tiers, saver=tiers)
-        states = self.outline.model.states if self.agents is not None else None
+        snapshots = self.outline.model.states.snapshots if self.agents is not None else None
         cost, most_used = StepCost(self.outline.steps, self.outline.buckets, self.figures, self.gpus), 0.0
 
         def timed(work: Any) -> float:
@@ -144,7 +144,7 @@ class PlannedServer:
             max_model_len=self.max_model_len,
             max_queued=options.max_num_queued_reqs, drafts=self._drafts(cost, load.seed), tiers=tiers,
             lone_tokens=self.outline.buckets.lone_tokens,
-            snapshots=states.snapshots if states is not None else None,
+            snapshots=snapshots,
         )  # fmt: skip
         done = [record for record in report.records if record.num_output]
         full = most_used > FULL or report.preemptions > 0
