@@ -541,19 +541,40 @@ def test_an_item_that_was_cut_says_so(
     assert response["status"] == kinds[-1][1]
 
 
-def test_a_call_that_was_cut_says_so(speak: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("before_the_end", "statuses"),
+    [(6, ["incomplete"]), (0, ["completed"]), (-9, ["completed"])],
+)
+def test_a_call_that_was_cut_says_so(
+    speak: Any, tokenizer: Any, before_the_end: int, statuses: list[str], stream: bool
+) -> None:
+    """A call may be whole in an answer that is cut behind it."""
     said = CALL.replace("NAME", "weather")
-    live = speak(said)
-    for cut, status in ((6, "incomplete"), (-9, "completed")):
-        limit = len(tokenizer.encode_short(said)) - cut if cut > 0 else 300
-        tool = {"type": "function", **WEATHER}
-        answer = served(live, RESPONSES, tools=[tool], max_output_tokens=limit, stream=True)
-        found = events(answer)
-        items = [event["item"] for event in found if event["type"] == "response.output_item.done"]
-        assert [item["status"] for item in items] == [status]
-        assert items == found[-1]["response"]["output"]
-        added = next(event["item"] for event in found if event["type"] == "response.output_item.added")
-        assert added["status"] == "in_progress"
+    limit = len(tokenizer.encode_short(said)) - before_the_end
+    tool = {"type": "function", **WEATHER}
+    answer = served(speak(said), RESPONSES, tools=[tool], max_output_tokens=limit, stream=stream)
+    response = events(answer)[-1]["response"] if stream else answer.json()
+    assert response["status"] == ("completed" if before_the_end < 0 else "incomplete")
+    items = response["output"]
+    assert [(item["type"], item["status"]) for item in items] == [("function_call", one) for one in statuses]
+    json.loads(items[0]["arguments"])
+    if stream:
+        grown = [event["item"] for event in events(answer) if "item" in event]
+        assert [item["status"] for item in grown] == ["in_progress", *statuses]
+
+
+def test_a_call_that_goes_wrong_is_incomplete_in_a_complete_answer(speak: Any) -> None:
+    said = '<tool_call>\n{"name": "weather", "arguments": {"city": oops}}\n</tool_call> so'
+    tool = {"type": "function", **WEATHER}
+    for stream in (False, True):
+        answer = served(speak(said), RESPONSES, tools=[tool], stream=stream)
+        response = events(answer)[-1]["response"] if stream else answer.json()
+        assert response["status"] == "completed"
+        assert [(item["type"], item["status"]) for item in response["output"]] == [
+            ("function_call", "incomplete"),
+            ("message", "completed"),
+        ]
 
 
 def test_models_have_the_fields_of_both_apis(live: Any) -> None:

@@ -51,6 +51,9 @@ class OutputParser:
         self._calls_left = max_calls
         self.thought = reasoning and in_reasoning
         """Whether what came so far has thoughts, or goes on with those of the prompt."""
+        self.cut: set[int] = set()
+        """Which of the calls, in the order in which they were given, ended before they were whole."""
+        self._given = 0
         self._thinking = self.thought
         self._held = ""
         self._parts: list[Part] = []
@@ -202,6 +205,8 @@ class OutputParser:
             self._sure = self._after_call = True
         elif sure:
             self._end_whole()
+            if not self._dropped:
+                self.cut.add(self._given - 1)
             self._held, self._state, self._after_call = rest, self._text, True
         else:
             self._refuse(final)
@@ -261,6 +266,7 @@ class OutputParser:
                 self._calls_left = self._calls_left and self._calls_left - 1
             if self._dropped:
                 continue
+            self._given += isinstance(part, ToolCall)
             if self._streams:
                 self._parts.append(part)
             elif isinstance(part, ToolCall):

@@ -53,6 +53,7 @@ class ResponsesShape:
         self._items: list[dict[str, Any]] = []
         self._open: type[Part] | None = None
         self._text: list[str] = []
+        self._calls = 0
         self._sequence = 0
 
     def events(self, choice: Choice) -> bytes:
@@ -72,7 +73,7 @@ class ResponsesShape:
         return closed + self._event(f"response.{status}", response=response)
 
     def broken(self, error: APIError) -> bytes:
-        closed = self._close("incomplete")
+        closed = self._close("incomplete", broken=True)
         response = self._response("failed", None, None)
         code = "server_error" if error.status >= 500 or error.code is None else error.code
         response["error"] = {"code": code, "message": str(error)}
@@ -146,14 +147,18 @@ class ResponsesShape:
             )
         return said
 
-    def _close(self, status: str) -> bytes:
-        """End the item that grows. status: incomplete for one that was cut."""
+    def _close(self, status: str, broken: bool = False) -> bytes:
+        """End the item that grows. status: that of a text. broken: no more is known of it."""
         if self._open is None:
             return b""
         kind, self._open = self._open, None
         item, place, index = self._items[-1], self._place(), len(self._items) - 1
         item["status"] = status
         if kind is ToolCall:
+            # A call may be whole in an answer that is cut, and cut in one that is not.
+            cut = broken or self._reader.is_cut(0, self._calls)
+            item["status"] = "incomplete" if cut else "completed"
+            self._calls += 1
             said = self._event(
                 "response.function_call_arguments.done",
                 **place,

@@ -60,6 +60,11 @@ class Reader:
                 self._read(choice, piece, [token_id], choice.done and not left), [token_id], [entry], not left
             )
 
+    def is_cut(self, choice: int, call: int) -> bool:
+        """Whether a call of a choice, of those read so far, ended before it was whole."""
+        parser = self._parsers.get(choice)
+        return parser is not None and call in parser.cut
+
     def _read(self, choice: Choice, text: str, token_ids: list[int], ended: bool) -> list[Part]:
         if choice.read is not None:
             parts, choice.read.parts = choice.read.parts, []
