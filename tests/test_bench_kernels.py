@@ -26,7 +26,7 @@ def test_cases_of_ops_are_listed_without_a_gpu(capsys: pytest.CaptureFixture[str
 
 def test_every_case_of_every_package_has_a_plan() -> None:
     target = Target(90, 132, cublas=True, gpu="NVIDIA H200")
-    for module, case in bench_kernels.cases(Memory(Device("null")), []):
+    for module, case in bench_kernels.installed_cases(Memory(Device("null")), []):
         pack = NullPack(target)
         case.op(pack, **case.args[0])
         assert pack.calls[0].commands, case.name
@@ -43,7 +43,7 @@ def test_without_a_gpu_there_is_a_line_and_no_figure(capsys: pytest.CaptureFixtu
 
 
 def test_an_entry_has_its_floor_and_a_failed_one_its_reason() -> None:
-    _, case = next(iter(bench_kernels.cases(Memory(Device("null")), ["route"])))
+    _, case = next(iter(bench_kernels.installed_cases(Memory(Device("null")), ["route"])))
     limits = Machine(1e12, 100e12)
     good = bench_kernels.kernel_entry(case, Measurement("chosen", 2e-6), limits)
     assert good["of_floor"] == pytest.approx(good["floor_us"] / 2)

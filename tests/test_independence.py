@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,43 @@ RECIPES = sorted(p.name for p in SOURCES["recipes"].iterdir() if (p / "__init__.
 HEADS = {"eagle3"}
 """Folders of recipes that are no recipe: heads with a checkpoint of their own, which draft for models of recipes."""
 REFUSED = {"torch", "pickle", "cloudpickle", "dill", "marshal", "shelve"}
+
+
+OF_EACH_RECIPE = {
+    *(
+        "Attention",
+        "Buffers",
+        "Config",
+        "DraftingModel",
+        "Format",
+        "Layer",
+        "Mixture",
+        "Model",
+        "Mtp",
+        "Weights",
+    ),
+    *("config_json", "validate"),
+}
+"""Names that every recipe has: its own model's."""
+HOOKS = {"main", "cases", "variants"}
+"""Functions that a module offers by name: to the command line, and to `bench kernels`."""
+REFERENCES = {
+    *("e8m0", "hadamard", "q4", "q8", "q8_codes", "rms_norm", "clamped_product", "sigmoid", "gated_norm"),
+    *("gumbel", "hash_u32", "silu", "without"),
+}
+"""Arithmetic that numpy's references and device code have alike."""
+COMPILED = {"add_chosen", "code_rows", "dequantize", "experts_product", "merge_parts", "sort_pairs", "spread"}
+"""Kernels for weights of another form: a compiled kernel is known by its module and its name."""
+PAIRS = {
+    # a protocol and what implements it
+    *("Constraint", "Drafter", "Engine", "Lease", "Masks", "Pool", "Recipe", "Runner", "States"),
+    # each library has its own exception tree
+    *("ContractError", "IntegrityError", "MissingExtra", "Rejected"),
+    # messages of an engine, and those of the loop and the simulator in it
+    *("Finished", "Request", "Scheduled"),
+    *("Priority", "number"),
+}
+"""Names that stand in two libraries, each of which knows nothing of the other's."""
 
 
 def modules(part: str) -> list[Path]:
@@ -281,3 +318,41 @@ def test_a_recipe_of_others_is_short(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.slow
 def test_against_previous_releases() -> None:
     assert check_wheels("--previous")
+
+
+def public_names(part: str) -> Iterator[tuple[str, str]]:
+    """Functions and classes at the top of the modules of a part, each with its module."""
+    for path in modules(part):
+        for node in ast.parse(path.read_text()).body:
+            named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if named and not node.name.startswith("_") and node.name not in HOOKS:
+                yield node.name, str(path.relative_to(SOURCES[part]))
+
+
+def twice(places: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    """Names that stand in several places."""
+    found: dict[str, set[str]] = {}
+    for name, place in places:
+        found.setdefault(name, set()).add(place)
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
+@pytest.mark.parametrize("part", SOURCES)
+def test_a_public_name_means_one_thing_in_a_library(part: str) -> None:
+    names = public_names(part)
+    if part == "recipes":  # each is read alone, and none imports another
+        names = ((name, place) for name, place in names if name not in OF_EACH_RECIPE)
+    found = twice(names)
+    assert not {name: found[name] for name in found.keys() - REFERENCES - COMPILED}
+
+
+def test_a_public_name_of_two_libraries_is_a_known_pair() -> None:
+    places = ((name, part) for part in SOURCES for name, _ in public_names(part))
+    places = ((name, part) for name, part in places if name not in OF_EACH_RECIPE | REFERENCES | COMPILED)
+    found = twice(places)
+    assert not {name: found[name] for name in found.keys() - PAIRS}
+    assert not PAIRS - found.keys(), "these stand in one library only: take them from the list"
+
+
+def test_a_name_with_two_meanings_is_found() -> None:
+    assert twice([("Load", "a.py"), ("Load", "b.py"), ("Part", "a.py")]) == {"Load": {"a.py", "b.py"}}

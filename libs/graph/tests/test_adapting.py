@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from openinfer.graph.runner import AdapterQueue, Sampling
-from openinfer.graph.runner.adapting import AdapterPlaces
+from openinfer.graph.runner.adapting import AdapterSlots
 from openinfer.kernels.lora.adapters import Adapter, Adapters, AdapterSizes
 from openinfer.sampler import SamplingParams
 from openinfer.scheduler import Seq
@@ -135,6 +135,6 @@ def test_random_schedules(seed: int) -> None:
 
 
 def test_places_are_numbered_from_one() -> None:
-    places: AdapterPlaces[str] = AdapterPlaces(2)
+    places: AdapterSlots[str] = AdapterSlots(2)
     assert [places.take(key) for key in "aba"] == [(1, True), (2, True), (1, False)]
     assert places.take("c") is None

@@ -17,9 +17,9 @@ from openinfer.tensor import (
     GgufCheckpoint,
     GgufEntry,
     GgufFile,
-    Load,
     Stream,
     Tensor,
+    TensorLoad,
     load_tensors,
 )
 from openinfer.tensor.gguf import TYPES
@@ -67,7 +67,7 @@ def test_a_part_of_quantised_weights_goes_to_its_place(tmp_path: Path) -> None:
     device = Device("cpu")
     place = Tensor.from_numpy(np.zeros((16, 64), np.float32))
     with GgufCheckpoint(GgufFile(path), {"w": GgufEntry("w")}) as checkpoint, Stream(device) as stream:
-        load_tensors(checkpoint, [Load("w", place, (slice(16, 32),))], stream)
+        load_tensors(checkpoint, [TensorLoad("w", place, (slice(16, 32),))], stream)
         assert np.array_equal(place.numpy(), checkpoint.array("w")[16:32])
     assert np.abs(place.numpy()).max() > 0
 

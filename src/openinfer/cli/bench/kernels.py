@@ -43,10 +43,10 @@ def main(argv: list[str]) -> int:
     machine_flags(parser)
     add_record_arguments(parser)
     args = parser.parse_args(argv)
-    listed = list(cases(Memory(Device("null")), args.ops))
+    listed = list(installed_cases(Memory(Device("null")), args.ops))
     missing = set(args.ops) - {case.op.name for _, case in listed}
     if missing or not listed:
-        known = ", ".join(sorted({case.op.name for _, case in cases(Memory(Device("null")), [])}))
+        known = ", ".join(sorted({case.op.name for _, case in installed_cases(Memory(Device("null")), [])}))
         parser.error(f"no cases for {', '.join(sorted(missing))}; ops with cases: {known}")
     if args.list:
         for _, case in listed:
@@ -72,7 +72,7 @@ def modules() -> Iterator[ModuleType]:
                 yield module
 
 
-def cases(memory: Memory, ops: list[str]) -> Iterator[tuple[ModuleType, OpCase]]:
+def installed_cases(memory: Memory, ops: list[str]) -> Iterator[tuple[ModuleType, OpCase]]:
     """The cases of these ops, of all if none is named, with the module that each comes from."""
     for module in modules():
         for case in module.cases(memory):
@@ -89,7 +89,7 @@ def _measure(args: argparse.Namespace) -> int:
         return 1
     limits, results = machine(args), []
     try:
-        for module, case in cases(Memory(meter.device, meter.stream), args.ops):
+        for module, case in installed_cases(Memory(meter.device, meter.stream), args.ops):
             others = (
                 module.variants(meter.target, case) if args.variants and hasattr(module, "variants") else ()
             )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.cli.bench.kernels import cases
+from openinfer.cli.bench.kernels import installed_cases
 from openinfer.kernels import NullPack, Op
 from openinfer.kernels.authoring import leaves, mapped
 from openinfer.kernels.errors import KernelsError
@@ -56,7 +56,7 @@ def check_all(meter: DeviceMeter) -> Iterator[Agreement]:
 
 
 def _small(memory: Memory) -> Iterator[OpCase]:
-    for _, case in cases(memory, []):
+    for _, case in installed_cases(memory, []):
         cost = case.op.cost(case.workload, case.calls[0])
         if cost.flops <= MOST_FLOPS and cost.bytes <= MOST_BYTES:
             yield case

@@ -75,7 +75,7 @@ def of(dtype: DType | type | str) -> DType:
     return found
 
 
-def name_of(dtype: DType) -> str:
+def dtype_name(dtype: DType) -> str:
     """The name of a dtype, such as "bfloat16"; `of(name(d)) == d`."""
     return of(dtype).name
 

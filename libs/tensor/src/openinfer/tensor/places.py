@@ -23,7 +23,8 @@ from openinfer.tensor.tensor import Tensor
 class Conversion(NamedTuple):
     """The tensors `names` of a checkpoint become `dst` on the host: `convert` gets their arrays, in that order.
 
-    sources: the part of each that `convert` gets, as Load.source; () is the whole tensors. Only touched parts are read.
+    sources: the part of each that `convert` gets, as TensorLoad.source; () is the whole tensors. Only touched parts
+    are read.
     """
 
     names: tuple[str, ...]

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 K = TypeVar("K", bound=Hashable)
 
 
-class AdapterPlaces(Generic[K]):
+class AdapterSlots(Generic[K]):
     """Which of `count` places, numbered from 1, has which key. Pure logic.
 
     A key that gets a place evicts the least recently used key that is not pinned. If all are pinned, it claims the
@@ -74,7 +74,7 @@ class AdapterQueue:
         self, adapters: Adapters, stream: Stream, tell: Callable[[int, Array], None] | None = None
     ) -> None:
         self._adapters, self._stream, self._tell = adapters, stream, tell
-        self._places: AdapterPlaces[Adapter] = AdapterPlaces(adapters.sizes.places)
+        self._places: AdapterSlots[Adapter] = AdapterSlots(adapters.sizes.places)
         self._waiting: deque[Seq[Sampling]] = deque()
         self._changed = False
         self.running: Counter[str] = Counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openinfer.kernels import Aligned
+from openinfer.kernels.authoring import Aligned, power_of_two
 
 CHUNK = 4096
 """Logits a program of a streaming kernel reads."""
@@ -43,8 +43,3 @@ class Tiles:
     @property
     def groups_padded(self) -> int:
         return power_of_two(self.groups)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
