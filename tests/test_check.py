@@ -90,3 +90,18 @@ def test_a_name_of_the_hub_costs_headers_only(copy: Path, tmp_path_factory: pyte
     assert done.stdout.startswith("Some/Qwen3\n")
     assert "68 tensors" in done.stdout
     assert done.stdout.endswith("it loads\n")
+
+
+def test_a_repository_without_weights_to_read_ends_in_one_line(copy: Path, tmp_path_factory: Any) -> None:
+    module = tmp_path_factory.mktemp("hub")
+    body = HUB.format(folder=str(copy), weights="x").partition("def get_safetensors")[0]
+    body += "class NotASafetensorsRepoError(Exception): pass\n"
+    body += "def get_safetensors_metadata(name, revision): raise NotASafetensorsRepoError(name)\n"
+    (module / "huggingface_hub.py").write_text(body)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(module), os.environ.get("PYTHONPATH", "")])
+    }
+    command = [sys.executable, "-m", "openinfer.cli", "check", "Some/Qwen3", "--revision", "v1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, "NotASafetensorsRepoError: Some/Qwen3" in line) == (1, True)

@@ -58,8 +58,8 @@ def headers(name: str, flags: list[str]) -> Iterator[tuple[Path, list[str]]]:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.symlink_to(file.resolve())
             metadata = hub.get_safetensors_metadata(name, revision=revision)
-        for shard, found in metadata.files_metadata.items():
-            _write_header(made / Path(shard).name, found.tensors)
+            for shard, found in metadata.files_metadata.items():
+                _write_header(made / Path(shard).name, found.tensors)
         yield made, rest
 
 
@@ -99,7 +99,14 @@ def _hub(name: str) -> Iterator[Any]:
         ) from None
     try:
         yield huggingface_hub
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's errors, httpx's too, are one of these
+    except Exception as error:
+        # Errors of the connection, httpx's too, are one of these; some of the hub's own are none.
+        its = (
+            isinstance(error, OSError | ValueError | RuntimeError)
+            or "safetensors" in type(error).__name__.lower()
+        )
+        if not its:
+            raise
         raise recipes.NoRecipe(
             f"{name} is no folder here, and the hub does not give it ({type(error).__name__}: {error}); where there is "
             f"a connection: hf download {name} --local-dir {name.partition('/')[2]}, then serve that folder"
