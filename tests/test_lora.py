@@ -360,7 +360,7 @@ def test_a_plan_for_a_gpu_counts_the_places(name: str) -> None:
 
 
 def _adapted(call: Any) -> bool:
-    return getattr(call.args, "lora_a", None) is not None
+    return getattr(call.args, "lora", None) is not None
 
 
 def test_models_without_adapters_refuse_the_flag(small: Made) -> None:

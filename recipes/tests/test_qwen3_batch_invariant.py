@@ -16,7 +16,7 @@ from openinfer.recipes.engine.startup import (
     options_target,
 )
 from openinfer.recipes.qwen3 import RECIPE
-from openinfer.tensor import Device, Tensor
+from openinfer.tensor import Device
 
 SOURCES = {name: Source(RECIPE.published()[name]) for name in ("4B", "4B-FP8")}
 FLAGS = {"device": "cuda", "batch_invariant": True}
@@ -36,7 +36,7 @@ def kernels_by_use(found: StartPlan) -> dict[tuple[str, int], set[tuple[KernelSp
     for calls in found.steps.values():
         for call in calls:
             weight = getattr(call.args, "weight", None)
-            shape = weight.shape if isinstance(weight, Tensor) else ()
+            shape = () if weight is None else weight.shape
             use = call.op.name, weights.setdefault(shape, len(weights))
             kernels[use].add(tuple(c.spec if isinstance(c, Launch) else "cublas" for c in call.commands))
     return kernels

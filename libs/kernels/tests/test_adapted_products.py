@@ -22,10 +22,20 @@ from openinfer.kernels import (
     norm_linear,
 )
 from openinfer.kernels.formats.int4 import group_words, pack
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.lora import FEW_TOKENS
+from openinfer.kernels.lora.low_rank import Lora
 from openinfer.kernels.op.target import shared_bytes
-from openinfer.kernels.testing import INTERPRETED, compare, error, run_interpreted, run_on_gpu, run_reference
-from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
+from openinfer.kernels.testing import (
+    INTERPRETED,
+    compare,
+    copied,
+    error,
+    run_interpreted,
+    run_on_gpu,
+    run_reference,
+)
+from openinfer.tensor import bfloat16, float8_e4m3fn, float32, int32
 
 RNG = np.random.default_rng(0)
 BF16 = 8e-3
@@ -49,13 +59,8 @@ def lora(
     )
     a *= k**-0.5
     b *= rank**-0.5
-    return {
-        "lora_a": a,
-        "lora_b": b,
-        "lora_parts": parts,
-        "adapters": np.array([0, *ids], np.int32),
-        "token_slots": (np.arange(tokens, dtype=np.int32) * 7) % len(ids) + 1,
-    }
+    token_slots = (np.arange(tokens, dtype=np.int32) * 7) % len(ids) + 1
+    return Lora(a, b, parts, np.array([0, *ids], np.int32), token_slots)
 
 
 def call(
@@ -66,7 +71,7 @@ def call(
     n = sum(parts) + wide
     args = {
         "weight": normal(n, k, scale=k**-0.5, dtype=dtype),
-        **lora(tokens, k, parts, ids, rank=rank, dtype=dtype),
+        "lora": lora(tokens, k, parts, ids, rank=rank, dtype=dtype),
     }
     if op is linear_add:
         return {"x": normal(tokens, n, dtype=dtype), "h": normal(tokens, k, dtype=dtype), **args}
@@ -81,8 +86,13 @@ def call(
 
 def kernels_of(op: Op[Any], args: dict[str, Any], target: Target) -> list[str]:
     plan = NullPack(target)
-    op(plan, **{n: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in args.items()})
+    op(plan, **copied(args)[1])
     return [spec.function for spec in plan.specs()]
+
+
+def rolled(args: dict[str, Any]) -> Lora[Any]:
+    """The adapters of other tokens."""
+    return dataclasses.replace(args["lora"], adapters=np.roll(args["lora"].adapters, 1))
 
 
 def limits(op: Op[Any]) -> dict[str, float]:
@@ -108,25 +118,27 @@ def test_one_kernel_for_few_tokens(run_both: Any, case: str) -> None:
     got, want = run_both(op, args)
     compare(op, got, want, limits(op))
     if any(ids):  # negative control: with other adapters the result is another
-        other = run_reference(op, {**args, "adapters": np.roll(args["adapters"], 1)})
+        other = run_reference(op, {**args, "lora": rolled(args)})
         name = "x" if op is linear_add else "out"
         assert error(other[name], want[name]) > 0.1
 
 
 def fp8_blocks(n: int, k: int, halves: int) -> dict[str, Any]:
     scales = RNG.uniform(0.5, 2, (n // 128, k // 128)).astype(float32) * k**-0.5
-    return {"weight": normal(n, k).astype(float8_e4m3fn), "scales": scales}
+    return {"weight": Linear(normal(n, k).astype(float8_e4m3fn), scales)}
 
 
 def int4(n: int, k: int, halves: int) -> dict[str, Any]:
     words = group_words(np.full((n, k // 128), k**-0.5 / 4, bfloat16), 8)
-    return {"weight": pack(RNG.integers(0, 16, (n, k))), "scales": words}
+    return {"weight": Linear(pack(RNG.integers(0, 16, (n, k))), words)}
 
 
 WEIGHTS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "bf16": lambda n, k, _: {"weight": normal(n, k, scale=k**-0.5)},
     "float8": fp8_blocks,
-    "float8 codes": lambda n, k, h: {**fp8_blocks(n, k, h), "coding": "block"},
+    "float8 codes": lambda n, k, h: {
+        "weight": dataclasses.replace(fp8_blocks(n, k, h)["weight"], coding="block")
+    },
     "INT4": int4,
 }
 
@@ -154,7 +166,7 @@ def test_many_tokens(op: Op[Any], tokens: int) -> None:
     assert "silu_mul" not in kernels
     got, want = run_interpreted(op, args), run_reference(op, args)
     compare(op, got, want, {name: 2 * limit for name, limit in limits(op).items()})
-    other = run_reference(op, {**args, "adapters": np.roll(args["adapters"], 1)})
+    other = run_reference(op, {**args, "lora": rolled(args)})
     name = "x" if op is linear_add else "out"
     assert error(other[name], want[name]) > 0.1
 
@@ -177,13 +189,12 @@ def test_it_is_the_product_of_merged_weights(op: Op[Any]) -> None:
     args = call(op, 11, 64, parts, [2, 0, 1], dtype=float32)
     name = "x" if op is linear_add else "out"
     got = run_reference(op, args)[name]
-    plain = {
-        n: v for n, v in args.items() if not n.startswith("lora") and n not in ("adapters", "token_slots")
-    }
-    for token, adapter in enumerate(args["adapters"][args["token_slots"]]):
+    own = args["lora"]
+    plain = {n: v for n, v in args.items() if n != "lora"}
+    for token, adapter in enumerate(own.adapters[own.token_slots]):
         weight = args["weight"].copy()
         if adapter:
-            a, b, start = args["lora_a"][adapter - 1], args["lora_b"][adapter - 1], 0
+            a, b, start = own.a[adapter - 1], own.b[adapter - 1], 0
             for part, size in enumerate(parts):
                 weight[start : start + size] += b[start : start + size] @ a[part * 16 : part * 16 + 16]
                 start += size
@@ -195,20 +206,17 @@ def test_it_is_the_product_of_merged_weights(op: Op[Any]) -> None:
 @pytest.mark.parametrize(
     ("op", "change", "why"),
     [
-        (norm_linear, {"lora_b": None}, "are given; adapters are lora_a, lora_b"),
-        (norm_linear, {"lora_parts": (64, 48)}, "must be"),
+        (norm_linear, {"parts": (64, 48)}, "must be"),
         (norm_linear, {"out": np.zeros((3, 128), float32)}, "out is float32"),
-        (gate_up_silu, {"lora_parts": (128,), "lora_a": normal(3, 16, 64)}, "two parts of 64"),
-        (linear_add, {"lora_parts": (64, 64)}, "one part of 128"),
+        (gate_up_silu, {"parts": (128,), "a": normal(3, 16, 64)}, "two parts of 64"),
+        (linear_add, {"parts": (64, 64)}, "one part of 128"),
     ],
 )
 def test_what_the_contract_refuses(op: Op[Any], change: dict[str, Any], why: str) -> None:
-    args = {**call(op, 3, 64, (64, 64), [1, 2]), **change}
-    tensors = {
-        n: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in args.items() if v is not None
-    }
+    args = call(op, 3, 64, (64, 64), [1, 2])
+    args |= change if "out" in change else {"lora": dataclasses.replace(args["lora"], **change)}
     with pytest.raises(ContractError, match=why):
-        op(CpuPack(), **tensors)
+        op(CpuPack(), **copied(args)[1])
 
 
 QWEN3_4B: dict[str, tuple[Op[Any], int, tuple[int, ...]]] = {
@@ -226,10 +234,19 @@ PRODUCTS = {**QWEN3_4B, "the most sums": (gate_up_silu, 5120, (17408, 17408))}
 def shapes_of(product: str, tokens: int, rank: int = 16, places: int = 8) -> dict[str, tuple[int, ...]]:
     op, k, parts = PRODUCTS[product]
     n, width = sum(parts), rank * len(parts)
-    shapes = {"weight": (n, k), "lora_a": (places, width, k), "lora_b": (places, n, rank)}
+    shapes = {"weight": (n, k), "a": (places, width, k), "b": (places, n, rank)}
     if op is linear_add:
         return {**shapes, "x": (tokens, n), "h": (tokens, k)}
     return {**shapes, "x": (tokens, k), "out": (tokens, n // 2 if op is gate_up_silu else n)}
+
+
+def without_values(arena: Any, product: str, tokens: int, rank: int = 16, **more: Any) -> dict[str, Any]:
+    """Arguments on the null device; more: fields of the adapters."""
+    shapes = shapes_of(product, tokens, rank)
+    args: dict[str, Any] = {name: arena.alloc(shape, bfloat16) for name, shape in shapes.items()}
+    ids, slots = (arena.alloc((tokens,), int32) for _ in range(2))
+    own = Lora(args.pop("a"), args.pop("b"), PRODUCTS[product][2], ids, slots)
+    return {**args, "lora": dataclasses.replace(own, **more)}
 
 
 @pytest.mark.slow
@@ -238,12 +255,7 @@ def shapes_of(product: str, tokens: int, rank: int = 16, places: int = 8) -> dic
 def test_the_kernel_of_a_model_fits(
     product: str, tokens: int, arena: Any, cubins: Any, resources: Any
 ) -> None:
-    op, _, parts = QWEN3_4B[product]
-    args: dict[str, Any] = {
-        name: arena.alloc(shape, bfloat16) for name, shape in shapes_of(product, tokens).items()
-    }
-    args |= {name: arena.alloc((tokens,), int32) for name in ("adapters", "token_slots")}
-    args["lora_parts"] = parts
+    op, args = QWEN3_4B[product][0], without_values(arena, product, tokens)
     plan, store = NullPack(H200), Store(90, cubins, folders=[])
     op(plan, **args)
     (spec,) = [spec for spec in plan.specs() if spec.function == "gemm_small_adapted"]
@@ -257,16 +269,11 @@ def clusters_of(
     arena: Any, product: str, tokens: int, rank: int, *, target: Target = CLUSTERS, **more: Any
 ) -> list[CudaSpec]:
     """The kernels of clusters that have adapters. Each launch of their op is early."""
-    op, k, parts = PRODUCTS[product]
-    args: dict[str, Any] = {
-        name: arena.alloc(shape, bfloat16) for name, shape in shapes_of(product, tokens, rank).items()
-    }
-    args |= {name: arena.alloc((tokens,), int32) for name in ("adapters", "token_slots")}
-    args["lora_parts"] = parts
+    (op, k, _), args = PRODUCTS[product], without_values(arena, product, tokens, rank, **more)
     if op is not linear_add:
         args |= {"norm_weight": arena.alloc((k,), bfloat16), "eps": 1e-6}
     plan = NullPack(target)
-    op(plan, **{**args, **more})
+    op(plan, **args)
     launches = [command for call in plan.calls for command in call.commands if isinstance(command, Launch)]
     found = [
         launch.spec
@@ -294,7 +301,7 @@ def test_a_block_has_at_most_two_projections(arena: Any) -> None:
     """Else the adapters have kernels of their own."""
     for parts, taken in (((6000, 88, 56), False), ((5952, 96, 96), True), ((5900, 140, 104), False)):
         b = arena.alloc((8, sum(parts), 16), bfloat16)
-        assert bool(clusters_of(arena, "qkv", 32, 16, lora_parts=parts, lora_b=b)) is taken
+        assert bool(clusters_of(arena, "qkv", 32, 16, parts=parts, b=b)) is taken
 
 
 @pytest.mark.parametrize("rank", [16, pytest.param(32, marks=pytest.mark.slow), 64])
@@ -338,13 +345,13 @@ def test_clusters_with_adapters_on_a_gpu(gpu: Any, product: str, case: str) -> N
     found = [run_on_gpu(op, args, own, driver, stream)[name] for _ in range(2)]
     np.testing.assert_array_equal(found[0].view(np.uint16), found[1].view(np.uint16))
     some = np.unique(np.r_[0, tokens - 1, RNG.integers(0, tokens, 8)])
-    of_tokens = ("x", "h", "out", "token_slots")
-    few = {key: value[some].copy() if key in of_tokens else value for key, value in args.items()}
+    few = {key: value[some].copy() if key in ("x", "h", "out") else value for key, value in args.items()}
+    few["lora"] = dataclasses.replace(args["lora"], token_slots=args["lora"].token_slots[some])
     got, want = found[0][some].astype(float32), run_reference(op, few)[name].astype(float32)
     off = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
     assert off.max() < 1e-2
     if any(ids):
-        other = run_reference(op, {**few, "adapters": np.roll(args["adapters"], 1)})[name].astype(float32)
+        other = run_reference(op, {**few, "lora": rolled(few)})[name].astype(float32)
         assert np.linalg.norm(other - want) > 0.1 * np.linalg.norm(want)
 
 

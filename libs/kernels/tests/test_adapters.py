@@ -69,8 +69,8 @@ def write(folder: Path, arrays: dict[str, Any], **config: Any) -> Path:
 def added(adapters: Adapters, weight: Tensor, x: Any, ids: list[int]) -> Any:
     slots, places = (Tensor.from_numpy(np.array(n, np.int32)) for n in (range(len(ids)), ids))
     lora = adapters.of(weight, places, slots)
-    out = np.full((len(ids), sum(lora["lora_parts"])), np.nan, x.dtype)
-    add_lora(CpuPack(), out=Tensor.from_numpy(out), x=Tensor.from_numpy(x), add=False, **lora)
+    out = np.full((len(ids), sum(lora.parts)), np.nan, x.dtype)
+    add_lora(CpuPack(), out=Tensor.from_numpy(out), x=Tensor.from_numpy(x), add=False, lora=lora)
     return out
 
 
@@ -140,7 +140,7 @@ def test_a_weight_without_places_has_nothing_added(tmp_path: Path) -> None:
     adapters, _, _ = make()
     other = Tensor.from_numpy(np.zeros((4, HIDDEN), float32))
     ids = Tensor.from_numpy(np.zeros(1, np.int32))
-    assert adapters.of(other, ids, ids) == {}
+    assert adapters.of(other, ids, ids) is None
 
 
 def test_other_ways_to_spell_modules(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """add_lora: kernels against the reference, and the reference against merged weights."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack, Target, add_lora
+from openinfer.kernels.lora.low_rank import Lora
 from openinfer.kernels.op.reference import rms_norm
-from openinfer.kernels.testing import Case, OpConformance, compare, run_interpreted, run_reference
-from openinfer.tensor import Tensor, bfloat16, float32
+from openinfer.kernels.testing import Case, OpConformance, compare, copied, run_interpreted, run_reference
+from openinfer.tensor import bfloat16, float32
 
 RNG = np.random.default_rng(0)
 
@@ -33,11 +35,7 @@ def call(
     return {
         "out": out if add else np.full_like(out, np.nan),
         "x": normal(tokens, columns),
-        "lora_a": a,
-        "lora_b": b,
-        "lora_parts": parts,
-        "adapters": np.array([0, *ids], np.int32),
-        "token_slots": slots,
+        "lora": Lora(a, b, parts, np.array([0, *ids], np.int32), slots),
         "add": add,
         **normed,
     }
@@ -67,12 +65,13 @@ def test_a_step_of_many_tokens_and_one_that_must_not_depend_on_their_number() ->
 def test_it_is_the_difference_that_merged_weights_make(norm: bool) -> None:
     args = call(11, 64, (48, 16), [2, 0, 1], norm=norm, dtype=float32)
     got = run_reference(add_lora, args)["out"]
-    ids = args["adapters"][args["token_slots"]]
+    own = args["lora"]
+    ids = own.adapters[own.token_slots]
     h = rms_norm(args["x"], args["norm_weight"], 1e-6) if norm else args["x"]
     for token, adapter in enumerate(ids):
         change = np.zeros(64, np.float32)
         if adapter:
-            a, b = args["lora_a"][adapter - 1], args["lora_b"][adapter - 1]
+            a, b = own.a[adapter - 1], own.b[adapter - 1]
             change = np.concatenate([b[:48] @ a[:16], b[48:] @ a[16:]]) @ h[token]
         np.testing.assert_allclose(got[token], args["out"][token] + change, rtol=2e-4, atol=2e-4)
 
@@ -81,14 +80,15 @@ def test_rows_do_not_depend_on_their_company() -> None:
     args = call(24, 96, (32,), [1, 2, 3], dtype=float32)
     whole = run_reference(add_lora, args)["out"]
     for token in (0, 7, 23):
-        alone = {n: args[n][token : token + 1] for n in ("out", "x", "token_slots")}
+        alone = {n: args[n][token : token + 1] for n in ("out", "x")}
+        alone["lora"] = replace(args["lora"], token_slots=args["lora"].token_slots[token : token + 1])
         np.testing.assert_array_equal(run_reference(add_lora, {**args, **alone})["out"][0], whole[token])
 
 
 def test_the_wrong_adapter_would_be_noticed() -> None:
     """Negative control: with two adapters swapped the result is another."""
     args = call(8, 64, (32,), [1, 2])
-    swapped = {**args, "adapters": np.array([0, 2, 1], np.int32)}
+    swapped = {**args, "lora": replace(args["lora"], adapters=np.array([0, 2, 1], np.int32))}
     with pytest.raises(AssertionError, match="out is off by"):
         compare(add_lora, run_interpreted(add_lora, swapped), run_reference(add_lora, args), {"out": 8e-3})
 
@@ -96,15 +96,15 @@ def test_the_wrong_adapter_would_be_noticed() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"lora_parts": (16, 16, 16, 16, 16)}, "1 to 4"),
-        ({"lora_parts": (64, 32)}, "parts of rank 16 were given"),
+        ({"parts": (16, 16, 16, 16, 16)}, "1 to 4"),
+        ({"parts": (64, 32)}, "parts of rank 16 were given"),
         ({"eps": 1e-6}, "come together"),
-        ({"lora_b": np.zeros((3, 96, 24), bfloat16)}, "power of two"),
+        ({"b": np.zeros((3, 96, 24), bfloat16)}, "power of two"),
     ],
 )
 def test_what_the_contract_refuses(change: dict[str, Any], why: str) -> None:
-    parts = change.get("lora_parts", (96,))
-    args = {**call(3, 64, (96,), [1]), "lora_b": np.zeros((3, sum(parts), 16), bfloat16), **change}
-    tensors = {n: Tensor.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for n, v in args.items()}
+    args, parts = call(3, 64, (96,), [1]), change.get("parts", (96,))
+    own = replace(args["lora"], b=np.zeros((3, sum(parts), 16), bfloat16))
+    args |= change if "eps" in change else {"lora": replace(own, **change)}
     with pytest.raises(ContractError, match=why):
-        add_lora(CpuPack(), **tensors)
+        add_lora(CpuPack(), **copied(args)[1])

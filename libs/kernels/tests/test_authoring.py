@@ -104,6 +104,7 @@ FROZEN = [
     "launch",
     "leaves",
     "linear_launches",
+    "linear_of",
     "mapped",
     "matmul_nt",
     "module_packing",

@@ -82,7 +82,6 @@ def test_a_variant_is_timed_if_its_output_is_the_same(unwritten):
         "x": memory.normal(3, 32),
         "h": memory.normal(3, 64),
         "weight": memory.normal(32, 64),
-        "scales": None,
     }
     args["x"].numpy()[:unwritten] = np.nan
     case = OpCase("small", linear_add, [args, dict(args)], Workload(3, 3, 0, 0))
@@ -112,8 +111,8 @@ def test_a_variant_is_timed_if_its_output_is_the_same(unwritten):
 def test_copies_are_as_many_as_a_cache_takes(monkeypatch):
     monkeypatch.setattr("openinfer.kernels.op.cases.COLD_BYTES", 10 * 64 * 2)
     memory = Memory(Device("cpu"), Stream(Device("cpu")))
-    args = {"x": memory.normal(4), "weight": memory.normal(64), "scales": None}
-    copies = memory.copies(args, "weight", "scales")
+    args = {"x": memory.normal(4), "weight": memory.normal(64)}
+    copies = memory.copies(args, "weight")
     assert len(copies) == 10
     assert len({copy["weight"].ptr for copy in copies}) == 10
     assert len({copy["x"].ptr for copy in copies}) == 1

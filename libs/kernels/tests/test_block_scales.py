@@ -19,7 +19,9 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.choices import scaled_rule
+from openinfer.kernels.op.op import mapped
 from openinfer.tensor import Tensor, bfloat16
 
 Array = np.ndarray[Any, Any]
@@ -27,7 +29,7 @@ F8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def run(op: Op[Any], **args: Any) -> None:
-    op(CpuPack(), **{k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
+    op(CpuPack(), **mapped(args, np.ndarray, Tensor.from_numpy))
 
 
 def quantized(weight: Array) -> tuple[Array, Array, Array]:
@@ -59,17 +61,17 @@ def test_products_are_those_of_the_meant_weight(numbers: Any, n: int, k: int) ->
     values, scales, meant = quantized(numbers(n, k))
     x, norm_weight, h = numbers(3, k), numbers(k), numbers(3, k)
     got, want = np.zeros((2, 3, n), np.float32)
-    run(norm_linear, out=got, x=x, norm_weight=norm_weight, weight=values, scales=scales, eps=1e-6)
+    run(norm_linear, out=got, x=x, norm_weight=norm_weight, weight=Linear(values, scales), eps=1e-6)
     run(norm_linear, out=want, x=x, norm_weight=norm_weight, weight=meant, eps=1e-6)
     np.testing.assert_array_equal(got, want)
-    run(linear_add, x=got, h=h, weight=values, scales=scales)
+    run(linear_add, x=got, h=h, weight=Linear(values, scales))
     run(linear_add, x=want, h=h, weight=meant)
     np.testing.assert_array_equal(got, want)
     swapped = scales[::-1, ::-1]
     for wrong in (
         [swapped, scales.T] if scales.shape == (2, 2) else [swapped][: scales.size - 1]
     ):  # negative control
-        run(linear_add, x=got, h=h, weight=values, scales=np.ascontiguousarray(wrong))
+        run(linear_add, x=got, h=h, weight=Linear(values, np.ascontiguousarray(wrong)))
         run(linear_add, x=want, h=h, weight=meant)
         assert (got != want).any()
 
@@ -79,7 +81,7 @@ def test_the_halves_of_a_gated_product_have_blocks_of_their_own(numbers: Any, in
     values, scales, meant = stacked(numbers(inter, 160), numbers(inter, 160))
     x, norm_weight = numbers(3, 160), numbers(160)
     got, want = np.zeros((2, 3, inter), np.float32)
-    run(gate_up_silu, out=got, x=x, norm_weight=norm_weight, weight=values, scales=scales, eps=1e-6)
+    run(gate_up_silu, out=got, x=x, norm_weight=norm_weight, weight=Linear(values, scales), eps=1e-6)
     run(gate_up_silu, out=want, x=x, norm_weight=norm_weight, weight=meant, eps=1e-6)
     np.testing.assert_array_equal(got, want)
 
@@ -91,9 +93,9 @@ def test_what_is_refused(numbers: Any) -> None:
     with pytest.raises(ContractError, match="weight is float8_e4m3fn; it must be float32"):
         run(norm_linear, weight=values, **args)
     with pytest.raises(ContractError, match="weight is float32; it must be float8_e4m3fn"):
-        run(norm_linear, weight=meant, scales=scales, **args)
+        run(norm_linear, weight=Linear(meant, scales), **args)
     with pytest.raises(ContractError, match=r"scales of weight has shape \(2, 1\)"):
-        run(norm_linear, weight=values, scales=scales[:, :1].copy(), **args)
+        run(norm_linear, weight=Linear(values, scales[:, :1].copy()), **args)
 
 
 def test_a_float32_norm_weight_is_rounded_once(normal: Any) -> None:
@@ -163,10 +165,9 @@ def test_experts_with_scales(numbers: Any, rng: np.random.Generator) -> None:
     ups = [stacked(*np.split(w, 2)) for w in args["gate_up"]]
     downs = [quantized(w) for w in args["down"]]
     scaled = {**args, "x": args["x"].copy()}
-    scaled["gate_up"], scaled["gate_up_scales"], args["gate_up"] = (
-        np.stack(p) for p in zip(*ups, strict=True)
-    )
-    scaled["down"], scaled["down_scales"], args["down"] = (np.stack(p) for p in zip(*downs, strict=True))
+    for name, found in (("gate_up", ups), ("down", downs)):
+        codes, scales, args[name] = (np.stack(p) for p in zip(*found, strict=True))
+        scaled[name] = Linear(codes, scales)
     run(experts_add, **scaled)
     run(experts_add, **args)
     np.testing.assert_array_equal(scaled["x"], args["x"])
@@ -209,12 +210,12 @@ def test_kernels_take_scales(check_op: Any, normal: Any, m: int, n: int, k: int)
     values, scales = scaled_weight(normal, (n, k))
     x, h, gain = normal(m, k, scale=3.0), normal(m, k), normal(k)
     out, limit = np.full((m, n), np.nan, bfloat16), 6e-3
-    args = {"norm_weight": gain, "weight": values, "scales": scales, "eps": 1e-6}
+    args = {"norm_weight": gain, "weight": Linear(values, scales), "eps": 1e-6}
     check_op(norm_linear, {"out": limit}, out=out, x=x, **args)
     residual = normal(m, n, scale=9.0)
-    got = check_op(linear_add, {"x": limit}, x=residual, h=h, weight=values, scales=scales)
+    got = check_op(linear_add, {"x": limit}, x=residual, h=h, weight=Linear(values, scales))
     scales[-1, -1] *= 1.1  # negative control: one scale 10 % off
-    other = check_op(linear_add, {"x": limit}, x=residual, h=h, weight=values, scales=scales)
+    other = check_op(linear_add, {"x": limit}, x=residual, h=h, weight=Linear(values, scales))
     difference = np.linalg.norm((got["x"] - other["x"]).astype(np.float32))
     assert difference > limit * np.linalg.norm(got["x"].astype(np.float32))
 
@@ -223,5 +224,5 @@ def test_kernels_take_scales(check_op: Any, normal: Any, m: int, n: int, k: int)
 @pytest.mark.parametrize("k", [272, 384])
 def test_gated_kernels_take_scales(check_op: Any, normal: Any, m: int, k: int) -> None:
     values, scales = scaled_weight(normal, (208, k), (208, k))
-    args = {"x": normal(m, k), "norm_weight": normal(k), "weight": values, "scales": scales, "eps": 1e-6}
+    args = {"x": normal(m, k), "norm_weight": normal(k), "weight": Linear(values, scales), "eps": 1e-6}
     check_op(gate_up_silu, {"out": 1.5e-2}, out=np.full((m, 208), np.nan, bfloat16), **args)

@@ -1,6 +1,7 @@
 """Products of a few tokens by clusters of blocks: which calls take them, their resources and their results."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,10 +47,10 @@ def launches(arena, tokens, target=TARGET, coding=None):
         weight = arena.alloc((n, k), bfloat16 if coding is None else float8_e4m3fn)
         gain, x = arena.alloc((k,), bfloat16), arena.alloc((tokens, k), bfloat16)
         out = arena.alloc((tokens, n // 2 if gated else n), bfloat16)
-        more = {"weight": weight}
+        more = {"weight": Linear(weight)}
         if coding is not None:
             blocks = (-(-n // 128), k // 128) if coding == "block" else (n, 1)
-            more |= {"scales": arena.alloc(blocks, float32), "coding": coding}
+            more = {"weight": Linear(weight, arena.alloc(blocks, float32), coding)}
         if op == "linear_add":
             linear_add(pack, x=out, h=x, **more)
         else:
@@ -155,11 +156,11 @@ def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tok
     if choice is None or choice.kind != "cluster":
         pytest.skip("more tokens than its product takes")
     weight, gain = normal(n, k, scale=k**-0.5), (1 + normal(k, scale=0.1).astype(float32)).astype(bfloat16)
-    more = {}
     if coding is not None:
         weight = np.clip(normal(n, k, scale=100), -448, 448).astype(float8_e4m3fn)
         blocks = (-(-n // 128), k // 128) if coding == "block" else (n, 1)
-        more = {"coding": coding, "scales": (rng.uniform(0.1, 4, blocks) * k**-0.5 / 100).astype(float32)}
+        scales = (rng.uniform(0.1, 4, blocks) * k**-0.5 / 100).astype(float32)
+        weight = Linear(weight, scales, coding)
     if kind == "linear_add":
         op, written = linear_add, "x"
         args = {"x": normal(tokens, n), "h": normal(tokens, k), "weight": weight}
@@ -167,7 +168,6 @@ def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tok
         op, written = norm_linear if kind == "norm_linear" else gate_up_silu, "out"
         args = {"out": normal(tokens, n // 2 if kind == "gate_up_silu" else n), "x": normal(tokens, k)}
         args |= {"norm_weight": gain, "weight": weight, "eps": 1e-6}
-    args |= more
     assert isinstance(op.plan(target, op.args(**copied(args)[1]))[-1].spec, CudaSpec)
     found = [run_on_gpu(op, args, target, driver, stream)[written] for _ in range(2)]
     np.testing.assert_array_equal(found[0], found[1])
@@ -178,6 +178,6 @@ def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tok
     limit = 1e-2 if coding is None else 2e-2  # a code may be the next one
     assert error.max() < limit  # of each token by itself
     if coding is not None:  # control
-        wrong = {**tensors, "scales": np.roll(more["scales"], 1, axis=0)}
+        wrong = {**tensors, "weight": replace(weight, scales=np.roll(scales, 1, axis=0))}
         far = run_reference(op, wrong)[written].astype(float32)
         assert np.linalg.norm(far - want) > 4 * limit * np.linalg.norm(want)

@@ -1,5 +1,6 @@
 """Products of activations that are quantised to float8: the reference, and kernels against it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 from openinfer.kernels import ContractError, CpuPack, NullPack, Target, gate_up_silu, linear_add, norm_linear
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.op.launch import Launch, Matmul
+from openinfer.kernels.op.op import mapped
 from openinfer.kernels.op.rounding import coded
-from openinfer.kernels.testing import error, run_reference
+from openinfer.kernels.testing import copied, error, run_reference
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
 
 RNG = np.random.default_rng(5)
@@ -22,18 +24,18 @@ def normal(*shape: int, scale: float = 1.0) -> Any:
     return (RNG.standard_normal(shape) * scale).astype(bfloat16)
 
 
-def weight_of(n: int, k: int, parts: int, coding: str) -> dict[str, Any]:
+def weight_of(n: int, k: int, parts: int, of: str) -> Any:
     """Codes, and scales that differ much from block to block or row to row."""
     codes = np.clip(RNG.standard_normal((parts * n, k)) * 100, -448, 448).astype(float8_e4m3fn)
-    shape = (parts * -(-n // 128), -(-k // 128)) if coding == "block" else (parts * n, 1)
+    shape = (parts * -(-n // 128), -(-k // 128)) if of == "block" else (parts * n, 1)
     scales = (RNG.uniform(0.1, 4, shape) * k**-0.5 / 100).astype(np.float32)
-    return {"weight": codes, "scales": scales}
+    return Linear(codes, scales)
 
 
 def args_of(op: Any, coding: str, tokens: int, n: int, k: int) -> dict[str, Any]:
-    common: dict[str, Any] = {**weight_of(n, k, 2 if op is gate_up_silu else 1, coding), "coding": coding}
-    if coding == "tensor":
-        common["x_scale"] = np.array([0.01], np.float32)
+    x_scale = np.array([0.01], np.float32) if coding == "tensor" else None
+    weight = weight_of(n, k, 2 if op is gate_up_silu else 1, coding)
+    common = {"weight": replace(weight, coding=coding, x_scale=x_scale)}
     outliers = np.where(RNG.random((tokens, k)) < 0.01, 30, 1).astype(bfloat16)
     if op is linear_add:
         return {"x": normal(tokens, n), "h": normal(tokens, k) * outliers, **common}
@@ -71,15 +73,16 @@ def test_codes_are_those_of_e4m3_with_the_largest_number_at_448() -> None:
 def test_the_reference_multiplies_quantised_activations(op: Any, coding: str) -> None:
     args = args_of(op, coding, 5, 48, 256)
     args = {n: v.astype(np.float32) if getattr(v, "dtype", None) == bfloat16 else v for n, v in args.items()}
-    plain = {**args, "coding": None, "x_scale": None}
+    weight = args["weight"]
+    plain = {**args, "weight": replace(weight, coding=None, x_scale=None)}
     got, of_plain = run_reference(op, args)[output(op)], run_reference(op, plain)[output(op)]
     if coding != "tensor":  # whose scale is too small for the outliers
         assert 0.005 < error(got, of_plain) < 0.06
     if op is linear_add:
-        meant = {**plain, "h": coded(args["h"], coding, args.get("x_scale"))}  # type: ignore[arg-type]
+        meant = {**plain, "h": coded(args["h"], coding, weight.x_scale)}  # type: ignore[arg-type]
         np.testing.assert_array_equal(got, run_reference(op, meant)[output(op)])
-        wide = Linear(args["weight"], args["scales"]).values()  # as a CPU has it
-        expanded = {**args, "weight": wide, "scales": None}
+        wide = replace(weight, weight=weight.values(), scales=None)  # as a CPU has it
+        expanded = {**args, "weight": wide}
         np.testing.assert_array_equal(got, run_reference(op, expanded)[output(op)])
 
 
@@ -92,8 +95,12 @@ def test_kernels_agree_with_the_reference(
     """n is no multiple of a tile or of a block; k is no multiple of 128, or is split."""
     args = args_of(op, coding, tokens, n, k)
     want = check_op(op, {output(op): BF16}, **args)
-    rolled = {**args, "scales": np.roll(args["scales"], 1, axis=0)}  # negative control
-    if args["scales"].shape[0] > 1:
+    scales = args["weight"].scales
+    rolled = {
+        **args,
+        "weight": replace(args["weight"], scales=np.roll(scales, 1, axis=0)),
+    }  # negative control
+    if scales.shape[0] > 1:
         assert error(run_reference(op, rolled)[output(op)], want[output(op)]) > 0.05
 
 
@@ -111,8 +118,7 @@ def test_one_kernel_serves_any_number_of_tokens_where_rows_may_not_differ(coding
 def test_many_tokens_go_to_cublas_where_it_takes_the_scales() -> None:
     def commands(target: Target, coding: str, tokens: int, k: int) -> list[Any]:
         pack, args = NullPack(target), args_of(gate_up_silu, coding, tokens, 128, k)
-        tensors = {n: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in args.items()}
-        gate_up_silu(pack, **tensors)
+        gate_up_silu(pack, **copied(args)[1])
         return [c.spec.function if isinstance(c, Launch) else type(c) for c in pack.calls[0].commands]
 
     with_cublas, without = Target(90, 132, cublas=True), Target(90, 132)
@@ -125,9 +131,9 @@ def test_many_tokens_go_to_cublas_where_it_takes_the_scales() -> None:
 
 def test_what_is_refused() -> None:
     def run(coding: Any, of: str = "block", x_scale: Any = None, pack: Any = None) -> None:
-        args = {n: Tensor.from_numpy(v) for n, v in weight_of(128, 128, 1, of).items()}
+        weight = mapped(weight_of(128, 128, 1, of), np.ndarray, Tensor.from_numpy)
         x, h = (Tensor.from_numpy(normal(2, 128)) for _ in range(2))
-        linear_add(pack or CpuPack(), x=x, h=h, **args, coding=coding, x_scale=x_scale)
+        linear_add(pack or CpuPack(), x=x, h=h, weight=replace(weight, coding=coding, x_scale=x_scale))
 
     scale = Tensor.from_numpy(np.ones(1, np.float32))
     with pytest.raises(ContractError, match="coding is 'token', and weight is FP8 with scales of blocks"):
@@ -143,7 +149,7 @@ def test_what_is_refused() -> None:
     wide = Tensor.from_numpy(np.ones((128, 128), np.float32).astype(bfloat16))
     x, h = (Tensor.from_numpy(normal(2, 128)) for _ in range(2))
     with pytest.raises(ContractError, match="x is to be quantised and weight is not float8"):
-        linear_add(NullPack(Target(90, 132)), x=x, h=h, weight=wide, coding="block")
+        linear_add(NullPack(Target(90, 132)), x=x, h=h, weight=Linear(wide, coding="block"))
     assert scale.dtype == float32
 
 

@@ -18,6 +18,7 @@ from openinfer.kernels import (
     norm_linear,
     norm_rope_attend,
 )
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.norms import norm
 from openinfer.kernels.op.reference import normed
 from openinfer.kernels.packs.cuda import LaunchPack
@@ -83,8 +84,7 @@ def test_kernels_that_make_codes_wait_too(arena, tmp_path, coding):
     pack, tokens, n, k = NullPack(TARGET), 8, 6144, 2560
     x, gain, out = (arena.alloc(shape, bfloat16) for shape in ((tokens, k), (k,), (tokens, n)))
     blocks = (n // 128, k // 128) if coding == "block" else (n, 1)
-    more = {"weight": arena.alloc((n, k), float8_e4m3fn), "scales": arena.alloc(blocks, float32)}
-    more |= {"coding": coding}
+    more = {"weight": Linear(arena.alloc((n, k), float8_e4m3fn), arena.alloc(blocks, float32), coding)}
     norm_linear(pack, out=out, x=x, norm_weight=gain, eps=1e-6, **more)
     linear_add(pack, x=out, h=x, **more)
     specs = [c.spec for call in pack.calls for c in call.commands if c.early]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, NullPack, Store, Target, experts_add
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.moe import plain as plain_experts
 from openinfer.kernels.moe.plain import ExpertTile
 from openinfer.kernels.op.target import shared_bytes
@@ -31,10 +32,9 @@ def mixture(rng, normal, tokens, count, chosen, hidden, inter, *, scaled=False, 
     }
     if scaled:
         up, across = 2 * -(-inter // 128), -(-hidden // 128)
-        args["gate_up"] = args["gate_up"].astype(F8)
-        args["gate_up_scales"] = rng.uniform(0.3, 3, (count, up, across)).astype(float32)
-        args["down"] = args["down"].astype(F8)
-        args["down_scales"] = rng.uniform(0.3, 3, (count, across, -(-inter // 128))).astype(float32)
+        for name, blocks in (("gate_up", (up, across)), ("down", (across, -(-inter // 128)))):
+            scales = rng.uniform(0.3, 3, (count, *blocks)).astype(float32)
+            args[name] = Linear(args[name].astype(F8), scales)
     return args
 
 
@@ -121,10 +121,14 @@ def null_call(arena, tokens, count, chosen, hidden, inter, dtype=bfloat16):
         "norm_weight": arena.alloc((hidden,), float32),
         "expert_ids": arena.alloc((tokens, chosen), int32),
         "expert_weights": arena.alloc((tokens, chosen), bfloat16),
-        "gate_up": arena.alloc((count, 2 * inter, hidden), dtype),
-        "down": arena.alloc((count, hidden, inter), dtype),
-        "gate_up_scales": arena.alloc((count, up, across), float32) if scaled else None,
-        "down_scales": arena.alloc((count, across, deep), float32) if scaled else None,
+        "gate_up": Linear(
+            arena.alloc((count, 2 * inter, hidden), dtype),
+            arena.alloc((count, up, across), float32) if scaled else None,
+        ),
+        "down": Linear(
+            arena.alloc((count, hidden, inter), dtype),
+            arena.alloc((count, across, deep), float32) if scaled else None,
+        ),
         "eps": 1e-6,
     }
 

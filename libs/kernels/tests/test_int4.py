@@ -1,5 +1,6 @@
 """INT4 weights: what the bytes and words mean, and kernels against the reference."""
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +20,7 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.formats.int4 import GROUPS, group_words, int4_values, pack, unpack
 from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.testing import error, run_reference
+from openinfer.kernels.testing import copied, error, run_reference
 from openinfer.tensor import Tensor, bfloat16
 
 RNG = np.random.default_rng(4)
@@ -76,7 +77,7 @@ def test_every_scale_keeps_its_bits() -> None:
 
 def args_of(op: Any, tokens: int, n: int, k: int, group: int) -> dict[str, Any]:
     weight, words, _ = quantized(2 * n if op is gate_up_silu else n, k, group)
-    common = {"weight": weight, "scales": words}
+    common = {"weight": Linear(weight, words)}
     if op is linear_add:
         return {"x": normal(tokens, n), "h": normal(tokens, k), **common}
     out = np.full((tokens, n), np.nan, bfloat16)
@@ -99,8 +100,7 @@ def test_kernels_unpack_exactly(k: int, group: int, check_op: Any) -> None:
     args = {
         "x": np.zeros((k, 80), bfloat16),
         "h": np.eye(k).astype(bfloat16),
-        "weight": weight,
-        "scales": words,
+        "weight": Linear(weight, words),
     }
     np.testing.assert_array_equal(run_reference(linear_add, args)["x"], values.astype(bfloat16).T)
     check_op(linear_add, {"x": 0.0}, **args)
@@ -112,12 +112,14 @@ def test_the_reference_is_that_of_the_weights_that_are_meant(op: Any) -> None:
     floats = {
         n: v.astype(np.float32) if getattr(v, "dtype", None) == bfloat16 else v for n, v in args.items()
     }
-    meant = {**floats, "weight": int4_values(args["weight"], args["scales"]), "scales": None}
+    weight = args["weight"]
+    meant = {**floats, "weight": int4_values(weight.weight, weight.scales)}
     name = "x" if op is linear_add else "out"
     got, want = run_reference(op, floats)[name], run_reference(op, meant)[name]
     np.testing.assert_array_equal(got, want)
-    for wrong in (np.roll(args["scales"], 1, axis=1), args["scales"] & ~15 | 8):  # negative controls
-        assert error(run_reference(op, {**floats, "scales": wrong})[name], want) > 0.05
+    for wrong in (np.roll(weight.scales, 1, axis=1), weight.scales & ~15 | 8):  # negative controls
+        other = run_reference(op, {**floats, "weight": replace(weight, scales=wrong)})
+        assert error(other[name], want) > 0.05
 
 
 def test_kernels_for_every_size_are_planned() -> None:
@@ -127,14 +129,15 @@ def test_kernels_for_every_size_are_planned() -> None:
         pack_ = NullPack(Target(90, 132, batch_invariant=invariant))
         for tokens in (1, 8, 64, 600):
             x, h = (Tensor.from_numpy(normal(tokens, 256)) for _ in range(2))
-            linear_add(pack_, x=x, h=h, weight=Tensor.from_numpy(weight), scales=Tensor.from_numpy(words))
+            layer = Linear(Tensor.from_numpy(weight), Tensor.from_numpy(words))
+            linear_add(pack_, x=x, h=h, weight=layer)
         names = {spec.function for spec in pack_.specs()}
         assert "dequantize_int4" in names
         assert ("project_int4_packed" in names) is not invariant
 
 
 def test_costs_count_the_bytes_of_codes_and_words() -> None:
-    args = {name: Tensor.from_numpy(array) for name, array in args_of(linear_add, 4, 256, 512, 128).items()}
+    _, args = copied(args_of(linear_add, 4, 256, 512, 128))
     cost = linear_add.cost(Workload(4, 4, 0, 0), linear_add.args(**args))
     assert cost.flops == 2 * 4 * 256 * 512
     assert cost.bytes == 256 * 512 // 2 + 4 * 256 * 4 + 4 * (512 + 2 * 256) * 2
@@ -142,8 +145,8 @@ def test_costs_count_the_bytes_of_codes_and_words() -> None:
 
 def test_groups_of_another_size_are_refused() -> None:
     args = args_of(linear_add, 2, 48, 128, 64)
-    args["scales"] = np.repeat(args["scales"], 4, axis=1)  # groups of 16
-    tensors = {name: Tensor.from_numpy(array) for name, array in args.items()}
+    words = np.repeat(args["weight"].scales, 4, axis=1)  # groups of 16
+    _, tensors = copied({**args, "weight": replace(args["weight"], scales=words)})
     with pytest.raises(
         ContractError, match=r"8 INT4 groups in 128 columns; a group has one of \(32, 64, 128\)"
     ):
@@ -159,8 +162,8 @@ def mixture(tokens: int, count: int, hidden: int, inter: int, group: int, chosen
     return {
         "x": normal(tokens, hidden), "norm_weight": normal(hidden), "expert_ids": ids,
         "expert_weights": RNG.uniform(0.1, 1, ids.shape).astype(bfloat16), "eps": 1e-6,
-        "gate_up": np.stack([w for w, _ in gate_up]), "gate_up_scales": np.stack([s for _, s in gate_up]),
-        "down": np.stack([w for w, _ in down]), "down_scales": np.stack([s for _, s in down]),
+        "gate_up": Linear(*map(np.stack, zip(*gate_up, strict=True))),
+        "down": Linear(*map(np.stack, zip(*down, strict=True))),
     }  # fmt: skip
 
 
@@ -181,10 +184,10 @@ def test_the_reference_of_experts_is_that_of_the_weights_that_are_meant() -> Non
     }
     meant = dict(floats)
     for name in ("gate_up", "down"):
-        meant |= {name: int4_values(args[name], args[f"{name}_scales"]), f"{name}_scales": None}
+        meant |= {name: int4_values(args[name].weight, args[name].scales)}
     want = run_reference(experts_add, meant)["x"]
     np.testing.assert_array_equal(run_reference(experts_add, floats)["x"], want)
-    swapped = {**floats, "down": args["down"][::-1].copy()}
+    swapped = {**floats, "down": replace(args["down"], weight=args["down"].weight[::-1].copy())}
     assert error(run_reference(experts_add, swapped)["x"], want) > 0.05  # negative control
 
 
@@ -201,7 +204,7 @@ def test_kernels_unpack_exactly_on_a_gpu(check_op_gpu: Any) -> None:
     for k in (128, 1024):  # in the product, and made bf16
         weight, words, _ = quantized(80, k, 128)
         x, h = np.zeros((k, 80), bfloat16), np.eye(k).astype(bfloat16)
-        check_op_gpu(linear_add, {"x": 0.0}, x=x, h=h, weight=weight, scales=words)
+        check_op_gpu(linear_add, {"x": 0.0}, x=x, h=h, weight=Linear(weight, words))
 
 
 @pytest.mark.gpu

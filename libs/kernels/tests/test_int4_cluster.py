@@ -1,6 +1,7 @@
 """Products of a few tokens with INT4 weights by clusters: which calls take them, their resources and their results."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,9 +46,9 @@ def commands(arena, name, tokens, target=TARGET, group=128):
     x, gain = arena.alloc((tokens, k), bfloat16), arena.alloc((k,), bfloat16)
     out = arena.alloc((tokens, n // 2 if op is gate_up_silu else n), bfloat16)
     if op is linear_add:
-        linear_add(pack_, x=out, h=x, weight=weight, scales=words)
+        linear_add(pack_, x=out, h=x, weight=Linear(weight, words))
     else:
-        op(pack_, out=out, x=x, norm_weight=gain, weight=weight, scales=words, eps=1e-6)
+        op(pack_, out=out, x=x, norm_weight=gain, weight=Linear(weight, words), eps=1e-6)
     return [command for call in pack_.calls for command in call.commands]
 
 
@@ -167,7 +168,7 @@ def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tok
     op, n, k = SHAPES[name]
     codes, zeros = rng.integers(0, 16, (n, k)), rng.integers(0, 16, (n, k // 128))
     scales = (rng.uniform(0.1, 4, zeros.shape) * k**-0.5 / 5).astype(np.float16)
-    args = {"weight": pack(codes), "scales": group_words(scales, zeros)}
+    args = {"weight": Linear(pack(codes), group_words(scales, zeros))}
     if op is linear_add:
         written, args = "x", {"x": normal(tokens, n), "h": normal(tokens, k), **args}
     else:
@@ -185,6 +186,7 @@ def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tok
     want, got = run_reference(op, tensors)[written].astype(float32), found[0][some].astype(float32)
     error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
     assert error.max() < 1e-2  # of each token by itself
-    wrong = {**tensors, "scales": np.roll(args["scales"], 1, axis=1)}  # negative control
+    rolled = np.roll(args["weight"].scales, 1, axis=1)
+    wrong = {**tensors, "weight": replace(args["weight"], scales=rolled)}  # negative control
     other = run_reference(op, wrong)[written].astype(float32)
     assert (np.linalg.norm(got - other, axis=1) > 0.05 * np.linalg.norm(other, axis=1)).all()

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from openinfer.kernels import ContractError, Launch, NullPack, Scratch, Target, TensorMap
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.op.launch import Aligned
 from openinfer.kernels.ops.experts import experts
 from openinfer.kernels.ops.experts_add import experts_add
@@ -72,8 +73,8 @@ def calls():
                     gate_up, gate_scales, down, down_scales
                 ): (experts, {
                     "out": t(n, h), "x": t(n, h), "shared": t(n, h), "expert_ids": t(n, c, dtype=int32),
-                    "expert_weights": t(n, c, dtype=float32), "gate_up": w[0], "gate_up_scales": w[1], "down": w[2],
-                    "down_scales": w[3], "limit": 10.0, "quantized": q,
+                    "expert_weights": t(n, c, dtype=float32), "gate_up": Linear(*w[:2]), "down": Linear(*w[2:]),
+                    "limit": 10.0, "quantized": q,
                 })  # fmt: skip
         for learned in (False, True):
             bias = t(count, dtype=float32) if learned else None
@@ -93,7 +94,7 @@ def calls():
                 yield f"gate_up_clamped {size} {kind} {quantized}", lambda n, h=hidden, i=inter, w=(
                     both, scales
                 ), q=quantized: (gate_up_clamped, {
-                    "out": t(n, i), "x": t(n, h), "weight": w[0], "scales": w[1], "limit": 10.0, "quantized": q
+                    "out": t(n, i), "x": t(n, h), "weight": Linear(*w), "limit": 10.0, "quantized": q
                 })  # fmt: skip
     for name, (rows, columns, groups) in LINEARS.items():
         for kind in ("bf16", "fp8"):
@@ -102,7 +103,7 @@ def calls():
                 yield f"project {name} {kind} {quantized}", lambda n, w=(
                     weight, scales
                 ), size=(rows, columns, groups), q=quantized: (project, {
-                    "out": t(n, size[0]), "x": t(n, size[1] * size[2]), "weight": w[0], "scales": w[1],
+                    "out": t(n, size[0]), "x": t(n, size[1] * size[2]), "weight": Linear(*w),
                     "groups": size[2],
                     "rounded_x": q, "quantized": q,
                 })  # fmt: skip
@@ -114,8 +115,8 @@ def calls():
                 gate_up, gate_scales, down, down_scales
             ): (experts_add, {
                 "x": t(n, h), "norm_weight": t(h, dtype=float32), "expert_ids": t(n, c, dtype=int32),
-                "expert_weights": t(n, c), "gate_up": w[0], "gate_up_scales": w[1], "down": w[2],
-                "down_scales": w[3], "eps": 1e-6,
+                "expert_weights": t(n, c), "gate_up": Linear(*w[:2]), "down": Linear(*w[2:]),
+                "eps": 1e-6,
             })  # fmt: skip
         yield f"route_topk {size}", lambda n, e=count, c=chosen: (route_topk, {
             "expert_ids": t(n, c, dtype=int32), "expert_weights": t(n, c), "logits": t(n, e + 16)[:, :e],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, NullPack, Store, Target
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.moe import packed as mixture
 from openinfer.kernels.op.rounding import q8
 from openinfer.kernels.op.target import shared_bytes
@@ -57,10 +59,8 @@ def mixture_of(
         "shared": (0.1 * rng.standard_normal((tokens, width))).astype(bfloat16),
         "expert_ids": ids,
         "expert_weights": rng.uniform(0.2, 1, ids.shape).astype(float32),
-        "gate_up": gate_up,
-        "gate_up_scales": gate_up_scales,
-        "down": down,
-        "down_scales": down_scales,
+        "gate_up": Linear(gate_up, gate_up_scales),
+        "down": Linear(down, down_scales),
         "limit": LIMIT,
         "quantized": quantized,
     }
@@ -91,11 +91,12 @@ def test_experts(run_both: Both, rng: np.random.Generator, kind: str, count: str
 
 
 @pytest.mark.parametrize(
-    "name", ["limit", "expert_weights", "gate_up_scales", "down_scales", "down", "quantized"]
+    "name", ["limit", "expert_weights", "gate_up.scales", "down.scales", "down.weight", "quantized"]
 )
 def test_experts_notice(reference: Run, rng: np.random.Generator, name: str) -> None:
     """Negative control: what a call has is in the numbers that are compared."""
     args = mixture_of(rng, *COUNTS["few"], mixture.FP4, quantized=False)
+    name, _, part = name.partition(".")
     old = args[name]
     if isinstance(old, bool):
         new: Any = not old
@@ -104,10 +105,11 @@ def test_experts_notice(reference: Run, rng: np.random.Generator, name: str) -> 
     elif name == "expert_weights":
         new = np.roll(old, 1, axis=1)
     else:
-        new = old.copy()
-        new[:, 17] ^= 2  # of a row of 256 or fewer
-    want, other = reference(experts, args), reference(experts, args | {name: new})
-    assert error(want["out"], other["out"]) > ROUNDED + 1e-3
+        other = getattr(old, part).copy()
+        other[:, 17] ^= 2  # of a row of 256 or fewer
+        new = replace(old, **{part: other})
+    want, found = reference(experts, args), reference(experts, args | {name: new})
+    assert error(want["out"], found["out"]) > ROUNDED + 1e-3
 
 
 def test_kernels_before_hopper(run_both: Both, rng: np.random.Generator) -> None:
@@ -159,10 +161,8 @@ def null_call(tokens: int, width: int, inter: int, count: int, kind: str) -> dic
         "shared": arena.alloc(x.shape, bfloat16),
         "expert_ids": arena.alloc((tokens, 6), int32),
         "expert_weights": arena.alloc((tokens, 6), float32),
-        "gate_up": gate_up[0],
-        "gate_up_scales": gate_up[1],
-        "down": down[0],
-        "down_scales": down[1],
+        "gate_up": Linear(*gate_up),
+        "down": Linear(*down),
         "limit": 10.0,
         "quantized": True,
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from openinfer.kernels import Target
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.moe import packed as mixture
 from openinfer.kernels.op.rounding import q8
 from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
@@ -58,8 +60,7 @@ def layer(
     return {
         "out": np.full((tokens, n), np.nan, bfloat16),
         "x": wide.astype(bfloat16)[:, : groups * k],
-        "weight": weight,
-        "scales": scales,
+        "weight": Linear(weight, scales),
         "groups": groups,
         "rounded_x": rounded,
         "quantized": quantized,
@@ -94,8 +95,9 @@ def test_project(
     wide = args | {"out": np.full((tokens, n), np.nan, float32)}
     got, want = run_both(project, wide)
     assert error(got["out"], want["out"]) < 3e-6
-    if args["scales"] is not None:
-        other = reference(project, wide | {"scales": args["scales"] + np.uint8(1)})
+    own = args["weight"]
+    if own.scales is not None:
+        other = reference(project, wide | {"weight": replace(own, scales=own.scales + np.uint8(1))})
         assert error(other["out"], want["out"]) > 0.1
 
 
@@ -110,7 +112,8 @@ def test_project_of_codes(
     args = layer(rng, tokens, n, k, "float8", rounded=True) | {"out": np.full((tokens, n), np.nan, float32)}
     got, want = run_both(project, args)
     assert error(got["out"], want["out"]) < 3e-4
-    other = reference(project, args | {"scales": args["scales"] + np.uint8(1)})
+    own = args["weight"]
+    other = reference(project, args | {"weight": replace(own, scales=own.scales + np.uint8(1))})
     assert error(other["out"], want["out"]) > 0.1
 
 
@@ -147,8 +150,7 @@ def test_gate_up_clamped(
     args = {
         "out": np.full((tokens, 128), np.nan, bfloat16),
         "x": (q8(x, 128) if quantized else x).astype(bfloat16),
-        "weight": weight,
-        "scales": scales,
+        "weight": Linear(weight, scales),
         "limit": LIMIT,
         "quantized": quantized,
     }
@@ -170,8 +172,7 @@ def test_a_part_of_a_block_has_scales_of_its_own(
     args = {
         "out": np.full((tokens, columns), np.nan, bfloat16),
         "x": x,
-        "weight": np.concatenate([weight[:columns], weight[128 : 128 + columns]]),
-        "scales": scales,
+        "weight": Linear(np.concatenate([weight[:columns], weight[128 : 128 + columns]]), scales),
         "limit": LIMIT,
         "quantized": True,
     }
@@ -179,7 +180,7 @@ def test_a_part_of_a_block_has_scales_of_its_own(
     assert error(got["out"], want["out"]) < 6e-3
     if columns == 64:
         down, of_down = packed(rng, (64, 64), mixture.FLOAT8)
-        args = {"out": args["out"], "x": x[:, :64], "weight": down, "scales": of_down}
+        args = {"out": args["out"], "x": x[:, :64], "weight": Linear(down, of_down)}
         args |= {"groups": 1, "rounded_x": True, "quantized": True}
         got, want = run_both(project, args)
         assert error(got["out"], want["out"]) < 6e-3

@@ -10,6 +10,7 @@ import pytest
 from openinfer.kernels import ContractError, CpuPack, Op, experts, project
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.op import rounding
+from openinfer.kernels.op.op import mapped
 from openinfer.tensor import Tensor, float8_e4m3fn
 
 Array = np.ndarray[Any, Any]
@@ -18,7 +19,7 @@ F = np.float32
 
 def run(op: Op[Any], **args: Any) -> None:
     """The reference, on these arrays."""
-    op(CpuPack(), **{k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
+    op(CpuPack(), **mapped(args, np.ndarray, Tensor.from_numpy))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> Array:
@@ -89,10 +90,8 @@ def test_packed_experts_are_their_values(kind: str) -> None:
     run(
         experts,
         out=out,
-        gate_up=gate_up,
-        gate_up_scales=gate_up_scales,
-        down=down,
-        down_scales=down_scales,
+        gate_up=Linear(gate_up, gate_up_scales),
+        down=Linear(down, down_scales),
         **args,
     )
     first = Linear(gate_up, gate_up_scales).values(2)
@@ -104,7 +103,7 @@ def test_packed_experts_are_their_values(kind: str) -> None:
         expected[t] += second[ids[t, j]].astype(float) @ (g / (1 + np.exp(-g)) * u * weights[t, j])
     assert np.abs(out - expected).max() < 1e-3
     wide = np.empty((5, width), F)
-    run(experts, out=wide, gate_up=first, gate_up_scales=None, down=second, down_scales=None, **args)
+    run(experts, out=wide, gate_up=first, down=second, **args)
     np.testing.assert_array_equal(wide, out)
 
 
@@ -112,11 +111,11 @@ def test_projections_in_groups() -> None:
     rng = np.random.default_rng(10)
     x, weight = normal(rng, 5, 2 * 64), normal(rng, 128, 64)
     out = np.empty((5, 128), F)
-    run(project, out=out, x=x, weight=weight, scales=None, groups=2, rounded_x=False, quantized=False)
+    run(project, out=out, x=x, weight=weight, groups=2, rounded_x=False, quantized=False)
     expected = np.concatenate([x[:, :64] @ weight[:64].T, x[:, 64:] @ weight[64:].T], axis=1)
     assert np.abs(out - expected).max() < 1e-4
     rounded_out = np.empty((5, 128), F)
-    run(project, out=rounded_out, x=x, weight=weight, scales=None, groups=2, rounded_x=False, quantized=True)
+    run(project, out=rounded_out, x=x, weight=weight, groups=2, rounded_x=False, quantized=True)
     np.testing.assert_array_equal(rounded_out, rounding.q8(out, 128))
     with pytest.raises(ContractError, match="3 groups"):
-        run(project, out=out, x=x, weight=weight, scales=None, groups=3, rounded_x=False, quantized=False)
+        run(project, out=out, x=x, weight=weight, groups=3, rounded_x=False, quantized=False)

@@ -155,12 +155,10 @@ def test_arguments_that_an_op_does_not_know_are_refused_with_those_it_has(arena)
 
 def test_arguments_that_may_be_left_out_are_not_missing(arena):
     args = args_of_norm_linear(arena)
-    assert "x_scale?, lora_a?," in norm_linear.__doc__
+    assert "eps?, lora?)" in norm_linear.__doc__
     with pytest.raises(ContractError, match="norm_linear: x must be a Tensor"):
         norm_linear(CpuPack(), **args | {"x": np.zeros((3, 64), np.float32)})
-    with pytest.raises(
-        ContractError, match=r"norm_linear takes out, x, .*token_slots\? by keyword, given out$"
-    ):
+    with pytest.raises(ContractError, match=r"norm_linear takes out, x, .*lora\? by keyword, given out$"):
         norm_linear(CpuPack(), out=args["out"])
 
 

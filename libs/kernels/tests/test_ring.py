@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import datetime
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ from openinfer.kernels import (
     norm_linear,
 )
 from openinfer.kernels.formats.int4 import group_words, pack
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.choices import choose, ring_choice
+from openinfer.kernels.op.op import mapped
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.packs import cuda_driver
@@ -261,18 +264,18 @@ def coded_args(kind, weight, parts=1):
         wide = np.repeat(scales.astype(float32), 128, axis=1)
         zeros = np.arange(n * (k // 128)).reshape(n, -1) % 3 + 7
         codes = np.clip(np.rint(weight / wide) + np.repeat(zeros, 128, axis=1), 0, 15)
-        return {"weight": pack(codes.astype(np.uint8)), "scales": group_words(scales, zeros)}
-    coding = {"coding": kind, **({"x_scale": np.array([0.02], float32)} if kind == "tensor" else {})}
+        return {"weight": Linear(pack(codes.astype(np.uint8)), group_words(scales, zeros))}
+    x_scale = np.array([0.02], float32) if kind == "tensor" else None
     if kind != "block":
         scales = (np.abs(weight).max(1, keepdims=True) / 448).astype(float32)
-        return {"weight": (weight / scales).astype(float8_e4m3fn), "scales": scales, **coding}
+        return {"weight": Linear((weight / scales).astype(float8_e4m3fn), scales, kind, x_scale)}
     scales = np.empty((parts * -(-n // parts // 128), k // 128), float32)
     codes, of_part = np.empty(weight.shape, float8_e4m3fn), n // parts
     for row in range(n):
         block = row // of_part * (len(scales) // parts) + row % of_part // 128
         scales[block] = 0.001 * (1 + block % 3) + 0.0002 * np.arange(k // 128)
         codes[row] = (weight[row] / np.repeat(scales[block], 128)).clip(-448, 448).astype(float8_e4m3fn)
-    return {"weight": codes, "scales": scales, **coding}
+    return {"weight": Linear(codes, scales, kind, x_scale)}
 
 
 def layer_of_codes(kind, normal, hidden=1024, qkv=1040, heads=2048, inter=3072):
@@ -294,10 +297,7 @@ def layer_of_codes(kind, normal, hidden=1024, qkv=1040, heads=2048, inter=3072):
 def on_null(args):
     """The arguments on the null device."""
     null = Device("null")
-    return {
-        name: Tensor(4096, v.shape, v.dtype, null) if isinstance(v, np.ndarray) else v
-        for name, v in args.items()
-    }
+    return mapped(args, np.ndarray, lambda v: Tensor(4096, v.shape, v.dtype, null))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -320,11 +320,11 @@ def test_other_targets_have_no_ring_of_codes(change, normal):
 
 def test_codes_that_no_ring_takes_are_multiplied_as_before(normal):
     _, _, args = layer_of_codes("block", normal, 256, 256, 256, 256)[0]
-    plain = {**args, "coding": None}
+    plain = {**args, "weight": replace(args["weight"], coding=None)}
     two = {**args, "x": normal(2, 256), "out": normal(2, 256)}
     wide = {**args, "x": normal(1, 256 + 64), "norm_weight": normal(256 + 64)}
-    wide |= coded_args("block", normal(256, 384).astype(float32))
-    wide |= {"weight": np.zeros((256, 320), float8_e4m3fn)}
+    layer = coded_args("block", normal(256, 384).astype(float32))["weight"]
+    wide |= {"weight": replace(layer, weight=np.zeros((256, 320), float8_e4m3fn))}
     for other in (plain, two, wide):
         assert all(
             "ring" not in str(c.spec) for c in norm_linear.plan(RINGS, norm_linear.args(**on_null(other)))
@@ -356,13 +356,9 @@ def test_rings_of_codes_of_published_sizes_compile(kind, arena, cubins, resource
 def of_codes(arena, kind, n, k, parts):
     """A weight of codes without values, as an op takes it."""
     if kind == "int4":
-        return {"weight": arena.alloc((n, k // 2), uint8), "scales": arena.alloc((n, k // 128), int32)}
+        return {"weight": Linear(arena.alloc((n, k // 2), uint8), arena.alloc((n, k // 128), int32))}
     blocks = (n // 128, k // 128) if kind == "block" else (n, 1)
-    return {
-        "weight": arena.alloc((n, k), float8_e4m3fn),
-        "scales": arena.alloc(blocks, float32),
-        "coding": kind,
-    }
+    return {"weight": Linear(arena.alloc((n, k), float8_e4m3fn), arena.alloc(blocks, float32), kind)}
 
 
 @pytest.mark.gpu

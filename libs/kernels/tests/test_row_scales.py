@@ -1,5 +1,6 @@
 """Float8 weights with a scale for each row: kernels against the reference, and against the weights that they mean."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from openinfer.kernels import (
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear import choices
 from openinfer.kernels.store.tables import ProductChoice
-from openinfer.kernels.testing import error, run_reference
+from openinfer.kernels.testing import copied, error, run_reference
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn
 
 RNG = np.random.default_rng(4)
@@ -54,7 +55,7 @@ def tokens(request: Any, monkeypatch: Any) -> int:
 
 def args_of(op: Any, tokens: int, n: int, k: int) -> dict[str, Any]:
     weight, scales = quantized(2 * n if op is gate_up_silu else n, k)
-    common = {"weight": weight, "scales": scales}
+    common = {"weight": Linear(weight, scales)}
     if op is linear_add:
         return {"x": normal(tokens, n), "h": normal(tokens, k), **common}
     out = np.full((tokens, n), np.nan, bfloat16)
@@ -74,11 +75,12 @@ def test_the_reference_is_that_of_the_weights_that_are_meant(op: Any) -> None:
     floats = {
         n: v.astype(np.float32) if getattr(v, "dtype", None) == bfloat16 else v for n, v in args.items()
     }
-    meant = {**floats, "weight": Linear(args["weight"], args["scales"]).values(), "scales": None}
+    meant = {**floats, "weight": args["weight"].values()}
     name = "x" if op is linear_add else "out"
     got, want = run_reference(op, floats)[name], run_reference(op, meant)[name]
     np.testing.assert_array_equal(got, want)
-    rolled = {**floats, "scales": np.roll(args["scales"], 1, axis=0)}
+    scales = np.roll(args["weight"].scales, 1, axis=0)
+    rolled = {**floats, "weight": replace(args["weight"], scales=scales)}
     assert error(run_reference(op, rolled)[name], want) > 0.05  # negative control
 
 
@@ -89,7 +91,7 @@ def test_kernels_for_every_size_are_planned() -> None:
         pack = NullPack(Target(90, 132, batch_invariant=invariant))
         for tokens in (1, 8, 64, 600):
             x, h = (Tensor.from_numpy(normal(tokens, 256)) for _ in range(2))
-            linear_add(pack, x=x, h=h, weight=weight, scales=scales)
+            linear_add(pack, x=x, h=h, weight=Linear(weight, scales))
         names = {spec.function for spec in pack.specs()}
         assert "dequantize_rows" in names
         assert "gemv_scaled" not in names
@@ -100,9 +102,9 @@ def test_experts_take_blocks_alone() -> None:
     down, _ = quantized(32, 32)
     args = {
         "x": normal(2, 32), "norm_weight": normal(32), "expert_ids": np.zeros((2, 1), np.int32),
-        "expert_weights": np.ones((2, 1), bfloat16), "gate_up": codes[None], "down": down[None],
-        "gate_up_scales": scales[None], "down_scales": np.ones((1, 1, 1), np.float32),
+        "expert_weights": np.ones((2, 1), bfloat16), "gate_up": Linear(codes[None], scales[None]),
+        "down": Linear(down[None], np.ones((1, 1, 1), np.float32)),
     }  # fmt: skip
-    tensors = {name: Tensor.from_numpy(array) for name, array in args.items()}
+    _, tensors = copied(args)
     with pytest.raises(ContractError, match="scales of gate_up has shape"):
         experts_add(CpuPack(), **tensors, eps=1e-6)

@@ -21,7 +21,6 @@ from openinfer.cli.explain.segments import SERVED, Outline, Steps
 from openinfer.cli.plan import tiers
 from openinfer.cli.recipe_flags import Asked
 from openinfer.kernels import GPUS, H200, NullPack, Parts, Target
-from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.ranks.exchange import described
 from openinfer.recipes.engine import SetupError
 from openinfer.tensor import format_bytes
@@ -152,10 +151,8 @@ def exchanges(steps: Steps, target: Target) -> Counter[str]:
 
 
 def _name(call: OpCall) -> str:
-    weight, scales = (getattr(call.args, name, None) for name in ("weight", "scales"))
-    return call.op.name + (
-        f" {weight.shape[0]}x{Linear(weight, scales).columns}" if weight is not None else ""
-    )
+    weight = getattr(call.args, "weight", None)
+    return call.op.name + ("" if weight is None else f" {weight.shape[0]}x{weight.shape[-1]}")
 
 
 def table(lines: list[Line], with_measured: bool) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from openinfer.frontend.errors import FlagError
 from openinfer.kernels import GPUS, H200, Cost, Op, Workload
-from openinfer.kernels.authoring import leaves
+from openinfer.kernels.authoring import leaves, linear_of
 from openinfer.tensor import Tensor, uint8
 
 BATCH = ("slots", "q_starts")
@@ -58,8 +58,9 @@ def ledger_key(op: Op[Any], args: Any, workload: Workload) -> str:
     parts = [f"{op.name} {name}{_shape(first)}"]
     weight = getattr(args, "weight", None)
     if weight is not None:
-        coded = getattr(args, "scales", None) is not None
-        parts.append(f"weight{_shape(weight)}" + (" in int4" if weight.dtype == uint8 else " in fp8") * coded)
+        stored, scales = linear_of(weight).weight, linear_of(weight).scales
+        packed = " in int4" if stored.dtype == uint8 else " in fp8"
+        parts.append(f"weight{_shape(stored)}" + packed * (scales is not None))
     if getattr(args, "kv_scales", None) is not None:
         parts.append("cache in fp8")
     if getattr(args, "window", 0):

@@ -22,7 +22,6 @@ from openinfer.cli.recipe_flags import Asked
 from openinfer.cli.tune import speed
 from openinfer.cli.tune.ranks import tune_ranks
 from openinfer.kernels import H200
-from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.measure import tuner
 from openinfer.kernels.measure.tuner import DeviceMeter, Measured, ProductShape, entry
 from openinfer.kernels.store import tables
@@ -118,11 +117,7 @@ def shapes_of(outline: Outline) -> list[ProductShape]:
         if op.name in LINEAR:
             out = getattr(args, "out", None)
             name = "logits" if out is not None and out.dtype == float32 else op.name
-            found[
-                ProductShape(
-                    name, args.weight.shape[0], Linear(args.weight, getattr(args, "scales", None)).columns
-                )
-            ] = None
+            found[ProductShape(name, *args.weight.shape)] = None
     return list(found)
 
 

@@ -11,7 +11,7 @@ An `Op` is its arguments, a contract, a numpy reference, launches and a cost, an
    `unpack_fp4`, `q8`, `q4`, `hadamard`, `SCALE_BLOCK`, `FP4_BLOCK`
  - launches: `launch`, `beside`, `Command`, `Launch`, `Matmul`, `Collective`, `Scratch`, `TensorMap`, `Aligned`, `Arg`,
    `aligned`, `power_of_two`, `Target`; tiles that fit: `shared_bytes`, `CONSUMER_SHARED_BYTES`, `depth`
- - parts of ops here that another op may launch: products (`Problem`, `linear_launches`, `expect_bf16`,
+ - parts of ops here that another op may launch: products (`Problem`, `linear_of`, `linear_launches`, `expect_bf16`,
    `expect_q8`), attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`,
    `require_attention`, `expect_cache`, `cached_bytes`, `write_launch`, `QkvAttentionArgs`, `MERGED_AT_ONCE`,
    `NEW_PAIRS`)
@@ -47,7 +47,7 @@ from openinfer.kernels.attention.kv_cache import (
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups, without_zero_points
-from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.formats.mx import Mx
 from openinfer.kernels.formats.quantization import AnyPacking, packed_in, packing_of
 from openinfer.kernels.formats.weights import (
@@ -176,6 +176,7 @@ __all__ = [
     "launch",
     "leaves",
     "linear_launches",
+    "linear_of",
     "mapped",
     "matmul_nt",
     "module_packing",

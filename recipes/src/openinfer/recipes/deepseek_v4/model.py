@@ -162,8 +162,7 @@ class Model:
             pack,
             out=groups,
             x=b.heads[:t],
-            weight=out_a.weight,
-            scales=out_a.scales,
+            weight=out_a,
             groups=c.part.of(c.o_groups),
             rounded_x=False,
             quantized=self.quantized,
@@ -253,8 +252,7 @@ class Model:
             pack,
             out=b.hidden[:t],
             x=b.rounded[:t],
-            weight=m.shared_gate_up.weight,
-            scales=m.shared_gate_up.scales,
+            weight=m.shared_gate_up,
             limit=c.swiglu_limit,
             quantized=self.quantized,
         )
@@ -266,10 +264,8 @@ class Model:
             shared=b.shared[:t],
             expert_ids=ids,
             expert_weights=weights,
-            gate_up=m.gate_up.weight,
-            gate_up_scales=m.gate_up.scales,
-            down=m.down.weight,
-            down_scales=m.down.scales,
+            gate_up=m.gate_up,
+            down=m.down,
             limit=c.swiglu_limit,
             quantized=self.quantized,
             all_experts=c.num_experts,
@@ -278,10 +274,7 @@ class Model:
     def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear[Tensor]) -> None:
         """Packed weights are for inputs that are rounded where the model rounds."""
         rounded = self.quantized and linear.scales is not None
-        weight, scales = linear.weight, linear.scales
-        project(
-            pack, out=out, x=x, weight=weight, scales=scales, groups=1, rounded_x=rounded, quantized=False
-        )
+        project(pack, out=out, x=x, weight=linear, groups=1, rounded_x=rounded, quantized=False)
 
     def logits_of(self, pack: Pack, mixing: Mixing, norm: Tensor, r: int) -> None:
         """Logits of the streams in `batch.last`."""

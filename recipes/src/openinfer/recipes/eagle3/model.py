@@ -102,7 +102,7 @@ class Drafter:
                 linear_add(pack, x=fused, h=x, weight=self.weights.fc[place])
             elif layer == number:
                 project(
-                    pack, out=fused, x=x, weight=self.weights.fc[0], scales=None, groups=1, rounded_x=False,
+                    pack, out=fused, x=x, weight=self.weights.fc[0], groups=1, rounded_x=False,
                     quantized=False,
                 )  # fmt: skip
 

@@ -101,7 +101,7 @@ class Model:
         for n, layer in enumerate(w.layers):
             layers = n + 1
             self.before_layer(pack, n, x)
-            norm_linear(pack, out=qkv, **read, **layer.qkv.args, **batch.adapted(layer.qkv.weight, t))
+            norm_linear(pack, out=qkv, **read, weight=layer.qkv, lora=batch.adapted(layer.qkv, t))
             norm_rope_attend(
                 pack,
                 out=heads,
@@ -118,12 +118,12 @@ class Model:
                 max_q_len=max_q_len,
             )
             o, up, down = layer.o, layer.gate_up, layer.down
-            read = batch.add(pack, x, h=heads, **o.args, ranks=c.part.ranks, norm=layer.post_norm, eps=eps)
+            read = batch.add(pack, x, h=heads, weight=o, ranks=c.part.ranks, norm=layer.post_norm, eps=eps)
             if layer.router is not None:
                 read = self._mixture(pack, read, layer, layer.router, t)
                 continue
-            gate_up_silu(pack, out=mlp, **read, **up.args, **batch.adapted(up.weight, t))
-            read = batch.add(pack, x, h=mlp, **down.args, ranks=c.part.ranks, norm=layer.next_norm, eps=eps)
+            gate_up_silu(pack, out=mlp, **read, weight=up, lora=batch.adapted(up, t))
+            read = batch.add(pack, x, h=mlp, weight=down, ranks=c.part.ranks, norm=layer.next_norm, eps=eps)
         self.before_layer(pack, layers, x)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 
@@ -133,7 +133,7 @@ class Model:
         assert experts is not None
         count, ids, weights, logits = experts.count, b.expert_ids[:t], b.expert_weights[:t], b.router[:t]
         x, y = b.x[:t], None if ranks == 1 else b.y[:t]
-        norm_linear(pack, out=logits, **read, weight=router.weight)
+        norm_linear(pack, out=logits, **read, weight=router)
         route_topk(
             pack,
             expert_ids=ids,
@@ -149,10 +149,8 @@ class Model:
             **read,
             expert_ids=ids,
             expert_weights=weights,
-            gate_up=up.weight,
-            down=down.weight,
-            gate_up_scales=up.scales,
-            down_scales=down.scales,
+            gate_up=up,
+            down=down,
             out=y,
             all_experts=count,
         )

@@ -142,7 +142,7 @@ class Model:
         self._logits(pack, num_rows, self.weights.norm, Linear(self.weights.lm_head, None))
 
     def _logits(self, pack: Pack, r: int, norm: Tensor, head: Linear[Tensor]) -> None:
-        self.batch.head(pack, self.batch.last[:r], norm=norm, eps=self.config.rms_norm_eps, **head.args)
+        self.batch.head(pack, self.batch.last[:r], norm=norm, eps=self.config.rms_norm_eps, weight=head)
 
     def further(
         self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
@@ -172,7 +172,7 @@ class Model:
         c, t = self.config, step["positions"].shape[0]
         own = mixer.qkv.rows_from(2 * c.part.of(c.num_heads) * c.head_dim)
         pairs = self.buffers.qkv.reshape(-1)[: t * own.weight.shape[0]].reshape(t, -1)
-        norm_linear(pack, out=pairs, **read, **own.args)
+        norm_linear(pack, out=pairs, **read, weight=own)
         qk_norm_rope_write(
             pack, q=None, **self.kv.layer(c.num_full), qkv=pairs, q_norm=mixer.q_norm, k_norm=mixer.k_norm,
             cos_sin=self.cos_sin, positions=step["positions"], token_slots=step["token_slots"],
@@ -211,7 +211,7 @@ class Model:
         """x += the gated full attention of its norm; `index`: of the layer among its kind. Returns the MLP's input."""
         c, b, batch, t = self.config, self.buffers, self.batch, step["positions"].shape[0]
         x, qkv, heads = b.x[:t], b.qkv[:t], b.heads[:t]
-        norm_linear(pack, out=qkv, **read, **mixer.qkv.args, **batch.adapted(mixer.qkv.weight, t))
+        norm_linear(pack, out=qkv, **read, weight=mixer.qkv, lora=batch.adapted(mixer.qkv, t))
         gated_attention(
             pack,
             out=heads,
@@ -244,12 +244,12 @@ class Model:
         states may lag behind by drafts (graph.runner.States)."""
         c, b, rows, most = self.config, self.buffers, self.batch.rows, self.states.max_snapshots
         x, mixed, adapted, into = b.x[:t], b.mixed[:t], self.batch.adapted, mixer.in_proj
-        norm_linear(pack, out=mixed, **read, **into.args, **adapted(into.weight, t))
+        norm_linear(pack, out=mixed, **read, weight=into, lora=adapted(into, t))
         width, ba = c.conv_size + c.z_size, 2 * c.part.of(c.value_heads)
         recent = self.recent[:, index] if lags and self.recent is not None else None
         if mixer.ba is not None:
             ba_weight = mixer.ba.weight
-            norm_linear(pack, out=b.ba[:t], **read, weight=ba_weight, **adapted(ba_weight, t))
+            norm_linear(pack, out=b.ba[:t], **read, weight=ba_weight, lora=adapted(ba_weight, t))
         gated_delta_net(
             pack,
             out=b.values[:t],
@@ -289,7 +289,7 @@ class Model:
         assert experts is not None
         router, y = b.router[:t], x if ranks == 1 else b.y[:t]
         count, ids, weights = experts.count, b.expert_ids[:t], b.expert_weights[:t]
-        norm_linear(pack, out=router, **read, weight=mlp.router.weight)
+        norm_linear(pack, out=router, **read, weight=mlp.router)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
         self._gate_up(pack, mlp.shared.gate_up, read, t)
         sigmoid_gate(pack, out=hidden.reshape(t, 1, -1), gate=_columns(router, count, (1, 1), (1, 1)))
@@ -307,26 +307,24 @@ class Model:
             **read,
             expert_ids=ids,
             expert_weights=weights,
-            gate_up=mlp.gate_up.weight,
-            down=mlp.down.weight,
-            gate_up_scales=mlp.gate_up.scales,
-            down_scales=mlp.down.scales,
+            gate_up=mlp.gate_up,
+            down=mlp.down,
             out=None if ranks == 1 else y,
             all_experts=count,
         )
         down = mlp.shared.down
-        self.batch.add(pack, y, h=hidden, **down.args)
+        self.batch.add(pack, y, h=hidden, weight=down)
         return self.batch.add_sum(pack, x, y=y, ranks=ranks, norm=layer.next_norm, eps=c.rms_norm_eps)
 
     def _gate_up(self, pack: Pack, up: Linear[Tensor], read: Read, t: int) -> None:
         """The hidden layer of a gated MLP."""
         out = self.buffers.mlp[:t]
-        gate_up_silu(pack, out=out, **read, **up.args, **self.batch.adapted(up.weight, t))
+        gate_up_silu(pack, out=out, **read, weight=up, lora=self.batch.adapted(up, t))
 
     def _add(self, pack: Pack, linear: Linear[Tensor], x: Tensor, h: Tensor, norm: Tensor | None) -> Read:
         """x += h times a layer, over all ranks, and its norm for what comes next."""
         ranks, eps, add = self.config.part.ranks, self.config.rms_norm_eps, self.batch.add
-        return add(pack, x, h=h, **linear.args, ranks=ranks, norm=norm, eps=eps)
+        return add(pack, x, h=h, weight=linear, ranks=ranks, norm=norm, eps=eps)
 
 
 def _columns(wide: Tensor, first: int, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:

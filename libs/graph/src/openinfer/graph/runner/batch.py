@@ -20,6 +20,7 @@ from openinfer.kernels import (
     reduce_add,
     select_rows,
 )
+from openinfer.kernels.formats.linear import Linear, linear_of
 from openinfer.kernels.lora.adapters import Adapters
 from openinfer.kernels.lora.low_rank import Lora
 from openinfer.sampler.gpu import SampleBuffers, fields
@@ -144,12 +145,14 @@ class Batch:
             alive=self.rows["alive"],
         )
 
-    def adapted(self, weight: Tensor, num_tokens: int) -> Lora:
-        """The arguments of a product with `weight` by which it has each row's adapter, after `expand`. None in an
-        engine without adapters."""
+    def adapted(self, weight: Linear[Tensor] | Tensor, num_tokens: int) -> Lora[Tensor] | None:
+        """What each row's adapter adds to a product with `weight`, after `expand`. None in an engine without
+        adapters."""
         if self.adapters is None:
-            return {}
-        return self.adapters.of(weight, self.rows["adapters"], self.token_slots[:num_tokens])
+            return None
+        return self.adapters.of(
+            linear_of(weight).weight, self.rows["adapters"], self.token_slots[:num_tokens]
+        )
 
     def add(
         self,
@@ -157,22 +160,20 @@ class Batch:
         x: Tensor,
         *,
         h: Tensor,
-        weight: Tensor,
+        weight: Linear[Tensor] | Tensor,
         ranks: int = 1,
         norm: Tensor | None = None,
         eps: float | None = None,
-        **packed: Any,
     ) -> Read:
         """x += h @ weight^T and what each row's adapter adds to it (linear_add); the sum of all ranks. The result is
-        for a product of the norm of x, which several ranks make with their sum. packed: the arguments of linear_add
-        that belong to the weight."""
-        packed |= self.adapted(weight, x.shape[0])
+        for a product of the norm of x, which several ranks make with their sum."""
+        lora = self.adapted(weight, x.shape[0])
         if ranks == 1 or self.normed is None:
-            linear_add(pack, x=x, h=h, weight=weight, **packed)
+            linear_add(pack, x=x, h=h, weight=weight, lora=lora)
             return Read(x=x, norm_weight=norm, eps=eps)
         normed = self.normed[: x.shape[0]] if norm is not None else None
         linear_add(
-            pack, x=x, h=h, weight=weight, ranks=ranks, **packed,
+            pack, x=x, h=h, weight=weight, lora=lora, ranks=ranks,
             normed=normed, norm_weight=norm, eps=eps if norm is not None else None,
         )  # fmt: skip
         return Read(x=x if normed is None else normed, norm_weight=None, eps=None)
@@ -211,12 +212,14 @@ class Batch:
         select_rows(pack, out=self.last[:count], x=x, q_starts=ends)
         return count
 
-    def head(self, pack: Pack, x: Tensor, *, norm: Tensor, eps: float, weight: Tensor, **packed: Any) -> None:
+    def head(
+        self, pack: Pack, x: Tensor, *, norm: Tensor, eps: float, weight: Linear[Tensor] | Tensor
+    ) -> None:
         """The first logits: x [r, H], normalised, times a weight [V, H] (norm_linear). Several ranks have V / ranks
-        rows of it each, and get the logits of all. packed: the arguments of norm_linear that belong to the weight."""
+        rows of it each, and get the logits of all."""
         logits = self.logits[: x.shape[0]]
         own = logits if self.part is None else self.part[: x.shape[0]]
-        norm_linear(pack, out=own, x=x, norm_weight=norm, eps=eps, weight=weight, **packed)
+        norm_linear(pack, out=own, x=x, norm_weight=norm, eps=eps, weight=weight)
         if self.part is not None:
             gather_columns(pack, out=logits, x=own, ranks=logits.shape[1] // own.shape[1])
 

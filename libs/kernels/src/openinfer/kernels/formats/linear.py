@@ -11,10 +11,11 @@ from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.mx import Mx
 from openinfer.kernels.op.contract import expect, require
+from openinfer.kernels.op.op import T
 from openinfer.kernels.op.rounding import SCALE_BLOCK, Array, Coding
 from openinfer.tensor import Tensor, float32
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Form(Protocol):
@@ -68,21 +69,33 @@ FORMS = (Plain, Int4Groups, Mx, Fp8)
 
 
 @dataclass(frozen=True, slots=True)
-class Linear(Generic[T]):
+class Linear(Generic[T_co]):
     """A weight [N, K] (of experts [E, N, K]) of the model's dtype, or packed with scales as its `form` says.
 
     coding, x_scale: how activations are quantised before they are multiplied with it; x_scale is float32 [1], which
     only "tensor" has."""
 
-    weight: T
-    scales: T | None = None
+    weight: T_co
+    scales: T_co | None = None
     coding: Coding | None = None
-    x_scale: T | None = None
+    x_scale: T_co | None = None
 
     @property
     def form(self) -> Form:
         """The format of its numbers."""
         return next(form for kind in FORMS if (form := kind.of(self.weight, self.scales)) is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight and its scales."""
+        tensors: tuple[Any, ...] = (self.weight, self.scales)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., N, K], whatever the weight is stored in."""
+        stored: Any = self.weight
+        return (*stored.shape[:-1], self.columns)
 
     @property
     def columns(self) -> int:
@@ -98,11 +111,6 @@ class Linear(Generic[T]):
         wide, inter = self.values(2), self.weight.shape[-2] // 2
         return wide[..., :inter, :], wide[..., inter:, :]
 
-    @property
-    def args(self) -> dict[str, Any]:
-        """The arguments of an op that multiplies with the weight."""
-        return {"weight": self.weight, "scales": self.scales, "coding": self.coding, "x_scale": self.x_scale}
-
     def __getitem__(self: Linear[Any], expert: int) -> Linear[Any]:
         """One expert's."""
         return Linear(self.weight[expert], None if self.scales is None else self.scales[expert])
@@ -113,6 +121,11 @@ class Linear(Generic[T]):
             return replace(self, weight=self.weight[first:])
         block = 1 if self.scales.shape[-2] == self.weight.shape[-2] else SCALE_BLOCK
         return replace(self, weight=self.weight[first:], scales=self.scales[first // block :])
+
+
+def linear_of(weight: Linear[T] | T) -> Linear[T]:
+    """The weight of an op's arguments, where a tensor stands for plain numbers."""
+    return weight if isinstance(weight, Linear) else Linear(weight)
 
 
 def expect_linear(

@@ -56,7 +56,7 @@ def cluster_product(c: ProductChoice, p: Problem) -> Launch:
         held = (2 * halves + rows) * steps * 4 if codes == 1 else 0
     constants, grid = {"PROJECTIONS": 0}, -(-p.n // c.bn) * c.split
     if p.adapter:
-        held = adapters_bytes(c.bm, rows, p.adapter["lora_b"].shape[2])
+        held = adapters_bytes(c.bm, rows, p.adapter.b.shape[2])
         more, constants = _adapters(c, p, p.adapter, grid)
         args |= more
     return launch_cuda(
@@ -86,10 +86,10 @@ def cluster_product(c: ProductChoice, p: Problem) -> Launch:
     )
 
 
-def adapted_choice(p: Problem, lora: Lora) -> ProductChoice | None:
+def adapted_choice(p: Problem, lora: Lora[Tensor]) -> ProductChoice | None:
     """The clusters of a bf16 product with adapters, or None where their kernel does not take it: a block has columns of
     at most two projections, and copies begin at multiples of 16 bytes."""
-    a, b, parts = lora["lora_a"], lora["lora_b"], lora["lora_parts"]
+    a, b, parts = lora.a, lora.b, lora.parts
     (places, width, k), rank = a.shape, b.shape[2]
     if p.form != Plain() or rank > MOST_RANK or places > MOST_PLACES:
         return None
@@ -103,23 +103,25 @@ def adapted_choice(p: Problem, lora: Lora) -> ProductChoice | None:
     return choice if fits else None
 
 
-def _chunks(lora: Lora) -> int:
+def _chunks(lora: Lora[Tensor]) -> int:
     """Parts of K of a product with A. The number is fixed, so that sums do not depend on the step. One projection alone
     has few tasks, and its K is long."""
-    return 16 if len(lora["lora_parts"]) == 1 else 8
+    return 16 if len(lora.parts) == 1 else 8
 
 
-def _adapters(c: ProductChoice, p: Problem, lora: Lora, blocks: int) -> tuple[dict[str, Arg], dict[str, int]]:
+def _adapters(
+    c: ProductChoice, p: Problem, lora: Lora[Tensor], blocks: int
+) -> tuple[dict[str, Arg], dict[str, int]]:
     """Arguments and constants of the adapters."""
-    a, b, parts = lora["lora_a"], lora["lora_b"], lora["lora_parts"]
+    a, b, parts = lora.a, lora.b, lora.parts
     (places, width, _), chunks = a.shape, _chunks(lora)
     ends = [sum(parts[: i + 1]) for i in range(len(parts) - 1)]
     args: dict[str, Arg] = {
         "hidden": p.x,
         "a": a,
         "b": b,
-        "adapters": lora["adapters"],
-        "token_slots": lora["token_slots"],
+        "adapters": lora.adapters,
+        "token_slots": lora.token_slots,
         "low_sums": Scratch((chunks, c.bm, width), float32, zeroed=True),
         "state": Scratch((3,), int32, zeroed=True),
         "a_stride": a.strides[0],

@@ -15,7 +15,7 @@ from openinfer.kernels.lora.low_rank import MOST_PARTS, Lora
 from openinfer.kernels.norms import Norm, launch_silu_mul, norm
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.store.tables import ProductChoice
-from openinfer.tensor import float32, int32
+from openinfer.tensor import Tensor, float32, int32
 
 FEW_TOKENS = 64
 """The most tokens of the one kernel, which has a tile for all of them."""
@@ -35,8 +35,8 @@ MOST_UNITS = 256
 _DEVICE = "openinfer.kernels.device.adapted_linear"
 
 
-def _lora(p: Problem) -> Lora:
-    assert p.adapter
+def _lora(p: Problem) -> Lora[Tensor]:
+    assert p.adapter is not None
     return p.adapter
 
 
@@ -85,17 +85,17 @@ def _apart(p: Problem) -> Iterator[Command | Problem]:
 
 
 def _after(p: Problem, out: Operand, x: Operand, normed: Norm | None, *, add: bool) -> Iterator[Command]:
-    own = out if isinstance(out, Scratch) else out[:, : sum(_lora(p)["lora_parts"])]
+    own = out if isinstance(out, Scratch) else out[:, : sum(_lora(p).parts)]
     yield from low_rank_product(p.target, own, x, normed, _lora(p), add=add)
 
 
-def _few_tile(p: Problem, lora: Lora) -> ProductChoice | None:
+def _few_tile(p: Problem, lora: Lora[Tensor]) -> ProductChoice | None:
     """The tile of the one kernel, or None where it does not take the product."""
     parts, places, rows, rank = (
-        lora["lora_parts"],
-        lora["lora_a"].shape[0],
-        lora["lora_a"].shape[1],
-        lora["lora_b"].shape[2],
+        lora.parts,
+        lora.a.shape[0],
+        lora.a.shape[1],
+        lora.b.shape[2],
     )
     if p.target.batch_invariant or p.form != Plain() or p.m > FEW_TOKENS:
         return None
@@ -115,8 +115,8 @@ def _chunks(k: int) -> int:
     return min(CHUNKS, -(-k // CHUNK))
 
 
-def _small(c: ProductChoice, p: Problem, lora: Lora) -> Launch:
-    a, b, parts = lora["lora_a"], lora["lora_b"], lora["lora_parts"]
+def _small(c: ProductChoice, p: Problem, lora: Lora[Tensor]) -> Launch:
+    a, b, parts = lora.a, lora.b, lora.parts
     (places, rows, _), rank, halves = a.shape, b.shape[2], 2 if p.gated else 1
     chunks, block = _chunks(p.k), min(ROWS, power_of_two(rows))
     width = -(-p.k // (chunks * c.bk)) * c.bk
@@ -128,8 +128,8 @@ def _small(c: ProductChoice, p: Problem, lora: Lora) -> Launch:
         "weight": p.weight.weight,
         "a": a,
         "b": b,
-        "adapters": lora["adapters"],
-        "token_slots": lora["token_slots"],
+        "adapters": lora.adapters,
+        "token_slots": lora.token_slots,
         "low": Scratch((chunks, c.bm, rows), float32),
         "state": Scratch((2,), int32, zeroed=True),
         "partial": Scratch((1,) if whole else (halves * programs, c.bm, p.n), float32),

@@ -38,7 +38,7 @@ class Problem:
     weight: Linear[Operand]
     epilogue: Epilogue = "none"
     norm: Norm | None = None
-    adapter: Lora | None = None
+    adapter: Lora[Tensor] | None = None
     x_scales: Scratch | None = None
     choice: ProductChoice | None = None
     groups: int = 1

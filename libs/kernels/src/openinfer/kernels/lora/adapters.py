@@ -219,16 +219,16 @@ class Adapters:
                 _take(own, product, values)
         self._memory[place - 1].copy_from(own, stream)
 
-    def of(self, weight: Tensor, ids: Tensor, token_slots: Tensor) -> Lora:
-        """The arguments of a product with `weight` by which it has adapters; none for a weight without places. ids
+    def of(self, weight: Tensor, ids: Tensor, token_slots: Tensor) -> Lora[Tensor] | None:
+        """What adapters add to a product with `weight`; None for a weight without places. ids
         int32 [S]: the place of each slot's adapter."""
         product = self._products.get(weight.ptr)
         if product is None:
-            return {}
+            return None
         return Lora(
-            lora_a=product.a,
-            lora_b=product.b,
-            lora_parts=product.own.rows,
+            a=product.a,
+            b=product.b,
+            parts=product.own.rows,
             adapters=ids,
             token_slots=token_slots,
         )

@@ -23,7 +23,7 @@ def low_rank_product(
     out: Tensor | Scratch,
     x: Tensor | Scratch,
     normed: Norm | None,
-    lora: Lora,
+    lora: Lora[Tensor],
     *,
     add: bool,
 ) -> Iterator[Command]:
@@ -39,14 +39,14 @@ def low_rank_product(
     yield from _many(target, out, x, None, lora, add=add)
 
 
-def takes_few(target: Target, tokens: int, lora: Lora) -> bool:
+def takes_few(target: Target, tokens: int, lora: Lora[Tensor]) -> bool:
     """Whether each program has one adapter."""
-    places = lora["lora_a"].shape[0]
+    places = lora.a.shape[0]
     return not target.batch_invariant and places * -(-tokens // FEW_TILE) <= FEW_PROGRAMS
 
 
 def gated_sums(
-    target: Target, out: Tensor | Scratch, both: Scratch, x: Tensor | Scratch, lora: Lora
+    target: Target, out: Tensor | Scratch, both: Scratch, x: Tensor | Scratch, lora: Lora[Tensor]
 ) -> Iterator[Command]:
     """out [T, N] = silu(gate) * up, where both [T, 2 N] is gate and up, and gets what the adapters add to a product of
     x. For tokens that are not few (takes_few)."""
@@ -58,11 +58,11 @@ def _many(
     out: Tensor | Scratch,
     x: Tensor | Scratch,
     both: Scratch | None,
-    lora: Lora,
+    lora: Lora[Tensor],
     *,
     add: bool,
 ) -> Iterator[Command]:
-    a, b, parts = lora["lora_a"], lora["lora_b"], lora["lora_parts"]
+    a, b, parts = lora.a, lora.b, lora.parts
     (tokens, columns), (places, rows, _), rank = x.shape, a.shape, b.shape[2]
     few = tokens <= 128 or target.batch_invariant
     tile, block, width = (16, 16, 64) if few else (64, min(64, power_of_two(rows)), 64 if both else 128)
@@ -74,8 +74,8 @@ def _many(
         "counter": Scratch((tiles * blocks,), int32, zeroed=True),
         "x": x,
         "a": a,
-        "adapters": lora["adapters"],
-        "token_slots": lora["token_slots"],
+        "adapters": lora.adapters,
+        "token_slots": lora.token_slots,
         "tokens": tokens,
         "x_stride": aligned(columns),
         "a_stride": aligned(a.strides[0]),
@@ -92,15 +92,15 @@ def _many(
     yield launch(_DEVICE, "lora_expand", grid, args, constants)
 
 
-def _of_b(out: Tensor | Scratch, lora: Lora) -> dict[str, Arg]:
-    parts = lora["lora_parts"]
+def _of_b(out: Tensor | Scratch, lora: Lora[Tensor]) -> dict[str, Arg]:
+    parts = lora.parts
     return {
-        "b": lora["lora_b"],
-        "adapters": lora["adapters"],
-        "token_slots": lora["token_slots"],
+        "b": lora.b,
+        "adapters": lora.adapters,
+        "token_slots": lora.token_slots,
         "tokens": out.shape[0],
         "out_stride": aligned(out.strides[0] if isinstance(out, Tensor) else out.shape[1]),
-        "b_stride": aligned(lora["lora_b"].strides[0]),
+        "b_stride": aligned(lora.b.strides[0]),
         **{f"size{n}": parts[n] if n < len(parts) else 0 for n in range(MOST_PARTS)},
     }
 
@@ -109,13 +109,13 @@ def _few(
     out: Tensor | Scratch,
     x: Tensor | Scratch,
     normed: Norm | None,
-    lora: Lora,
+    lora: Lora[Tensor],
     *,
     add: bool,
 ) -> Iterator[Command]:
     """The launches of a step of few tokens: programs of one adapter each. The norm's factor comes last."""
-    a, parts = lora["lora_a"], lora["lora_parts"]
-    (tokens, columns), (places, rows, _), rank = x.shape, a.shape, lora["lora_b"].shape[2]
+    a, parts = lora.a, lora.parts
+    (tokens, columns), (places, rows, _), rank = x.shape, a.shape, lora.b.shape[2]
     width = 256 if columns <= 4096 else 512  # columns of a program
     tiles, splits = -(-tokens // FEW_TILE), -(-columns // width)
     partial, squares = Scratch((splits, tokens, rows), float32), Scratch((splits, tokens), float32)
@@ -125,8 +125,8 @@ def _few(
         "x": x,
         "gain": x if normed is None else normed.weight,
         "a": a,
-        "adapters": lora["adapters"],
-        "token_slots": lora["token_slots"],
+        "adapters": lora.adapters,
+        "token_slots": lora.token_slots,
         "tokens": tokens,
         "x_stride": aligned(columns),
         "a_stride": aligned(a.strides[0]),

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.op.launch import Command, Scratch
 from openinfer.kernels.op.reference import Array
 from openinfer.tensor import Tensor, int32
@@ -82,8 +83,8 @@ def results(expert_ids: Array, width: int, mlp: Callable[[int, Array, Array], Ar
     return out
 
 
-def weight_bytes(tokens: int, chosen: int, all_experts: int, *tensors: Tensor | None) -> int:
+def weight_bytes(tokens: int, chosen: int, all_experts: int, *weights: Linear[Tensor] | Tensor) -> int:
     """The bytes of these experts' weights that a call reads, as many experts as evenly random routing hits; tokens
     choose among `all_experts`, some of which other ranks may have."""
     hit = 1 - (1 - min(1, chosen / all_experts)) ** tokens
-    return int(sum(tensor.nbytes for tensor in tensors if tensor is not None) * hit)
+    return int(sum(weight.nbytes for weight in weights) * hit)

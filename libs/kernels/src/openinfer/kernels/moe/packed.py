@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal
 
 import numpy as np
 
+from openinfer.kernels.formats.linear import Linear, linear_of
 from openinfer.kernels.linear.mx import multiplies_codes
 from openinfer.kernels.moe.mixture import SORT_BLOCK, Pairs
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
@@ -52,9 +53,9 @@ class PackedExpertTile:
         return float8_e4m3fn if self.coded else bfloat16
 
 
-def kind_of(weight: Tensor) -> int:
+def kind_of(layer: Linear[Tensor]) -> int:
     """BF16, FLOAT8 or FP4."""
-    return {uint8: FP4, float8_e4m3fn: FLOAT8}.get(weight.dtype, BF16)
+    return {uint8: FP4, float8_e4m3fn: FLOAT8}.get(layer.weight.dtype, BF16)
 
 
 def packed_expert_tile(
@@ -93,8 +94,8 @@ class ExpertsArgs(Generic[T]):
 
     x, shared, out [T, D] of one float dtype. expert_ids int32 [T, K], each in [-1, E), no expert twice in a row but
     -1, which is no expert and adds nothing; expert_weights float32 [T, K]. gate_up is [E, 2 I, D]: the gate's rows,
-    then the up projection's. down is [E, D, I]. Both are of x's dtype, or both packed FP4 or float8
-    (formats.linear; gate_up with parts=2). D and I are multiples of 128.
+    then the up projection's. down is [E, D, I]. Both are of x's dtype, or both Linears of FP4 or FP8
+    with E8M0 scales (formats.linear; gate_up with parts=2). D and I are multiples of 128.
 
     g and u are rounded as outputs of a linear layer. The product, with w in it, is in float32 and rounded. With
     `quantized` it then goes through q8 in blocks of 128 (rounding.q8); the caller must have done the same to x. Each
@@ -109,10 +110,8 @@ class ExpertsArgs(Generic[T]):
     shared: T
     expert_ids: T
     expert_weights: T
-    gate_up: T
-    gate_up_scales: T | None
-    down: T
-    down_scales: T | None
+    gate_up: Linear[T] | T
+    down: Linear[T] | T
     limit: float
     quantized: bool
     all_experts: int | None = None
@@ -133,13 +132,13 @@ class PackedExperts:
     def of(cls, target: Target, tile: PackedExpertTile, a: ExpertsArgs[Tensor]) -> PackedExperts:
         """The kernels for a call, with scratch for the values that they pass to each other."""
         tokens, width = a.x.shape
-        arranged = Scratch((tokens, width), tile.dtype) if kind_of(a.down) != BF16 else a.x
+        arranged = Scratch((tokens, width), tile.dtype) if kind_of(linear_of(a.down)) != BF16 else a.x
         x_scales = Scratch((width // 128, tokens) if tile.coded else (1,), float32)
         return cls(tile, target, a, arranged, x_scales, Scratch((a.expert_ids.numel, width), bfloat16))
 
     def sort(self, pairs: Pairs) -> Launch:
         """Fill `order` and `starts`, and write x as the first product reads it."""
-        (tokens, width), kind = self.a.x.shape, kind_of(self.a.down)
+        (tokens, width), kind = self.a.x.shape, kind_of(linear_of(self.a.down))
         block = min(SORT_BLOCK, power_of_two(pairs.count))
         copies = -(-tokens * width // COPY_BLOCK) if kind != BF16 else 0
         return launch(
@@ -173,7 +172,7 @@ class PackedExperts:
         inter, tile = self.a.gate_up.shape[1] // 2, self.tile
         both, hidden = Scratch((pairs.count, 2 * inter), bfloat16), Scratch((pairs.count, inter), tile.dtype)
         scales = Scratch((inter // 128, pairs.count + tile.bm) if tile.coded else (1,), float32)
-        yield self._product(pairs, both, self.arranged, self.x_scales, self.a.gate_up, self.a.gate_up_scales)
+        yield self._product(pairs, both, self.arranged, self.x_scales, linear_of(self.a.gate_up))
         blocks = min(8, power_of_two(inter // 128))
         yield launch(
             _DEVICE,
@@ -193,12 +192,12 @@ class PackedExperts:
             {
                 "EXPERTS": pairs.experts,
                 "BLOCKS": blocks,
-                "KIND": kind_of(self.a.down),
+                "KIND": kind_of(linear_of(self.a.down)),
                 "QUANTIZED": self.a.quantized,
                 "CODES": tile.coded,
             },
         )
-        yield self._product(pairs, self.results, hidden, scales, self.a.down, self.a.down_scales)
+        yield self._product(pairs, self.results, hidden, scales, linear_of(self.a.down))
 
     def add(self, pairs: Pairs) -> Launch:
         """The results of a token and `shared`, in `out`."""
@@ -224,12 +223,12 @@ class PackedExperts:
         out: Scratch,
         x: Scratch | Tensor,
         x_scales: Scratch,
-        weight: Tensor,
-        scales: Tensor | None,
+        layer: Linear[Tensor],
     ) -> Launch:
         """One of the two products; the first is that from tokens."""
         target, tile, first = self.target, self.tile, x is self.arranged
-        kind, n, k = kind_of(weight), weight.shape[1], x.shape[1]
+        weight, scales = layer.weight, layer.scales
+        kind, n, k = kind_of(layer), weight.shape[1], x.shape[1]
         rows, few = min(tile.rows, n & -n), pairs.few(tile.bm)
         words = weight if kind == BF16 or (kind == FLOAT8 and tile.coded) else weight.view_as(int32)
         if scales is None:

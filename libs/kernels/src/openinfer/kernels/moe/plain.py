@@ -61,10 +61,8 @@ class PlainExperts:
     hidden: Tensor | Scratch
     expert_ids: Tensor
     expert_weights: Tensor
-    gate_up: Tensor
-    down: Tensor
-    gate_up_scales: Tensor | None
-    down_scales: Tensor | None
+    gate_up: Linear[Tensor]
+    down: Linear[Tensor]
     adds: bool
     first: ExpertTile
     second: ExpertTile
@@ -89,8 +87,8 @@ class PlainExperts:
         """From normed tokens to the results of pairs."""
         inter = self.gate_up.shape[1] // 2
         mlp = Scratch((pairs.count, inter), self.x.dtype)
-        yield self._product(pairs, self.first, mlp, self.hidden, self.gate_up, self.gate_up_scales)
-        yield self._product(pairs, self.second, self.results, mlp, self.down, self.down_scales)
+        yield self._product(pairs, self.first, mlp, self.hidden, self.gate_up)
+        yield self._product(pairs, self.second, self.results, mlp, self.down)
 
     def add(self, pairs: Pairs) -> Launch:
         """The weighted results of a token, added up."""
@@ -116,13 +114,12 @@ class PlainExperts:
         tile: ExpertTile,
         out: Scratch,
         x: Tensor | Scratch,
-        weight: Tensor,
-        scales: Tensor | None,
+        weight: Linear[Tensor],
     ) -> Launch:
         """One of the two products; the first is that from the tokens' hidden rows."""
         n, k = out.shape[1], x.shape[1]
         own: dict[str, int | bool]
-        form = Linear(weight, scales).form
+        form, scales = weight.form, weight.scales
         if isinstance(form, Int4Groups):
             module, kernel, words = "openinfer.kernels.device.int4_experts", "experts_product_int4", "words"
             tile = ExpertTile(min(64, tile.bm), 64, 0, True)
@@ -137,7 +134,7 @@ class PlainExperts:
             {
                 "out": out,
                 "x": x,
-                "weight": weight,
+                "weight": weight.weight,
                 words: x if scales is None else scales,
                 "order": pairs.order,
                 "starts": pairs.starts,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.kernels.op.launch import Command
-from openinfer.kernels.op.op import Op, Workload
+from openinfer.kernels.op.op import Op, Workload, leaves, mapped
 from openinfer.kernels.op.rounding import SCALE_BLOCK, q8
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, uint8
 
@@ -111,15 +111,14 @@ class Memory:
 
     def copies(self, args: Mapping[str, Any], *cold: str) -> list[Mapping[str, Any]]:
         """The arguments, and as many others with own copies of the tensors named as the L2 cache takes."""
-        nbytes = sum(args[name].nbytes for name in cold if args[name] is not None)
+        nbytes = sum(tensor.nbytes for name in cold for _, tensor in leaves(args[name], Tensor))
         count = max(1, min(MOST_COPIES, math.ceil(COLD_BYTES / max(1, nbytes))))
         if self.device.kind == "null" or self.poisoned:
             count = 1
         made = [dict(args) for _ in range(count)]
         for other in made[1:]:
             for name in cold:
-                if args[name] is not None:
-                    other[name] = self._copy(args[name])
+                other[name] = mapped(args[name], Tensor, self._copy)
         return list(made)
 
     def _repeated(self, shape: tuple[int, ...], dtype: Any, make: Callable[[int], Array]) -> Tensor:

@@ -10,10 +10,10 @@ import numpy as np
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.lora.launches import low_rank_product
-from openinfer.kernels.lora.low_rank import expect_lora, lora_numbers, lora_of, lora_sums
+from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
 from openinfer.kernels.norms import Norm
 from openinfer.kernels.op.cases import Memory, OpCase
-from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, expect_norm, require
+from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, expect_norm
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, normed
@@ -32,43 +32,34 @@ class _Args(Generic[T]):
 
     out: T
     x: T
+    lora: Lora[T]
     add: bool
     norm_weight: T | None = None
     eps: float | None = None
-    lora_a: T | None = None
-    lora_b: T | None = None
-    lora_parts: tuple[int, ...] | None = None
-    adapters: T | None = None
-    token_slots: T | None = None
 
 
 def _check(a: _Args[Tensor]) -> None:
-    lora = lora_of(a)
     expect("x", a.x, (-1, -1), *FLOATS)
-    require(bool(lora), "no adapters are given")
-    columns = sum(lora["lora_parts"])
-    expect_lora(a.x, columns, **lora)
+    columns = sum(a.lora.parts)
+    expect_lora(a.x, columns, a.lora)
     expect_columns("out", a.out, (a.x.shape[0], columns), a.x.dtype)
     expect_norm(a.norm_weight, a.eps, a.x.shape[1], a.x.dtype)
 
 
 def _reference(a: _Args[Array]) -> None:
-    lora = lora_of(a)
-    sums = lora_sums(normed(a.x, a.norm_weight, a.eps), **lora)
+    sums = lora_sums(normed(a.x, a.norm_weight, a.eps), a.lora)
     a.out[:] = f32(a.out) + sums if a.add else sums
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
-    lora = lora_of(a)
     if a.x.dtype != bfloat16:
         raise ContractError(f"x is {a.x.dtype.name}; adapters on a GPU are bfloat16 (float32: the cpu pack)")
-    yield from low_rank_product(target, a.out, a.x, Norm.of(a.norm_weight, a.eps), lora, add=a.add)
+    yield from low_rank_product(target, a.out, a.x, Norm.of(a.norm_weight, a.eps), a.lora, add=a.add)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     """The floor if all tokens have one adapter."""
-    lora = lora_of(a)
-    tokens, one = workload.tokens, lora_numbers(**lora)
+    tokens, one = workload.tokens, lora_numbers(a.lora)
     activations = tokens * (a.x.shape[1] + (2 if a.add else 1) * a.out.shape[1])
     return Cost((one + activations) * a.x.itemsize, 2 * tokens * one)
 
@@ -86,16 +77,12 @@ def cases(memory: Memory) -> Iterator[OpCase]:
         args = {
             "out": memory.normal(tokens, sum(parts)),
             "x": memory.normal(tokens, columns),
-            "lora_a": a,
-            "lora_b": b,
-            "lora_parts": parts,
-            "adapters": memory.ints(1 + slots % 2),
-            "token_slots": memory.ints(slots),
+            "lora": Lora(a, b, parts, memory.ints(1 + slots % 2), memory.ints(slots)),
             "add": True,
         }
         yield OpCase(
             f"{tokens} tokens",
             add_lora,
-            memory.copies(args, "lora_a", "lora_b"),
+            memory.copies(args, "lora"),
             Workload(tokens, tokens, 0, 0),
         )

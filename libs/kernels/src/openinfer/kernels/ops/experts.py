@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.formats.mx import Mx
 from openinfer.kernels.moe import mixture
 from openinfer.kernels.moe.mixture import Pairs
@@ -32,12 +32,12 @@ def _check(a: ExpertsArgs[Tensor]) -> None:
     expect("expert_weights", a.expert_weights, a.expert_ids.shape, float32)
     require(len(a.gate_up.shape) == 3, f"gate_up has shape {a.gate_up.shape}; it must be [experts, any, any]")
     count, inter = a.gate_up.shape[0], a.gate_up.shape[1] // 2
-    first, second = Linear(a.gate_up, a.gate_up_scales), Linear(a.down, a.down_scales)
+    first, second = linear_of(a.gate_up), linear_of(a.down)
     expect_linear("gate_up", first, (count, 2 * inter, width), a.x.dtype, Plain, Mx, parts=2)
     expect_linear("down", second, (count, width, inter), a.x.dtype, Plain, Mx)
     require(
-        a.gate_up.dtype == a.down.dtype,
-        f"gate_up is {a.gate_up.dtype.name} and down {a.down.dtype.name}; both must be one",
+        first.weight.dtype == second.weight.dtype,
+        f"gate_up is {first.form} and down {second.form}; both must be one",
     )
     require(
         width % SCALE_BLOCK == 0 and inter % SCALE_BLOCK == 0,
@@ -48,13 +48,13 @@ def _check(a: ExpertsArgs[Tensor]) -> None:
 
 def _reference(a: ExpertsArgs[Array]) -> None:
     def mlp(expert: int, token: Array, choice: Array) -> Array:
-        halves = Linear(a.gate_up, a.gate_up_scales)[expert].halves()
+        halves = linear_of(a.gate_up)[expert].halves()
         gate, up = (rounded(matmul_nt(a.x[token], half), a.x.dtype) for half in halves)
         hidden = clamped_product(gate, up, a.limit) * a.expert_weights[token, choice][:, None]
         hidden = rounded(hidden, a.x.dtype)
         if a.quantized:
             hidden = q8(hidden, SCALE_BLOCK)
-        second = Linear(a.down, a.down_scales)[expert].values()
+        second = linear_of(a.down)[expert].values()
         return rounded(matmul_nt(hidden, second), a.x.dtype)
 
     results = mixture.results(a.expert_ids, a.x.shape[1], mlp)
@@ -72,7 +72,7 @@ def _launches(target: Target, a: ExpertsArgs[Tensor]) -> Iterator[Command]:
         f"q8 is asked for on sm_{target.arch}; float8 numbers are for sm_89 and up",
     )
     count = a.gate_up.shape[0]
-    found = packed_expert_tile(target, a.expert_ids.numel, count, kind_of(a.gate_up), a.quantized)
+    found = packed_expert_tile(target, a.expert_ids.numel, count, kind_of(linear_of(a.gate_up)), a.quantized)
     yield from mixture.mixture_launches(PackedExperts.of(target, found, a), Pairs.of(a.expert_ids, count))
 
 
@@ -80,7 +80,7 @@ def _cost(workload: Workload, a: ExpertsArgs[Tensor]) -> Cost:
     count, width = a.gate_up.shape[0], a.x.shape[1]
     inter, tokens, chosen = a.gate_up.shape[1] // 2, workload.tokens, a.expert_ids.shape[1]
     every = a.all_experts or count
-    weights = mixture.weight_bytes(tokens, chosen, every, a.gate_up, a.gate_up_scales, a.down, a.down_scales)
+    weights = mixture.weight_bytes(tokens, chosen, every, a.gate_up, a.down)
     activations = tokens * (3 * width * a.x.itemsize + chosen * 8)
     return Cost(weights + activations, 6 * tokens * chosen * width * inter * count // every)
 
@@ -96,9 +96,9 @@ def cases(memory: Memory) -> Iterator[OpCase]:
     for fp4 in (True, False):
         weights = {}
         for name, n, k in (("gate_up", 2 * inter, hidden), ("down", hidden, inter)):
-            weights[name] = memory.codes(count, n, k // 2) if fp4 else memory.float8(count, n, k)
+            codes = memory.codes(count, n, k // 2) if fp4 else memory.float8(count, n, k)
             shape = (count, n, k // 32) if fp4 else (count, n // 128, k // 128)
-            weights[name + "_scales"] = memory.codes(*shape, low=117, high=120)
+            weights[name] = Linear(codes, memory.codes(*shape, low=117, high=120))
         for tokens in (1, 8, 32, 128, 1024, 4096):
             args = {
                 "out": memory.empty(tokens, hidden),
@@ -123,7 +123,7 @@ def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     first = case.calls[0]
     count = first.gate_up.shape[0]
     chosen = packed_expert_tile(
-        target, first.expert_ids.numel, count, kind_of(first.gate_up), first.quantized
+        target, first.expert_ids.numel, count, kind_of(linear_of(first.gate_up)), first.quantized
     )
     for places in (16, 32, 64, 128):
         if places == chosen.bm:

@@ -10,7 +10,7 @@ import numpy as np
 
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
-from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.linear.problem import expect_float8
 from openinfer.kernels.moe import mixture
 from openinfer.kernels.moe.mixture import Pairs
@@ -32,9 +32,10 @@ class _Args(Generic[T]):
 
     x [T, H], expert_weights [T, K] of one float dtype; norm_weight [H] of that dtype or float32 (as in norm_linear).
     expert_ids int32 [T, K], each in [-1, E): -1 is no expert, and adds nothing. gate_up [E, 2 I, H] has the gate's
-    rows, then the up projection's. gate_up and down [E, H, I] are of x's dtype, or float8_e4m3fn or INT4 with scales
-    (formats.linear; gate_up has parts=2). The outputs of both projections are rounded, so are silu(g) and its
-    product with u; the weighted sum over the experts is in float32 and rounded, and added. H and I are multiples of 16.
+    rows, then the up projection's. gate_up and down [E, H, I] are of x's dtype, or Linears of FP8 with scales of blocks
+    or of INT4 (gate_up has parts=2), whose activations are not quantised. The outputs of both projections are rounded,
+    so are silu(g) and its product with u; the weighted sum over the experts is in float32 and rounded, and added. H and
+    I are multiples of 16.
     How many rows an expert gets is data: an implementation sorts them on the device.
 
     With `out` (as x, apart from it) the sum over the experts goes there alone, and x does not change: the sum of one of
@@ -45,18 +46,16 @@ class _Args(Generic[T]):
     x: T
     expert_ids: T
     expert_weights: T
-    gate_up: T
-    down: T
+    gate_up: Linear[T] | T
+    down: Linear[T] | T
     norm_weight: T | None = None
     eps: float | None = None
-    gate_up_scales: T | None = None
-    down_scales: T | None = None
     out: T | None = None
     all_experts: int | None = None
 
 
 def _weights(a: _Args[T]) -> tuple[Linear[T], Linear[T]]:
-    return Linear(a.gate_up, a.gate_up_scales), Linear(a.down, a.down_scales)
+    return linear_of(a.gate_up), linear_of(a.down)
 
 
 def _check(a: _Args[Tensor]) -> None:
@@ -111,8 +110,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     experts, width, inter = *a.down.shape[:2], a.gate_up.shape[1] // 2
     pairs = Pairs.of(a.expert_ids, experts)
     kernels = PlainExperts(
-        a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, a.gate_up, a.down,
-        a.gate_up_scales, a.down_scales,
+        a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, *_weights(a),
         adds=a.out is None, first=expert_tile(target, pairs.count, experts, inter, width, first=True),
         second=expert_tile(target, pairs.count, experts, width, inter, first=False),
         results=Scratch((pairs.count, width), a.x.dtype),
@@ -124,7 +122,7 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     experts, hidden, inter = *a.down.shape[:2], a.gate_up.shape[1] // 2
     tokens, chosen = workload.tokens, a.expert_ids.shape[1]
     every = a.all_experts or experts
-    weights = mixture.weight_bytes(tokens, chosen, every, a.gate_up, a.down, a.gate_up_scales, a.down_scales)
+    weights = mixture.weight_bytes(tokens, chosen, every, a.gate_up, a.down)
     activations = tokens * (2 * hidden * a.x.itemsize + chosen * (a.x.itemsize + 4))
     norm_bytes = a.norm_weight.nbytes if a.norm_weight is not None else 0
     return Cost(weights + norm_bytes + activations, 6 * tokens * chosen * hidden * inter * experts // every)
@@ -139,15 +137,15 @@ def cases(memory: Memory) -> Iterator[OpCase]:
     """Qwen3.5-35B-A3B's layer, in bf16 and in FP8."""
     hidden, inter, count, chosen = 2048, 512, 256, 8
     for scaled in (False, True):
-        weights: dict[str, Tensor | None] = {}
+        weights: dict[str, Linear[Tensor]] = {}
         for name, n, k, blocks in (
             ("gate_up", 2 * inter, hidden, 2 * -(-inter // 128)), ("down", hidden, inter, -(-hidden // 128)),
         ):  # fmt: skip
-            weights[name] = (
-                memory.float8(count, n, k) if scaled else memory.normal(count, n, k, scale=k**-0.5)
-            )
-            shape = (count, blocks, -(-k // 128))
-            weights[name + "_scales"] = memory.normal(*shape, scale=0.01, dtype=float32) if scaled else None
+            if scaled:
+                scales = memory.normal(count, blocks, -(-k // 128), scale=0.01, dtype=float32)
+                weights[name] = Linear(memory.float8(count, n, k), scales)
+            else:
+                weights[name] = Linear(memory.normal(count, n, k, scale=k**-0.5))
         for tokens in (1, 8, 32, 128, 1024, 4096):
             ids = np.stack([memory.rng.permutation(count)[:chosen] for _ in range(tokens)])
             args = {

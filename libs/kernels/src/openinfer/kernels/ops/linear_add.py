@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Generic
 
 import numpy as np
 
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups, group_words
-from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.linear import kernels as linear
 from openinfer.kernels.linear.problem import Epilogue, Problem
-from openinfer.kernels.lora.low_rank import expect_lora, lora_numbers, lora_of, lora_sums
+from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
 from openinfer.kernels.norms import norm
 from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_normed, require
@@ -21,7 +21,7 @@ from openinfer.kernels.op.launch import Collective, Command, Scratch
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rounded
 from openinfer.kernels.op.reference import normed as normed_of
-from openinfer.kernels.op.rounding import Coding, coded
+from openinfer.kernels.op.rounding import coded
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.ranks.communicator import Communicator, sum_over
 from openinfer.kernels.ranks.exchange import Normed, sum_of_ranks
@@ -33,9 +33,8 @@ class _Args(Generic[T]):
     """x += h @ weight^T, in place. With several ranks, h and weight are a rank's part of K, and x gets the sum of all.
 
     x [T, H], h [T, K], weight [H, K] of one float dtype. The product accumulates in float32; the published models round
-    it before the addition, an implementation may round once after it. H and K are multiples of 16. With `scales` the
-    weight is float8_e4m3fn or INT4 (formats.linear). coding and x_scale: how h is quantised, as in
-    norm_linear. A rank's product is rounded before the sum.
+    it before the addition, an implementation may round once after it. H and K are multiples of 16. The weight may
+    be a Linear as in norm_linear, which says how h is quantised. A rank's product is rounded before the sum.
 
     lora: adapters of the product, one part (low_rank.Lora); of several ranks, a rank's part of them.
 
@@ -45,56 +44,43 @@ class _Args(Generic[T]):
 
     x: T
     h: T
-    weight: T
-    scales: T | None = None
+    weight: Linear[T] | T
     ranks: int = 1
-    coding: Coding | None = None
-    x_scale: T | None = None
     normed: T | None = None
     norm_weight: T | None = None
     eps: float | None = None
-    lora_a: T | None = None
-    lora_b: T | None = None
-    lora_parts: tuple[int, ...] | None = None
-    adapters: T | None = None
-    token_slots: T | None = None
-
-
-def _linear(a: _Args[T]) -> Linear[Any]:
-    return Linear(a.weight, a.scales, a.coding, a.x_scale)
+    lora: Lora[T] | None = None
 
 
 def _check(a: _Args[Tensor]) -> None:
-    lora = lora_of(a)
     expect("x", a.x, (-1, -1), *FLOATS)
     tokens, hidden = a.x.shape
     expect("h", a.h, (tokens, -1), a.x.dtype)
-    expect_linear("weight", _linear(a), (hidden, a.h.shape[1]), a.x.dtype, Plain, Fp8, Int4Groups)
+    expect_linear("weight", linear_of(a.weight), (hidden, a.h.shape[1]), a.x.dtype, Plain, Fp8, Int4Groups)
     require(
         hidden % 16 == 0 and a.h.shape[1] % 16 == 0,
         f"weight is {a.weight.shape}; sizes must be multiples of 16",
     )
-    expect_lora(a.h, hidden, **lora)
-    require(not lora or lora["lora_parts"] == (hidden,), f"one part of {hidden} columns is possible")
+    expect_lora(a.h, hidden, a.lora)
+    require(a.lora is None or a.lora.parts == (hidden,), f"one part of {hidden} columns is possible")
     expect_normed(a.normed, a.norm_weight, a.eps, a.x)
 
 
 def _reference(a: _Args[Array], communicator: Communicator | None) -> None:
-    lora = lora_of(a)
-    y = matmul_nt(coded(a.h, a.coding, a.x_scale), _linear(a).values())
-    if lora:
-        y += lora_sums(a.h, **lora)
+    own = linear_of(a.weight)
+    y = matmul_nt(coded(a.h, own.coding, own.x_scale), own.values())
+    if a.lora is not None:
+        y += lora_sums(a.h, a.lora)
     a.x[:] = f32(a.x) + sum_over(communicator, rounded(y, a.x.dtype))
     if a.normed is not None:
         a.normed[:] = normed_of(a.x, a.norm_weight, a.eps)
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
-    lora = lora_of(a)
     own = Normed.of(a.normed, a.norm_weight, a.eps)
     y = a.x if a.ranks == 1 else Scratch(a.x.shape, a.x.dtype)
     epilogue: Epilogue = "add" if a.ranks == 1 else "none"
-    problem = Problem(target, "linear_add", y, a.h, _linear(a), epilogue, adapter=lora or None)
+    problem = Problem(target, "linear_add", y, a.h, linear_of(a.weight), epilogue, adapter=a.lora)
     yield from linear.launches(problem)
     if isinstance(y, Scratch):
         yield from sum_of_ranks(target, a.x, y, a.ranks, normed=own)
@@ -103,13 +89,12 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
-    lora = lora_of(a)
     n, k = a.weight.shape[0], a.h.shape[1]
-    weights = sum(t.nbytes for t in (a.weight, a.scales, a.norm_weight) if t is not None)
+    weights = sum(t.nbytes for t in (a.weight, a.norm_weight) if t is not None)
     columns = k + (2 if a.normed is None else 3) * n
     link = Collective("all_reduce", a.x, a.x, a.ranks).link_bytes
-    weights += lora_numbers(**lora) * a.x.itemsize
-    numbers = n * k + lora_numbers(**lora)
+    weights += lora_numbers(a.lora) * a.x.itemsize
+    numbers = n * k + lora_numbers(a.lora)
     return Cost(weights + workload.tokens * columns * a.x.itemsize, 2 * workload.tokens * numbers, link)
 
 
@@ -128,26 +113,16 @@ def cases(memory: Memory) -> Iterator[OpCase]:
     """Qwen3.5-4B's output projections, in bf16, FP8 and INT4. `openinfer tune` measures the choices."""
     for n, k in ((2560, 4096), (2560, 9216)):
         for kind in ("bf16", "fp8", "int4"):
-            scales = None
             if kind == "bf16":
-                weight = memory.normal(n, k, scale=k**-0.5)
+                weight = Linear(memory.normal(n, k, scale=k**-0.5))
             elif kind == "fp8":
-                weight, scales = (
-                    memory.float8(n, k),
-                    memory.normal(n // 128, k // 128, scale=0.01, dtype=float32),
-                )
+                scales = memory.normal(n // 128, k // 128, scale=0.01, dtype=float32)
+                weight = Linear(memory.float8(n, k), scales)
             else:
-                weight, scales = (
-                    memory.codes(n, k // 2),
-                    memory.of(group_words(np.full((n, k // 128), 0.01, bfloat16), 8)),
-                )
+                words = memory.of(group_words(np.full((n, k // 128), 0.01, bfloat16), 8))
+                weight = Linear(memory.codes(n, k // 2), words)
             for tokens in (1, 8, 32, 128, 1024, 4096):
-                args = {
-                    "x": memory.normal(tokens, n),
-                    "h": memory.normal(tokens, k),
-                    "weight": weight,
-                    "scales": scales,
-                }
+                args = {"x": memory.normal(tokens, n), "h": memory.normal(tokens, k), "weight": weight}
                 name = f"{n} x {k} {kind}, {tokens} tokens"
-                copies = memory.copies(args, "weight", "scales")
+                copies = memory.copies(args, "weight")
                 yield OpCase(name, linear_add, copies, Workload(tokens, tokens, 0, 0))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Generic
 
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
-from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.linear import kernels as linear
 from openinfer.kernels.linear.problem import Problem
-from openinfer.kernels.lora.low_rank import expect_lora, lora_numbers, lora_of, lora_sums
+from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
 from openinfer.kernels.norms import Norm
 from openinfer.kernels.op.contract import FLOATS, expect, expect_norm, require
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, matmul_nt, normed
-from openinfer.kernels.op.rounding import Coding, coded
+from openinfer.kernels.op.rounding import coded
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, float32
 
@@ -29,74 +29,60 @@ class _Args(Generic[T]):
     x [T, H], norm_weight [H], weight [N, H] of one float dtype; out [T, N] of that dtype, or float32 (logits: not
     rounded). The norm is computed in float32, rounded, multiplied by its weight and rounded; a norm_weight of float32
     multiplies before the one rounding. The product accumulates in float32 and is rounded once. H and N are multiples
-    of 16. With `scales` the weight is float8_e4m3fn or INT4 (formats.linear). Without norm_weight and
-    eps, x is normalised already.
+    of 16. A weight that is no tensor is a Linear of plain, FP8 or INT4 numbers. Without norm_weight and eps, x is
+    normalised already.
 
-    coding: how the normalised x is quantised to e4m3 before the product (rounding.coded; not at all if None). x_scale:
-    float32 [1], the scale for "tensor". See formats.linear. lora: adapters of the product of the normalised x,
-    before it is quantised (low_rank.Lora).
+    The Linear says how the normalised x is quantised to e4m3 before the product (rounding.coded). lora: adapters of the
+    product of the normalised x, before it is quantised (low_rank.Lora).
     """
 
     out: T
     x: T
-    weight: T
+    weight: Linear[T] | T
     norm_weight: T | None = None
     eps: float | None = None
-    scales: T | None = None
-    coding: Coding | None = None
-    x_scale: T | None = None
-    lora_a: T | None = None
-    lora_b: T | None = None
-    lora_parts: tuple[int, ...] | None = None
-    adapters: T | None = None
-    token_slots: T | None = None
-
-
-def _linear(a: _Args[T]) -> Linear[Any]:
-    return Linear(a.weight, a.scales, a.coding, a.x_scale)
+    lora: Lora[T] | None = None
 
 
 def _check(a: _Args[Tensor]) -> None:
-    lora = lora_of(a)
     expect("x", a.x, (-1, -1), *FLOATS)
     tokens, hidden = a.x.shape
     expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
-    expect_linear("weight", _linear(a), (-1, hidden), a.x.dtype, Plain, Fp8, Int4Groups)
+    expect_linear("weight", linear_of(a.weight), (-1, hidden), a.x.dtype, Plain, Fp8, Int4Groups)
     expect("out", a.out, (tokens, a.weight.shape[0]), a.x.dtype, float32)
     require(
         hidden % 16 == 0 and a.weight.shape[0] % 16 == 0,
         f"weight is {a.weight.shape}; sizes must be multiples of 16",
     )
-    expect_lora(a.x, a.weight.shape[0], **lora)
+    expect_lora(a.x, a.weight.shape[0], a.lora)
     require(
-        not lora or a.out.dtype == a.x.dtype,
+        a.lora is None or a.out.dtype == a.x.dtype,
         f"out is {a.out.dtype.name}; with adapters it is {a.x.dtype.name}",
     )
 
 
 def _reference(a: _Args[Array]) -> None:
-    lora = lora_of(a)
-    h = normed(a.x, a.norm_weight, a.eps)
-    y = matmul_nt(coded(h, a.coding, a.x_scale), _linear(a).values())
-    if lora:
-        y[:, : sum(lora["lora_parts"])] += lora_sums(h, **lora)
+    h, own = normed(a.x, a.norm_weight, a.eps), linear_of(a.weight)
+    y = matmul_nt(coded(h, own.coding, own.x_scale), own.values())
+    if a.lora is not None:
+        y[:, : sum(a.lora.parts)] += lora_sums(h, a.lora)
     a.out[:] = y
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
-    lora = lora_of(a)
     op = "norm_linear" if a.out.dtype == a.x.dtype else "logits"
     norm = Norm.of(a.norm_weight, a.eps)
-    yield from linear.launches(Problem(target, op, a.out, a.x, _linear(a), norm=norm, adapter=lora or None))
+    yield from linear.launches(
+        Problem(target, op, a.out, a.x, linear_of(a.weight), norm=norm, adapter=a.lora)
+    )
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
-    lora = lora_of(a)
     n, h = a.weight.shape[0], a.x.shape[1]
     tokens = workload.tokens if a.out.dtype == a.x.dtype else workload.rows
-    weights = sum(t.nbytes for t in (a.weight, a.norm_weight, a.scales) if t is not None)
-    numbers = n * h + lora_numbers(**lora)
-    weights += lora_numbers(**lora) * a.x.itemsize
+    weights = sum(t.nbytes for t in (a.weight, a.norm_weight) if t is not None)
+    numbers = n * h + lora_numbers(a.lora)
+    weights += lora_numbers(a.lora) * a.x.itemsize
     return Cost(weights + tokens * (h * a.x.itemsize + n * a.out.itemsize), 2 * tokens * numbers)
 
 

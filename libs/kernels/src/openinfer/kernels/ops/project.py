@@ -8,7 +8,7 @@ from typing import Any, Generic
 
 import numpy as np
 
-from openinfer.kernels.formats.linear import Linear, Plain, expect_linear
+from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.formats.mx import Mx
 from openinfer.kernels.linear import kernels as linear
 from openinfer.kernels.linear import mx
@@ -27,7 +27,7 @@ from openinfer.tensor import Tensor, bfloat16, float32
 class _ProjectArgs(Generic[T]):
     """out = x @ weight^T; in `groups`, each with an equal part of the columns of x and of the rows of weight.
 
-    x [T, G K], rows at any stride; weight [N, K] of x's dtype, or packed float8 with scales (formats.linear);
+    x [T, G K], rows at any stride; weight [N, K] of x's dtype, or a Linear of FP8 with E8M0 scales;
     out [T, N] of x's dtype, or float32 (not rounded): rows g N / G .. of weight times columns g K .. of x. Accumulated
     in float32 and rounded once; with `quantized` the rounded values go through q8 in blocks of 128 columns of out
     (rounding.q8; N is then a multiple of 128, or N divides 128 and is one block). N / G and K are multiples of 16.
@@ -37,15 +37,10 @@ class _ProjectArgs(Generic[T]):
 
     out: T
     x: T
-    weight: T
-    scales: T | None
+    weight: Linear[T] | T
     groups: int
     rounded_x: bool
     quantized: bool
-
-
-def _linear(a: _ProjectArgs[T] | _GateUpClampedArgs[T]) -> Linear[Any]:
-    return Linear(a.weight, a.scales)
 
 
 def _project_check(a: _ProjectArgs[Tensor]) -> None:
@@ -55,7 +50,7 @@ def _project_check(a: _ProjectArgs[Tensor]) -> None:
         a.groups >= 1 and width % a.groups == 0,
         f"x has {width} columns, which {a.groups} groups cannot share",
     )
-    expect_linear("weight", _linear(a), (-1, width // a.groups), a.x.dtype, Plain, Mx)
+    expect_linear("weight", linear_of(a.weight), (-1, width // a.groups), a.x.dtype, Plain, Mx)
     rows = a.weight.shape[0]
     expect("out", a.out, (tokens, rows), a.x.dtype, float32)
     require(
@@ -73,7 +68,7 @@ def _in_blocks(size: int) -> bool:
 
 
 def _project_reference(a: _ProjectArgs[Array]) -> None:
-    wide, (n, k) = _linear(a).values(), a.weight.shape
+    wide, (n, k) = linear_of(a.weight).values(), a.weight.shape
     each = n // a.groups
     y = np.empty(a.out.shape, np.float32)
     for g in range(a.groups):
@@ -85,7 +80,7 @@ def _project_reference(a: _ProjectArgs[Array]) -> None:
 
 def _project_launches(target: Target, a: _ProjectArgs[Tensor]) -> Iterator[Command]:
     expect_q8(target, a.quantized)
-    own = _linear(a)
+    own = linear_of(a.weight)
     yield from linear.launches(
         Problem(target, "project", a.out, a.x, own, groups=a.groups, rounded=a.rounded_x)
     )
@@ -93,14 +88,10 @@ def _project_launches(target: Target, a: _ProjectArgs[Tensor]) -> Iterator[Comma
         yield mx.launch_q8_rows(a.out)
 
 
-def _weight_bytes(weight: Tensor, scales: Tensor | None) -> int:
-    return weight.nbytes + (scales.nbytes if scales else 0)
-
-
 def _project_cost(workload: Workload, a: _ProjectArgs[Tensor]) -> Cost:
     (n, k), width = a.weight.shape, a.x.shape[1]
     activations = workload.tokens * (width * a.x.itemsize + n * a.out.itemsize)
-    return Cost(_weight_bytes(a.weight, a.scales) + activations, 2 * workload.tokens * n * k)
+    return Cost(a.weight.nbytes + activations, 2 * workload.tokens * n * k)
 
 
 project = Op(
@@ -123,16 +114,15 @@ def clamped_product(gate: Array, up: Array, limit: float) -> Array:
 class _GateUpClampedArgs(Generic[T]):
     """out = silu(min(g, limit)) * clamp(u, -limit, limit) with [g, u] = x @ weight^T.
 
-    x [T, K]. weight [2 I, K]: the gate's rows, then the up projection's; of x's dtype, or packed float8 with parts=2
-    (formats.linear). out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer. The product is
-    in float32 and rounded. With `quantized` it then goes through q8 in blocks of 128 (rounding.q8), as x has
+    x [T, K]. weight [2 I, K]: the gate's rows, then the up projection's; of x's dtype, or a Linear of
+    FP8 with E8M0 scales (parts=2). out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer. The
+    product is in float32 and rounded. With `quantized` it then goes through q8 in blocks of 128 (rounding.q8), as x has
     (`rounded_x` of project). K is a multiple of 16. I is a multiple of 128, or 16, 32 or 64.
     """
 
     out: T
     x: T
-    weight: T
-    scales: T | None
+    weight: Linear[T] | T
     limit: float
     quantized: bool
 
@@ -140,7 +130,9 @@ class _GateUpClampedArgs(Generic[T]):
 def _gate_check(a: _GateUpClampedArgs[Tensor]) -> None:
     expect("x", a.x, (-1, -1), *FLOATS)
     expect("out", a.out, (a.x.shape[0], -1), a.x.dtype)
-    expect_linear("weight", _linear(a), (2 * a.out.shape[1], a.x.shape[1]), a.x.dtype, Plain, Mx, parts=2)
+    expect_linear(
+        "weight", linear_of(a.weight), (2 * a.out.shape[1], a.x.shape[1]), a.x.dtype, Plain, Mx, parts=2
+    )
     require(a.x.shape[1] % 16 == 0, f"x has {a.x.shape[1]} columns; it must be a multiple of 16")
     require(
         a.out.shape[1] % 16 == 0 and _in_blocks(a.out.shape[1]),
@@ -151,7 +143,7 @@ def _gate_check(a: _GateUpClampedArgs[Tensor]) -> None:
 
 def _gate_reference(a: _GateUpClampedArgs[Array]) -> None:
     inter = a.out.shape[1]
-    gate, up = (rounded(matmul_nt(a.x, half), a.x.dtype) for half in _linear(a).halves())
+    gate, up = (rounded(matmul_nt(a.x, half), a.x.dtype) for half in linear_of(a.weight).halves())
     y = rounded(clamped_product(gate, up, a.limit), a.x.dtype)
     a.out[:] = q8(y, min(inter, SCALE_BLOCK)) if a.quantized else y
 
@@ -160,7 +152,7 @@ def _gate_launches(target: Target, a: _GateUpClampedArgs[Tensor]) -> Iterator[Co
     expect_q8(target, a.quantized)
     both = Scratch((a.x.shape[0], a.weight.shape[0]), bfloat16)
     yield from linear.launches(
-        Problem(target, "project", both, a.x, _linear(a), rounded=a.quantized, parts=2)
+        Problem(target, "project", both, a.x, linear_of(a.weight), rounded=a.quantized, parts=2)
     )
     yield mx.launch_clamped_gate(a.out, both, a.limit, a.quantized)
 
@@ -168,7 +160,7 @@ def _gate_launches(target: Target, a: _GateUpClampedArgs[Tensor]) -> Iterator[Co
 def _gate_cost(workload: Workload, a: _GateUpClampedArgs[Tensor]) -> Cost:
     n, k = a.weight.shape
     activations = workload.tokens * (k + n // 2) * a.x.itemsize
-    return Cost(_weight_bytes(a.weight, a.scales) + activations, 2 * workload.tokens * n * k)
+    return Cost(a.weight.nbytes + activations, 2 * workload.tokens * n * k)
 
 
 gate_up_clamped = Op(
@@ -240,11 +232,11 @@ def cases(memory: Memory) -> Iterator[OpCase]:
         "wo_b": (4096, 8192, 1, True), "router": (256, 4096, 1, False), "compressor": (2624, 4096, 1, False),
     }  # fmt: skip
 
-    def weight(n: int, k: int, packed: bool) -> dict[str, Tensor | None]:
+    def weight(n: int, k: int, packed: bool) -> Linear[Tensor]:
         if not packed:
-            return {"weight": memory.normal(n, k, scale=k**-0.5), "scales": None}
+            return Linear(memory.normal(n, k, scale=k**-0.5))
         scales = memory.codes(-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK), low=118, high=121)
-        return {"weight": memory.float8(n, k), "scales": scales}
+        return Linear(memory.float8(n, k), scales)
 
     for tokens in (1, 8, 32, 128, 1024, 4096):
         workload = Workload(tokens, tokens, 0, 0)
@@ -253,18 +245,18 @@ def cases(memory: Memory) -> Iterator[OpCase]:
             args: dict[str, Any] = {
                 "out": memory.empty(tokens, n, dtype=bfloat16 if packed else float32),
                 "x": memory.rounded(tokens, k) if codes else memory.normal(tokens, groups * k),
-                **weight(n, k, packed),
+                "weight": weight(n, k, packed),
                 "groups": groups, "rounded_x": codes, "quantized": False,
             }  # fmt: skip
             yield OpCase(
                 f"V4-Flash {name}, {tokens} tokens",
                 project,
-                memory.copies(args, "weight", "scales"),
+                memory.copies(args, "weight"),
                 workload,
             )
         args = {
-            "out": memory.empty(tokens, 2048), "x": memory.rounded(tokens, 4096), **weight(4096, 4096, True),
+            "out": memory.empty(tokens, 2048), "x": memory.rounded(tokens, 4096), "weight": weight(4096, 4096, True),
             "limit": 10.0, "quantized": True,
         }  # fmt: skip
-        copies = memory.copies(args, "weight", "scales")
+        copies = memory.copies(args, "weight")
         yield OpCase(f"V4-Flash shared expert, {tokens} tokens", gate_up_clamped, copies, workload)
