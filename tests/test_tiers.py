@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -182,15 +184,24 @@ def test_a_restarted_engine_scores_a_prompt_that_the_disk_has(session: Any, tmp_
     assert scores[0] == scores[1]
 
 
+@pytest.mark.parametrize("other", ["dtype", "weights"])
 def test_an_engine_with_other_numbers_does_not_read_the_folder(
-    session: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    session: Any, other: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Weights are other ones where the file was changed, though size and time are the same."""
     caplog.set_level(logging.INFO)
-    flags = {"kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": 0.2, **SMALL["qwen3-tiny"]}
-    run = session(GOLDENS / "qwen3-tiny", max_model_len=320, **flags)
+    flags = {"kv_offload_dir": str(tmp_path / "kv"), "kv_offload_disk_gb": 0.2, **SMALL["qwen3-tiny"]}
+    path = shutil.copytree(GOLDENS / "qwen3-tiny", tmp_path / "model")
+    run = session(path, max_model_len=320, **flags)
     ask(run, PROMPTS)
     run.engine.close()
-    run = session(GOLDENS / "qwen3-tiny", max_model_len=320, dtype="bfloat16", **flags)
+    if other == "weights":
+        weights = path / "model.safetensors"
+        before, data = weights.stat(), bytearray(weights.read_bytes())
+        data[len(data) // 2] ^= 0x80
+        weights.write_bytes(data)
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    run = session(path, max_model_len=320, **flags, **({"dtype": "bfloat16"} if other == "dtype" else {}))
     assert "has blocks of other models or versions" in caplog.text
     ask(run, PROMPTS)
     assert run.engine.stats().offload_blocks["from_disk"] == 0

@@ -107,11 +107,17 @@ def description(
     options: Options, groups: Sequence[Group], model_dir: Path, limits: Limits, device: Device
 ) -> dict[str, Any]:
     """Everything that the content of a block depends on besides its tokens and salt: the software, config and weights
-    of the model, number formats, the layout. A file of weights is known by its name, size and time."""
+    of the model, number formats, the layout. A file of weights is known by its name, its size and when it was changed,
+    which nobody can set back."""
     common = {field.name for field in dataclasses.fields(Options)}
     own = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in common}
     folders = [folder for folder in (model_dir, options.head_folder) if folder is not None]
-    paths = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+    paths = [
+        path
+        for folder in folders
+        for kind in ("safetensors", "gguf")
+        for path in sorted(folder.glob(f"*.{kind}"))
+    ]
     files = [(path.name, path.stat()) for path in paths]
     return {
         "version": importlib.metadata.version("openinfer-recipes"),
@@ -125,5 +131,5 @@ def description(
         "ranks": options.tensor_parallel_size,
         "groups": [[g.name, g.block_size, g.block_bytes, g.window, g.snapshots] for g in groups],
         "config": json.loads((model_dir / "config.json").read_text()),
-        "weights": [[name, status.st_size, status.st_mtime_ns] for name, status in files],
+        "weights": [[name, status.st_size, status.st_ctime_ns] for name, status in files],
     }
