@@ -143,6 +143,7 @@ def test_drafts_change_no_token_of_a_grammar(
 ONLY_80 = {"allowed_token_ids": (80,), "temperature": 0.0}
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
@@ -160,6 +161,7 @@ def test_settings_that_leave_no_token_are_refused(
     assert all(name in end.reason for name in names)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("settings", ["grammar", "words", "stops"])
 def test_settings_that_leave_no_token_on_the_way_name_themselves(
     constrained: Callable[..., Any], tokenizer: Tokenizer, settings: str

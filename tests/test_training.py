@@ -135,6 +135,7 @@ def cached_tokens(engine: Engine) -> int:
     return found
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_refused_command_changes_nothing(ranks: int, tmp_path: Path) -> None:
     """Cached prefixes stay, in the pool, in host memory and on the disk; and so does all else."""
@@ -176,6 +177,7 @@ def test_a_refused_command_changes_nothing(ranks: int, tmp_path: Path) -> None:
     made.close()
 
 
+@pytest.mark.attack
 def test_a_sleep_without_its_flag_keeps_cached_prefixes() -> None:
     made = build(RECIPE, TINY, **FLAGS).engine
     generate(made, [request([*PROMPT, *PROMPT])])
@@ -187,6 +189,7 @@ def test_a_sleep_without_its_flag_keeps_cached_prefixes() -> None:
     made.close()
 
 
+@pytest.mark.attack
 def test_a_wake_that_finds_no_memory_can_be_tried_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_request_passes_every_gate_once(engine: Engine, monkeypatch: pytest.Mo
     assert passed == ["Grammars", "Transfers", "AdapterPlaces", "Queue"]
 
 
+@pytest.mark.attack
 def test_nothing_is_kept_of_requests_that_are_over(engine: Engine) -> None:
     engine.control(TokenTable([b"%d" % n for n in range(engine.info.vocab_size)], []))
     decode = KVTransfer(do_remote_decode=True)

@@ -288,6 +288,7 @@ def test_with_restart_engine_all_go_on_with_the_new_one(
     assert server.end()[0] == 0
 
 
+@pytest.mark.attack
 def test_processes_that_saw_different_commands_restore_one_state(
     model_dir: Path, launch: Launch, connect: Connect
 ) -> None:

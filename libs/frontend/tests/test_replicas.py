@@ -310,6 +310,7 @@ def test_all_replicas_sleep_or_none() -> None:
         control(Sleep(2))
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("command", [Sleep(), ResetPrefixCache()])
 def test_a_command_that_one_replica_refuses_costs_no_other_its_prefixes(command: Command) -> None:
     group, heard = Group(3), []

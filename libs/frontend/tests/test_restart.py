@@ -107,6 +107,7 @@ async def kill(client: RestartingClient, driver: ProcessDriver) -> None:
     await up(client)
 
 
+@pytest.mark.attack
 def test_the_next_engine_gets_the_state_of_the_last_one_whoever_changed_it() -> None:
     """Other processes send commands too: what this one sent does not say how the engine stands."""
 
@@ -142,6 +143,7 @@ def test_the_next_engine_gets_the_state_of_the_last_one_whoever_changed_it() -> 
     run(use, max_adapters=4, adapters=["flag", "gone"])
 
 
+@pytest.mark.attack
 def test_a_replaced_adapter_that_cannot_come_back_leaves_no_other_in_its_place() -> None:
     """Answers of the adapter that the flag named would be wrong."""
 
