@@ -233,6 +233,11 @@ RESULTS = [
     {"role": "tool", "tool_call_id": "b", "content": "2nd"},
     {"role": "tool", "tool_call_id": "a", "content": "1st"},
 ]
+CALLS = (
+    f'\n\n<{D}tool_calls>\n<{D}invoke name="f">\n<{D}parameter name="x" string="true">1</{D}parameter>\n'
+    f'<{D}parameter name="y" string="false">[2]</{D}parameter>\n</{D}invoke>\n'
+    f'<{D}invoke name="g">\n\n</{D}invoke>\n</{D}tool_calls>{E}'
+)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +290,16 @@ RESULTS = [
             f"{S}{U}a{A}<think>r</think>b{E}{A}<think>",
         ),
         ([{"role": "user", "content": [{"text": "a"}, {"text": "b"}]}], {}, f"{S}{U}ab{A}</think>"),
+        (
+            [CALLED, RESULTS[0], said("user", "x"), RESULTS[1]],  # results in order around what the user said
+            {},
+            f"{S}{CALLS}{U}<tool_result>1st</tool_result>\n\nx\n\n<tool_result>2nd</tool_result>{A}</think>",
+        ),
+        (
+            [said("user", "a"), said("developer", "d"), said("user", "b"), said("system", "s"), said("user", "c")],
+            {"thinking": True},  # what is left out still parts the turns around it
+            f"{S}{U}a{U}bs{U}c{A}<think>",
+        ),
         (
             [{"role": "tool", "tool_call_id": "x", "content": [{"text": "a"}, {"text": "b"}]}],
             {},

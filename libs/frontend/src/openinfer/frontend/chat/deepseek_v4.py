@@ -66,6 +66,7 @@ TOOLS_TAIL = (
 )
 
 _USERS = frozenset({"user", "developer", "tool"})
+_JOINED = frozenset({"user", "tool"})
 _BETWEEN = "\n\n"
 _LITERALS = ("REASONING_EFFORT_PROMPTS", "DEFAULT_REASONING_EFFORT", "REASONING_EFFORT_MAX")
 
@@ -105,21 +106,17 @@ class DeepSeekV4Renderer:
         on_request = options.get("thinking", options.get("enable_thinking"))
         thinking = effort not in (None, "none") if on_request is None else bool(on_request)
         turns = _in_call_order(messages)
+        if tools:
+            _add_tools(turns, tools)
         forgets = thinking and not tools
         last_user = max((i for i, turn in enumerate(turns) if turn["role"] in _USERS), default=-1)
-        if forgets:
-            early = sum(turn["role"] == "developer" for turn in turns[:last_user])
-            turns = [t for i, t in enumerate(turns) if t["role"] != "developer" or i >= last_user]
-            last_user -= early
-        if tools:
-            last_user += _add_tools(turns, tools)
-        pieces = [BOS, self._effort(effort) if thinking else ""]
-        before, answers = "", False
-        for index, turn in enumerate(turns):
-            role = turn["role"]
-            after = turns[index + 1]["role"] if index + 1 < len(turns) else None
+        kept = [i for i, t in enumerate(turns) if not forgets or i >= last_user or t["role"] != "developer"]
+        pieces, answers = [BOS, self._effort(effort) if thinking else ""], False
+        for index, following in zip(kept, [*kept[1:], None], strict=True):
+            turn = turns[index]
+            role, after = turn["role"], None if following is None else turns[following]["role"]
             if role in _USERS:
-                joined = role != "developer" and before in ("user", "tool")
+                joined = index > 0 and {role, turns[index - 1]["role"]} <= _JOINED
                 pieces += [_BETWEEN if joined else USER, _said(turn)]
                 answers = after in ("assistant", "latest_reminder")
                 if answers:
@@ -137,7 +134,6 @@ class DeepSeekV4Renderer:
                 raise APIError(
                     f"messages hold a role {role!r} that DeepSeek-V4 does not know", param="messages"
                 )
-            before = role
         if add_generation_prompt and not answers:
             pieces.append(ASSISTANT + (THINK if thinking else END_THINK))
         return "".join(pieces)
@@ -175,30 +171,32 @@ def _efforts_of(path: Path) -> tuple[dict[str, str], str]:
     return efforts, default
 
 
-def _add_tools(turns: list[Message], tools: Sequence[Mapping[str, Any]]) -> int:
-    """Add the tools to the first message that may have them. Returns how many messages this puts in front."""
+def _add_tools(turns: list[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Add the tools to the first message that may have them."""
     text = TOOLS_HEAD + "\n".join(_json(tool["function"]) for tool in tools) + TOOLS_TAIL
     for role in ("developer", "system"):
         for index, turn in enumerate(turns):
             if turn["role"] == role:
                 turns[index] = {**turn, "content": f"{text_of(turn['content'])}\n\n{text}"}
-                return 0
+                return
     turns.insert(0, {"role": "system", "content": f"\n\n{text}"})
-    return 1
 
 
 def _in_call_order(messages: Sequence[Message]) -> list[Message]:
-    """Tool results in the order of the calls they answer, wherever several follow one turn."""
+    """The messages with the tool results of each turn of the user in the order of the calls that they answer."""
+    turns, places = list(messages), list[int]()
     order: dict[object, int] = {}
-    keyed: list[tuple[int, int, Message]] = []
-    for place, message in enumerate(messages):
-        if message["role"] == "tool" and keyed and keyed[-1][2]["role"] == "tool":
-            place = keyed[-1][0]  # one run of results
-        else:
+    for index, message in enumerate([*messages, {"role": ""}]):
+        if message["role"] == "tool":
+            places.append(index)
+        elif message["role"] != "user":
+            results = sorted(places, key=lambda place: order.get(messages[place].get("tool_call_id"), 0))
+            for place, result in zip(places, results, strict=True):
+                turns[place] = messages[result]
+            places = []
             calls = message.get("tool_calls") or ()
-            order = {call.get("id"): index for index, call in enumerate(calls)} or order
-        keyed.append((place, order.get(message.get("tool_call_id"), 0), message))
-    return [message for _, _, message in sorted(keyed, key=lambda entry: entry[:2])]
+            order = {call["id"]: number for number, call in enumerate(calls) if call.get("id")} or order
+    return turns
 
 
 def _said(turn: Message) -> str:
