@@ -63,7 +63,7 @@ def _add_address(server: Any) -> None:
     server.add_argument(
         "--enable-weight-updates",
         action="store_true",
-        help="take /update_weights without an API key too, as with --enable-sleep-mode",
+        help="take /update_weights without a key; so does --enable-sleep-mode",
     )
 
 
