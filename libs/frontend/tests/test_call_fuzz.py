@@ -171,7 +171,7 @@ def check(number: int) -> None:
     for part in whole:
         if part[0] == "ToolCall":
             assert isinstance(json.loads(part[2]), dict), (name, text, part)
-    said = "\n".join(part[-1] for part in whole)
+    said = "\n".join("\n".join(part[1:]) for part in whole)
     for word in re.findall(r"w\d+w", text):
         assert word in said, (name, word, text, whole)
 

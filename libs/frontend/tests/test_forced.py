@@ -83,7 +83,7 @@ BOOK = {
 }
 """Dates, patterns and options as pydantic writes them."""
 SCHEMAS: dict[str, Any] = {"weather": WEATHER, "pick-1": PICK, "book": BOOK, "now": None}
-FORMATS = ["hermes", "qwen3_xml", "deepseek_v4"]
+FORMATS = sorted(set(TOOL_FORMATS) - {"qwen3_coder"})
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def calls_said(compiler: Compiler, form: ChatFormat, rng: random.Random, paralle
     return counts
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["hermes", "qwen3_xml", "deepseek_v4"])
 def test_strict_tools_hold_calls_that_the_model_decides_on(compiler: Compiler, name: str) -> None:
     form, rng = ChatFormat(tools=TOOL_FORMATS[name]), random.Random(name)
     asked = chat(tool_choice="auto", strict=["weather"])

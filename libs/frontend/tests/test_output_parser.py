@@ -327,3 +327,48 @@ def test_defaults_by_model_type() -> None:
     assert default_formats("qwen3_5_text") == ("qwen3_xml", "qwen3")
     assert default_formats("deepseek_v4") == ("deepseek_v4", "deepseek_v4")
     assert default_formats("llama") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", ("hermes", None)),
+        ("{% if tools %}<tool_call>\n<function=f>{% endif %}<think></think>", ("qwen3_xml", "qwen3")),
+        ("{% if tools %}[TOOL_CALLS] [{{ c }}]{% endif %}", ("mistral", None)),
+        ("{% if tools %}[TOOL_CALLS]{{ n }}[ARGS]{{ a }}{% endif %}", ("mistral_args", None)),
+        ('{% if tools %}{"name": "{{ n }}", "parameters": {{ a }}}{% endif %}', ("llama3_json", None)),
+        ("{{ messages }}", (None, None)),
+    ],
+)
+def test_formats_are_found_in_templates(template: str, found: tuple[str | None, str | None]) -> None:
+    assert default_formats("llama", (template, None)) == found
+    assert default_formats("qwen3", (template,)) == ("hermes", "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("llama3_json", '<|python_tag|>{"name": "weather", "parameters": {"days": 2}}', [{"days": 2}]),
+        ("llama3_json", '{"name": "weather", "parameters": {"days": 2.0}}', [{"days": 2}]),
+        (
+            "llama3_json",
+            '<|python_tag|>{"name": "weather", "parameters": {}}; {"name": "weather", "parameters": {"days": 1}}',
+            [{}, {"days": 1}],
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "[{]"}, "id": "a1"}, {"name": "weather"}]',
+            [{"city": "[{]"}, {}],
+        ),
+        ("mistral", '[TOOL_CALLS][{"name": "other", "arguments": {"a": 1}}]', [{"a": 1}]),
+        (
+            "mistral_args",
+            '[TOOL_CALLS]weather[ARGS]{"days": 2}[TOOL_CALLS]weather[ARGS]{}',
+            [{"days": 2}, {}],
+        ),
+    ],
+)
+def test_formats_of_other_models(name: str, text: str, calls: list[object]) -> None:
+    assert read([text], name) == read(text, name)
+    assert [json.loads(part.arguments) for part in read([text], name) if isinstance(part, ToolCall)] == calls
+    assert all(isinstance(part, ToolCall) for part in read([text], name))

@@ -186,8 +186,12 @@ def _client(args: argparse.Namespace, specs: "Sequence[EngineSpec]") -> "EngineC
 def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
     """Replace `auto` and `none` by the values that they stand for."""
     from openinfer.frontend.chat import default_formats
+    from openinfer.frontend.chat_template import find_templates
+    from openinfer.frontend.model_files import read_json
 
-    tools, reasoning = default_formats(model_type)
+    config = args.model_dir / "tokenizer_config.json"
+    templates = find_templates(args.model_dir, read_json(config) if config.exists() else {})
+    tools, reasoning = default_formats(model_type, templates)
     by_model = {"tool_call_parser": tools, "reasoning_parser": reasoning}
     for name, default in by_model.items():
         chosen = getattr(args, name)

@@ -10,7 +10,7 @@ from openinfer.frontend.recipe import Recipe
 
 __all__ = ["build_parser", "server_parser"]
 
-TOOL_PARSERS = ("deepseek_v4", "hermes", "qwen3_coder", "qwen3_xml")
+TOOL_PARSERS = ("deepseek_v4", "hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder", "qwen3_xml")
 REASONING_PARSERS = ("deepseek_v4", "qwen3")
 """The formats of `chat` by name, which is not imported for a help text."""
 
@@ -102,7 +102,7 @@ def _add_model(server: Any) -> None:
         "--tool-call-parser",
         choices=("auto", "none", *TOOL_PARSERS),
         default="auto",
-        help="format of the model's calls; auto: by its model_type",
+        help="format of the model's calls; auto: by its model_type or template",
     )
     server.add_argument(
         "--reasoning-parser",

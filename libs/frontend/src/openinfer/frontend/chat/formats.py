@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -55,7 +55,8 @@ class JsonFormat:
         """The beginning of a call up to its arguments, with the name as first group."""
         if self.wrapped:
             return re.compile(
-                r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+                (r"[\s\[]*" if self.listed else r"\s*")
+                + r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
             )
         return re.compile(re.escape(self.call).replace(re.escape(NAME), r"\s*([\w.-]+)") + r"\s*(?=\{)")
 
@@ -72,12 +73,12 @@ class JsonFormat:
     @cached_property
     def between(self) -> re.Pattern[str]:
         """What stands between the calls of a block."""
-        return re.compile(r"[\s,;\[]*" if self.listed else r"\s*")
+        return re.compile(r"\s*" if self.closing else r"[\s,;]*")
 
     @cached_property
     def end(self) -> re.Pattern[str]:
         """The end of a block."""
-        return re.compile((r"\s*\]?\s*" if self.listed else r"\s*") + re.escape(self.closing))
+        return re.compile(r"\s*" + (r"\]" if self.listed else re.escape(self.closing)))
 
     def reader(self, schemas: Schemas, *, bare: bool, marked: bool) -> JsonReader:
         """A reader of one call, of a tool on offer where it is bare. marked: its opening was there."""
@@ -94,9 +95,13 @@ class JsonFormat:
             for name, schema in schemas.items()
         ]
         call = lark.any_of(calls)
-        if not many:
-            return call
-        return f"{call} {lark.rule(f'{lark.text(self.line + self.opening)} {call}')}{{0,{MAX_CALLS - 1}}}"
+        more = (
+            lark.rule(f"{lark.text(', ' if self.listed else self.line + self.opening)} {call}")
+            if many
+            else ""
+        )
+        written = f"{call} {more}{{0,{MAX_CALLS - 1}}}" if many else call
+        return f'"[" {written} "]"' if self.listed else written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +264,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             shared=True,
         ),
         "hermes": _HERMES,
+        "llama3_json": JsonFormat(opening="<|python_tag|>", line="", call='{"name": {name}, "parameters": '),
+        "mistral": JsonFormat(opening="[TOOL_CALLS]", line="", listed=True),
+        "mistral_args": JsonFormat(opening="[TOOL_CALLS]", line="", call="{name}[ARGS]"),
         "qwen3_coder": _QWEN_XML,
         "qwen3_xml": _QWEN_XML,
     }
@@ -271,9 +279,24 @@ REASONING_FORMATS = ("deepseek_v4", "qwen3")
 _DEFAULTS = (("qwen3_5", "qwen3_xml", "qwen3"), ("qwen3", "hermes", "qwen3"), ("deepseek_v4",) * 3)
 
 
-def default_formats(model_type: str) -> tuple[str | None, str | None]:
-    """Names of the tool and the reasoning format of config.json's model_type; None where we know none."""
+_IN_TEMPLATES = (
+    (f"<{DSML}", "deepseek_v4"),
+    ("<function=", "qwen3_xml"),
+    ("<tool_call>", "hermes"),
+    ("[ARGS]", "mistral_args"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": ', "llama3_json"),
+)
+"""What a template that writes calls has in it, and their format."""
+
+
+def default_formats(model_type: str, templates: Sequence[str | None] = ()) -> tuple[str | None, str | None]:
+    """Names of the tool and the reasoning format of config.json's model_type, or of a chat template; None where neither
+    says one."""
     for prefix, tools, reasoning in _DEFAULTS:
         if model_type.startswith(prefix):
             return tools, reasoning
-    return None, None
+    texts = [text for text in templates if text and "tool" in text]
+    found = (name for mark, name in _IN_TEMPLATES if any(mark in text for text in texts))
+    return next(found, None), "qwen3" if any("</think>" in text for text in templates if text) else None

@@ -220,7 +220,7 @@ class JsonReader:
             self.parts.append(ToolCall(head[1], ""))
             self._json = JsonText(self._schemas[head[1]] or {})
             return True
-        begun = "".join(self.text[:MAX_HEAD].split())
+        begun = "".join(self.text[:MAX_HEAD].split()).lstrip("[" if self._form.listed else "")
         if self._bare or not self._form.wrapped:
             start = '{"name":' if self._form.wrapped else ""
             fits = begun.startswith(start) or start.startswith(begun)
@@ -237,23 +237,30 @@ class JsonReader:
         return True
 
     def _whole(self, text: str) -> bool:
-        """A call whose head is not as usual, or of a tool that is not on offer."""
+        """A call whose head is not as usual, or of a tool that is not on offer; or a list of them."""
         try:
-            call = decode(text)
-            if not isinstance(call, dict) or not call.keys() <= _MEMBERS:
-                return False
-            if not isinstance(call.get("name"), str) or not TOOL_NAME.fullmatch(call["name"]):
-                return False
-            arguments = call.get("arguments", call.get("parameters", {}))
-            if isinstance(arguments, str):  # JSON within JSON, as some write it
-                arguments = decode(arguments)
-            if not isinstance(arguments, dict):
-                return False
-            schema = self._schemas.get(call["name"]) or {}
-            self.parts.append(ToolCall(call["name"], encode(fitted(arguments, schema, schema))))
+            found = decode(text)
+            parts = [
+                self._call(one)
+                for one in (found if isinstance(found, list) and self._form.listed else [found])
+            ]
         except Malformed:
             return False
-        return True
+        self.parts += parts
+        return bool(parts)
+
+    def _call(self, call: object) -> ToolCall:
+        if not isinstance(call, dict) or not call.keys() <= _MEMBERS:
+            raise Malformed
+        if not isinstance(call.get("name"), str) or not TOOL_NAME.fullmatch(call["name"]):
+            raise Malformed
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):  # JSON within JSON, as some write it
+            arguments = decode(arguments)
+        if not isinstance(arguments, dict):
+            raise Malformed
+        schema = self._schemas.get(call["name"]) or {}
+        return ToolCall(call["name"], encode(fitted(arguments, schema, schema)))
 
     def _end(self, final: bool) -> bool | None:
         """Other members and the brace behind the arguments."""
@@ -265,7 +272,7 @@ class JsonReader:
             return None if waits and not final else True
         rest = self.text[found.end() :].lstrip()
         if not self._marked:  # JSON in an answer may only show a call: an example is followed by more text
-            ends = [mark for mark in (self._form.closing, "</think>", "{") if mark]
+            ends = [self._form.closing or ";", "</think>", "{"]
             if not final and (not rest or any(mark.startswith(rest) for mark in ends)):
                 return None
             if rest and not rest.startswith(tuple(ends)):

@@ -232,7 +232,7 @@ class OutputParser:
         form = self._tools
         assert form is not None
         ended = form.end.match(self._held)
-        if ended is not None and form.closing:
+        if ended is not None and ended[0].strip():
             self._held = self._held[ended.end() :]
             self._state, self._at_line = self._text, False
             return True
@@ -243,7 +243,6 @@ class OutputParser:
             return False
         self._state = self._text
         if not self._call_may_begin(rest):
-            self._held = self._held[ended.end() :] if ended is not None else self._held
             self._at_line = False
             return True
         self._before, self._held = self._held[: gap.end()], rest
