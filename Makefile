@@ -22,7 +22,7 @@ TESTING := .venv-test/.installed
 PIP := -m pip --disable-pip-version-check install --progress-bar off --no-compile
 
 # $(call make_venv,FOLDER): the environment, with what builds the packages, so that one pip call installs all of them
-# and finds each library's siblings here. The pip that Python 3.11 brings does not find siblings that are wanted with extras.
+# and finds each library's siblings here. The pip that Python 3.11 brings does not find siblings that are required with extras.
 define make_venv
 	@test -n "$(PYTHON)" || { echo "openinfer needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Making $(1) with $(PYTHON) ..."
@@ -64,7 +64,7 @@ $(TESTING): $(PROJECTS) .ci/constraints.txt constraints.txt
 	@echo "Installing openinfer and what its tests need into .venv-test (a minute or two) ..."
 	@.venv-test/bin/python $(PIP) --no-build-isolation -c .ci/constraints.txt ruff mypy anthropic \
 		$(LIBS:%=-e './libs/%[test]') -e './recipes[test]' -e ./examples/llama -e .
-	@.venv-test/bin/python $(PIP) -c .ci/constraints.txt --no-deps nixl-cu13  # it declares PyTorch, and needs it not
+	@.venv-test/bin/python $(PIP) -c .ci/constraints.txt --no-deps nixl-cu13  # it declares PyTorch as a dependency but does not need it
 	@touch $@
 
 .venv-docs/.installed: docs/requirements.txt

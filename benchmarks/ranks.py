@@ -86,7 +86,7 @@ def prepare(rank: ExchangeRank) -> None:
 
 
 def check(rank: ExchangeRank, calls: int) -> int:
-    """Sums of random numbers of rows in random order, in all ways by turns, now and then with one rank late; every
+    """Sums of random numbers of rows in random order, in all ways in turn, now and then with one rank late; every
     rank's bits are compared. Then a graph of sums is replayed."""
     order, width = np.random.default_rng(1), rank.width
     x, y, out = (rank.tensor(512, width) for _ in range(3))
@@ -201,7 +201,7 @@ def measured(rank: ExchangeRank) -> Iterator[tuple[str, list[float]]]:
 
 
 def behind(rank: ExchangeRank, x: Tensor, y: Tensor) -> Iterator[tuple[str, list[float]]]:
-    """Sums after a memset of 64 MB, on both ranks or by turns on one. That one comes late then, as in a step. The times
+    """Sums after a memset of 64 MB, on both ranks or alternating on one. That one is late, as in a step. The times
     are the same if a wait costs nothing else."""
     work, calls = rank.tensor(64 << 20, dtype=np.dtype(np.uint8)), itertools.count()
 

@@ -8,7 +8,7 @@
 
 All but the last measure an engine. The name of a published model stands for its shape with random weights. Every answer
 is one token again and again, by a bias of its logit. Drafts of a chosen acceptance come from an oracle that knows it.
-Layers that draft run too, and the oracle's drafts take the place of theirs. No server has the oracle. "all, N":
+Layers that draft run too, and the oracle's drafts replace the layers' own. No server has the oracle. "all, N":
 drafts are all right and every step has N, so its seconds are those of a verifying step. `--up-to`: the most drafts to
 choose from. `--own`: the engine's own drafts at these temperatures, on prompts of the file `--prompts`; "always N":
 every step has N of them. `--edits`: a request has a page of docs/ as its

@@ -16,7 +16,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("libs", "recipes", "src", "examples", "scripts", "benchmarks")
 SKIPPED = ("tests", "build", "results")
-PHRASES: dict[str, str] = {}
+PHRASES = {
+    r"\b(has|have|needs?) (it|them) not\b": "does not have, does not need",
+    r"\bof theirs\b": "their",
+    r"\bby turns\b": "alternating, in turn",
+    r"\b(is|are|was|were) wanted\b": "is required, is requested",
+    r"\btakes? note of\b": "records",
+    r"\b(has|have|needs?) (it|them) no more\b": "no longer has",
+}
 """A pattern, and what to write instead."""
 TIME = re.compile(r"\b\d[\d.,]* ?(?:us|µs|microseconds?)\b")
 

@@ -86,7 +86,7 @@ def holds(end: str, python: str | None, suites: list[str] | None, quick: bool) -
 def install(end: str, folder: Path) -> str | None:
     """An environment with every distribution of this checkout, editable, and packages of one end of their ranges.
     Gives its python; None, and pip's words on the screen, where versions do not go together."""
-    # The newest pip: the one that Python 3.11 brings stumbles over constraints on what is wanted with extras.
+    # The newest pip: the one that Python 3.11 brings stumbles over constraints on requirements with extras.
     venv.create(folder, with_pip=True, upgrade_deps=True)
     python = str(folder / "bin" / "python")
     tools = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith(("#", "-c"))]

@@ -249,7 +249,7 @@ def check_example(work: Path, constraints: list[Path]) -> None:
 
 def pip(python: str) -> list[str]:
     """The pip of this environment for another one, which needs none. The pip that Python 3.11 brings stumbles over
-    constraints on what is wanted with extras."""
+    constraints on requirements with extras."""
     return [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
 
 

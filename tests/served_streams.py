@@ -64,7 +64,7 @@ def check_schema_and_logprobs(url: str, **template: Any) -> None:
 
 
 def mixed(rng: random.Random, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
-    """A request for each prompt, greedy and seeded by turns, of 1 to 24 new tokens."""
+    """A request for each prompt, alternating greedy and seeded, of 1 to 24 new tokens."""
     requests = []
     for n, prompt in enumerate(prompts):
         options: dict[str, Any] = {"max_tokens": rng.choice([1, 5, 12, 24])}

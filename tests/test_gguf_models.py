@@ -108,7 +108,7 @@ def write(path: Path, meta: dict[str, Any], tensors: Arrays) -> Path:
 
 
 def interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """As llama.cpp stores rotary rows: the two halves of a head by turns."""
+    """As llama.cpp stores rotary rows: the two halves of a head interleaved."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 

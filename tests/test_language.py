@@ -22,6 +22,15 @@ def test_a_measured_time_in_a_docstring_is_flagged(language: ModuleType, tmp_pat
     assert list(language.findings(path)) == [(2, "measured time '4.5 us' in a docstring")]
 
 
+@pytest.mark.parametrize("text", ["A tier has it not.", "Rows and prompts by turns.", "A key is wanted."])
+def test_a_phrase_that_nobody_would_say_is_flagged(language: ModuleType, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.md"
+    path.write_text(f"# Title\n\n{text}\n")
+    ((line, finding),) = language.findings(path)
+    assert line == 3
+    assert ": write " in finding
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -229,7 +229,9 @@ def table() -> str:
             if name in (a, b)
         ]
         no += [
-            f'{model} has it not: "{words}"' for (missing, model), words in MISSING.items() if missing == name
+            f'not supported by {model}: "{words}"'
+            for (missing, model), words in MISSING.items()
+            if missing == name
         ]
         lines.append(f"| {name} | {feature.how} | {'; '.join(no) or OWN.get(name, 'the same tokens')} |")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Features two by two, over HTTP: any pair gives the tokens that it gives on a plain engine, or is refused by name.
 
-Any two flags have an engine of their own here, pairs of what a request may ask go through all of these by turns, and
+Any two flags have an engine of their own here, pairs of what a request may ask go through all of these in turn, and
 servers have every flag at once. features.py has the lists.
 """
 

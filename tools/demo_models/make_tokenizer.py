@@ -54,7 +54,7 @@ def make(family: Family) -> Tokenizer:
     )
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in family.added])
     if tokenizer.get_vocab_size() != VOCAB:
-        raise ValueError(f"{family.name}: {tokenizer.get_vocab_size()} entries, {VOCAB} are wanted")
+        raise ValueError(f"{family.name}: {tokenizer.get_vocab_size()} entries, {VOCAB} are needed")
     return tokenizer
 
 

@@ -169,7 +169,7 @@ class IdleEngine:
                 os.close(one)
 
     def _added_us(self, count: int, on: Mapping[str, Any], off: Mapping[str, Any]) -> list[float]:
-        """Microseconds that attributes of the runner add to a step, by turns of BLOCK steps with and without them."""
+        """Microseconds that attributes of the runner add to a step; runs of BLOCK steps alternate with and without."""
         found = []
         for _ in range(count // BLOCK):
             times = []

@@ -154,7 +154,7 @@ class Frontends:
         self._tell(JoinedEngine(self._address))
 
     async def _keep_engine(self) -> None:
-        """Watch the engine, and start it anew if that is wanted, until it is final."""
+        """Watch the engine, and restart it if asked to, until it is final."""
         try:
             reason = await self._restart_while_possible()
         except Exception as error:  # whatever it is: children that wait for a restart must not wait for ever

@@ -31,7 +31,7 @@ class _Seen:
 class StepCosts:
     """Seconds of steps of an engine by their shapes.
 
-    A prediction is multiplied by what steps of the shape took in terms of theirs. So the host's work counts where a
+    A prediction is scaled by measured over predicted time of the shape's steps. So the host's work counts where a
     step waits for it. Where nothing is predicted, the shape costs what its steps took.
 
     A step is even if the steps before and after it are like it: the host prepares the next step while this one runs. So

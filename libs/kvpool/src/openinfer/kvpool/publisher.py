@@ -129,7 +129,7 @@ class EventsConfig:
 
     @property
     def publishes(self) -> bool:
-        """Whether events are wanted at all."""
+        """Whether anyone asked for events."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
 

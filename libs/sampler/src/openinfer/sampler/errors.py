@@ -34,7 +34,7 @@ class InvalidParams(SamplerError, ValueError):
 
 
 class InvalidLogits(SamplerError, ValueError):
-    """Rows hold NaN or +inf, or every token of theirs is -inf or forbidden. Nothing was sampled.
+    """Rows hold NaN or +inf, or all of their logits are -inf or masked. Nothing was sampled.
 
     Attributes:
         rows: indices into the batch. The other rows are sound: fail these requests and sample the rest again.

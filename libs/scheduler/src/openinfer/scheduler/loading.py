@@ -46,7 +46,7 @@ class Loads(Generic[Owner]):
         return True
 
     def begin_wanted(self) -> bool:
-        """Start the loads that are wanted. Returns whether the pool has no room for one."""
+        """Start the requested loads. Returns whether the pool has no room for one."""
         if not self.wanted:
             return False
         wanted, self.wanted, missed = self.wanted, {}, False

@@ -403,7 +403,7 @@ def _digests(checkpoint: Checkpoint, options: Options) -> list[str]:
 
 
 def _publisher(options: Options) -> OpenPublisher | None:
-    """Opens the publisher of KV events; None if no events are wanted. Raises InvalidConfig, SetupError."""
+    """Opens the publisher of KV events; None if nobody asked for events. Raises InvalidConfig, SetupError."""
     if options.kv_events_config is None:
         return None
     try:

@@ -15,7 +15,7 @@ from openinfer.kernels.device.norm import gated, weighted
 
 @triton.jit
 def _coded(value, largest):
-    """Float32 values as codes, and their scale: `largest`, a magnitude of theirs, becomes 448."""
+    """Float32 values as codes, and their scale: scaled so that `largest` maps to 448."""
     largest = tl.maximum(largest, 1e-10)
     code = tl.clamp(value * tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest), -448.0, 448.0)
     return code.to(tl.float8e4nv), tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))

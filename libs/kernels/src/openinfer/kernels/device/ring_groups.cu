@@ -10,7 +10,7 @@
 // A warp multiplies 8 groups side by side, which are 8 * GROUP_BYTES contiguous bytes. UNIT rows are PLACES such runs,
 // and a warp has one place in every unit. So its 8 groups of x are the same for all rows. An operand of 16 rows has
 // the 8 groups of one unit and those of the next; the 8 columns of the other one are the 8 groups of x. Of the result
-// only the numbers of a group with itself are wanted.
+// only the products of a group with itself are needed.
 
 #include "ring.cuh"
 

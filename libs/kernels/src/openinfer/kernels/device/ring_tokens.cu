@@ -4,9 +4,9 @@
 // GATED, FLOAT and TURNS are those of ring.cu. K = COLUMNS. A stage has 8 rows of one of PARTS parts of the columns.
 //
 // A warp has PIECE columns of every part, and holds x of these in registers. An operand of 16 rows has 8 rows of the
-// weight twice: pairs of columns by turns, 0 and 4, then 2 and 6 of 8 neighbours, which a lane reads at once. The other
+// weight twice: alternating pairs of columns, 0 and 4, then 2 and 6 of 8 neighbours, which a lane reads at once. The other
 // operand's 8 columns are 4 tokens at the first pairs, and 4 at the second. Of the result only the products of a half
-// with itself are wanted. x * gain is rounded to bf16, and what this cuts off is multiplied too.
+// with itself are needed. x * gain is rounded to bf16, and what this cuts off is multiplied too.
 
 #include "ring.cuh"
 

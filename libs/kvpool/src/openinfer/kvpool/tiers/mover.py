@@ -171,7 +171,7 @@ class Mover:
             self._swapped.update(dict.fromkeys(ends, mark))
 
     def ended(self, ticket: Ticket) -> bool:
-        """Whether a batch has ended. Ask no more once it has."""
+        """Whether a batch has ended. Do not ask again once it has."""
         if not ticket.event.query() or (self._others is not None and self._others.done < ticket.number):
             return False
         self._idle.append(ticket.event)

@@ -191,7 +191,7 @@ class Tiers:
             self._disk.clear()
 
     def collect(self) -> None:
-        """Take note of copies, reads and writes that have ended, so that peers get what has come."""
+        """Record copies, reads and writes that have ended, so that peers get what has come."""
         self._collect(0.0)
 
     # -- loading --
@@ -311,7 +311,7 @@ class Tiers:
     # -- both --
 
     def _collect(self, wait_s: float) -> None:
-        """Take note of copies, reads and writes that have ended. Waits up to wait_s seconds for a read or write."""
+        """Record copies, reads and writes that have ended. Waits up to wait_s seconds for a read or write."""
         self._told.removed(self._host.evicted, "CPU")  # before the same blocks may come again
         while self._saves and self._mover is not None and self._mover.ended(self._saves[0].ticket):
             self._end(self._saves.popleft())
@@ -360,7 +360,7 @@ class Tiers:
                 self._host.leave(slot)
 
     def _write(self, slot: Slot) -> bool:
-        """Start to write a slot's record, if the disk has it not and keeps up."""
+        """Start to write a slot's record, unless the disk already has it or is falling behind."""
         disk = self._disk
         if disk is None or not slot.readable or disk.has(slot.group, slot.name):
             return False

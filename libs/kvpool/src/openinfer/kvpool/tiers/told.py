@@ -25,7 +25,7 @@ class Told:
             self._events.append(BlockStored([*names], None, [], size, medium=medium, group_idx=group))
 
     def removed(self, gone: list[tuple[int, bytes]], medium: Medium) -> None:
-        """These blocks, each a group and a name, are in the tier no more. Clears the list."""
+        """These blocks, each a group and a name, are no longer in the tier. Clears the list."""
         if self._keep:
             self._events += [BlockRemoved([name], medium=medium, group_idx=group) for group, name in gone]
         gone.clear()

@@ -53,5 +53,5 @@ class Board:
         """The next `count` numbers. Raises MemoryError when there is no room."""
         start, self._claimed = self._claimed, self._claimed + count
         if self._claimed > CELLS:
-            raise MemoryError(f"a board has {CELLS} numbers, and {self._claimed} are wanted")
+            raise MemoryError(f"a board has {CELLS} numbers, and {self._claimed} are needed")
         return Cells(self._boards, start, count)

@@ -209,7 +209,7 @@ class Lane:
             found += [(group, name) for name, mark in zip(asked, there, strict=True) if mark == "1"]
 
     def _read(self, first: Slot) -> None:
-        """Read this slot, and others that are wanted by now."""
+        """Read this slot, and others requested by now."""
         slots, left, last = [first], READ_BYTES - len(first.memory), False
         while len(slots) < READ_AT_ONCE and left > 0 and not last:
             try:
@@ -229,7 +229,7 @@ class Lane:
         except StillWriting:
             return  # the slots stay in use for ever, because bytes may still arrive in them
         for slot in slots:
-            missing = None if id(slot) in come else problem or f"{self._name} has it no more"
+            missing = None if id(slot) in come else problem or f"{self._name} no longer has it"
             self._own.tell(Done(slot, 0, missing))
 
     def _receive(

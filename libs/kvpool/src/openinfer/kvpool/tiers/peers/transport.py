@@ -43,7 +43,7 @@ class Transport(Protocol):
         """Records will be in this memory. Raises OSError."""
 
     def send(self, link: Link, records: Sequence[TransferRecord]) -> None:
-        """Let the other side have the records. Returns when it needs them no more. Raises OSError."""
+        """Let the other side have the records. Returns once it no longer needs them. Raises OSError."""
 
     def receive(self, link: Link, far: Any, rooms: Sequence[TransferRecord]) -> None:
         """Fill the rooms with what the side `far` sends. Raises OSError; then no room is written to any more. Raises
