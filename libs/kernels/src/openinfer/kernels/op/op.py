@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, get_origin
@@ -196,13 +197,48 @@ def mapped(value: Any, kind: type[L], change: Callable[[L], Any]) -> Any:
     return value._replace(**made) if hasattr(value, "_replace") else type(value)(made.values())
 
 
-def parts_of(value: Any) -> list[tuple[Any, Any]]:
+def tensors_in(args: Any) -> list[Tensor]:
+    """All tensors of a call, as `leaves` finds them, but without their names: packs ask for them at every call."""
+    found: list[Tensor] = []
+    _collect(args, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if value.__class__ is Tensor:
+        found.append(value)
+    elif value.__class__ not in PLAIN:
+        for part in values_of(value):
+            _collect(part, found)
+
+
+PLAIN = {int, float, str, bool, type(None)}
+"""Types of most arguments that are no tensors: they have no parts."""
+
+
+def parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """The parts of a value of arguments with their names; none of a plain value."""
     if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, tuple | list):
-        return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
-    return [(name, getattr(value, name)) for name in _field_names(value.__class__)]
+        return value.items()
+    names = _field_names(value.__class__) or getattr(value, "_fields", None)
+    return zip(names, values_of(value), strict=True) if names else enumerate(values_of(value))
+
+
+def values_of(value: Any) -> Iterable[Any]:
+    """The parts of a value of arguments without their names."""
+    getter = _getter(value.__class__)
+    return () if getter is None else getter(value)
+
+
+@functools.cache
+def _getter(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+    names = _field_names(kind)
+    if names:
+        get = operator.attrgetter(*names)
+        return get if len(names) > 1 else lambda value: (get(value),)
+    if issubclass(kind, Mapping):
+        return lambda value: value.values()
+    return iter if issubclass(kind, tuple | list) else None
 
 
 @functools.cache

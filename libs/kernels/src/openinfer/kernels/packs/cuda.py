@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.op.launch import Collective, Command, Matmul, PeerTable, Scratch, Spec, TensorMap
-from openinfer.kernels.op.op import Op, leaves
+from openinfer.kernels.op.op import Op, tensors_in
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.null import Placement, place
@@ -58,7 +58,7 @@ class LaunchPack:
     def run(self, op: Op[Any], args: Any) -> None:
         prepared = self._recall.prepare(op, args)
         where = prepared.sources
-        given = [] if where is None else [tensor for _, tensor in leaves(args, Tensor)]
+        given = [] if where is None else tensors_in(args)
 
         def address(tensor: Tensor) -> int:
             if where is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openinfer.kernels.op.launch import Collective, Command, Matmul, TensorMap
-from openinfer.kernels.op.op import Op, leaves, parts_of
+from openinfer.kernels.op.op import PLAIN, Op, tensors_in, values_of
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.null import Placement, place
 from openinfer.tensor import Tensor
@@ -57,18 +57,22 @@ def call_key(op: Op[Any], args: Any) -> Any:
 
 def _key(value: Any, first: dict[int, int]) -> Any:
     """first: numbers of the addresses so far."""
-    if isinstance(value, Tensor):
-        same = first.setdefault(value.ptr, len(first))
-        return value.shape, value.strides, value.dtype.num, value.ptr % ALIGNMENT, same
-    parts = parts_of(value)
-    if not parts:
-        return value.__class__, value
-    return value.__class__, *[(name, _key(part, first)) for name, part in parts]
+    kind = value.__class__
+    if kind is Tensor:
+        ptr = value.ptr
+        same = first.setdefault(ptr, len(first))
+        return value.shape, value.strides, value.dtype.num, ptr % ALIGNMENT, same
+    if kind in PLAIN:
+        return kind, value
+    parts = [_key(part, first) for part in values_of(value)]
+    if isinstance(value, Mapping):
+        parts.append(tuple(value))
+    return (kind, *parts) if parts else (kind, value if value.__hash__ else None)  # an empty list has no hash
 
 
 def sources(commands: Sequence[Command], args: Any) -> dict[int, Source] | None:
     """Where the tensors of the commands are. None if one is no argument and lies in none, or in two apart."""
-    given = [tensor for _, tensor in leaves(args, Tensor)]
+    given = tensors_in(args)
     itself = {id(tensor): number for number, tensor in enumerate(given)}
     spans = [(number, t.ptr, t.ptr + _extent(t)) for number, t in enumerate(given)]
     found: dict[int, Source] = {}
