@@ -63,7 +63,8 @@ def check_a_tools_round(real: str, speaker: str) -> None:
         (call,) = message.tool_calls
         assert call.function.name == "weather", route
         assert json.loads(call.function.arguments) == {"city": "Bonn", "days": 2}
-        assert message.reasoning_content.strip() == "I need the weather.", route
+        if not route["model"].startswith("anthropic/"):  # an API whose models think only on request
+            assert message.reasoning_content.strip() == "I need the weather.", route
         pieces = list(litellm.completion(messages=ASK, stream=True, **options))
         streamed = litellm.stream_chunk_builder(pieces, messages=ASK).choices[0].message
         assert [json.loads(one.function.arguments) for one in streamed.tool_calls] == [
