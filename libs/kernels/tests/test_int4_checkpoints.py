@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError
-from openinfer.kernels.formats.int4_checkpoints import Int4, PackedPart, conversions
+from openinfer.kernels.formats.int4 import Int4, PackedPart, conversions
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.formats.weights import LinearPlaces, WeightPart
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, Stream, bfloat16, int32, uint8

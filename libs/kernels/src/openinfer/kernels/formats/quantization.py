@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from openinfer.kernels.errors import UnsupportedQuantization
-from openinfer.kernels.formats.int4 import GROUPS
-from openinfer.kernels.formats.int4_checkpoints import Int4
+from openinfer.kernels.formats.int4 import GROUPS, Int4
 from openinfer.kernels.formats.weights import FP8_FLOAT32, FP8_MADE, FP8_ROWS, FP8_TENSOR, Packing
 from openinfer.kernels.op.rounding import Coding
 from openinfer.tensor import Checkpoint, float8_e4m3fn

@@ -11,7 +11,7 @@ import numpy as np
 
 from openinfer.kernels.errors import ContractError, UnsupportedQuantization
 from openinfer.kernels.formats.fp8 import block_codes, block_scales, row_codes, row_scales
-from openinfer.kernels.formats.int4_checkpoints import Int4, PackedPart, conversions
+from openinfer.kernels.formats.int4 import Int4, PackedPart, conversions
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, Coding
 from openinfer.tensor import (

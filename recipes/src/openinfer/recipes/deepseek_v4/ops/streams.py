@@ -87,7 +87,7 @@ def _post_launches(target: Target, a: _PostArgs[Tensor]) -> Iterator[Command]:
         if way.kind == "push":
             warps = max(1, part // 256)
             for pushed in pushed_rows(target, a.ranks, rows.shape[0], part, warps):
-                args = {"streams": a.streams, "y": a.y, "mix": a.mix, **pushed.args}
+                args = {"streams": a.streams, "y": a.y, "mix": a.mix} | dict(pushed.args)
                 constants = {**pushed.constants, "PARTS": width // part}
                 yield launch(_DEVICE, "hc_post_ranks", pushed.grid, args, constants, num_warps=warps)
             return
