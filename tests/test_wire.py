@@ -26,7 +26,7 @@ import pytest
 
 pytestmark = pytest.mark.attack
 
-ALLOWED = {100, 200, 307, 400, 404, 405, 408, 413, 415, 431, 503}
+ALLOWED = {100, 200, 307, 400, 403, 404, 405, 408, 413, 415, 431, 503}
 AT_ONCE = 32
 PATIENCE_S = 0.15  # for an answer to what may be no request at all
 WHOLE_S = 60.0  # for one that must come

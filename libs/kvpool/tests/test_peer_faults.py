@@ -131,6 +131,7 @@ def drip(link, connected, words):
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("connector", ["TcpConnector"], indirect=True)  # what liars have
 @pytest.mark.parametrize("exchange", ["greet", "ask", "transport", "read"])
 def test_a_peer_that_drips_is_left_for_a_time(exchange, liar, engines, monkeypatch, caplog):
     """No exchange takes longer than it may, however often a byte comes; the second prompt waits for nothing."""
