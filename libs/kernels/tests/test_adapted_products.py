@@ -31,6 +31,7 @@ from openinfer.kernels.testing import (
     compare,
     copied,
     error,
+    of_the_day,
     run_interpreted,
     run_on_gpu,
     run_reference,
@@ -304,13 +305,13 @@ def test_a_block_has_at_most_two_projections(arena: Any) -> None:
         assert bool(clusters_of(arena, "qkv", 32, 16, parts=parts, b=b)) is taken
 
 
-@pytest.mark.parametrize("rank", [16, pytest.param(32, marks=pytest.mark.slow), 64])
+@pytest.mark.parametrize(
+    ("rank", "n"), of_the_day([(rank, n) for rank in (16, 32, 64) for n in (8, 64, 128)], 2)
+)
 def test_clusters_with_adapters_compile_without_spills(
-    arena: Any, cubins: Any, resources: Any, rank: int
+    arena: Any, cubins: Any, resources: Any, rank: int, n: int
 ) -> None:
-    specs = {
-        spec for product in PRODUCTS for n in (8, 64, 128) for spec in clusters_of(arena, product, n, rank)
-    }
+    specs = {spec for product in PRODUCTS for spec in clusters_of(arena, product, n, rank)}
     store = Store(90, cubins, folders=[])
     store.prepare(specs)
     for spec in specs:

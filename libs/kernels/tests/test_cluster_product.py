@@ -22,7 +22,7 @@ from openinfer.kernels.linear.cluster import cluster_product
 from openinfer.kernels.linear.problem import Problem
 from openinfer.kernels.op.launch import Scratch
 from openinfer.kernels.op.target import shared_bytes
-from openinfer.kernels.testing import copied, run_on_gpu, run_reference
+from openinfer.kernels.testing import copied, of_the_day, run_on_gpu, run_reference
 from openinfer.tensor import bfloat16, float8_e4m3fn, float32
 
 TARGET = dataclasses.replace(H200, nvrtc=True)
@@ -114,11 +114,11 @@ def test_a_weight_that_a_kernel_ahead_writes_is_not_read_early(arena):
     assert not cluster_product(chosen("o", 8), problem).early
 
 
-def test_clusters_of_published_sizes_compile_without_spills(arena, cubins, resources):
+@pytest.mark.parametrize("coding", of_the_day([None, "block", "token"]))
+def test_clusters_of_published_sizes_compile_without_spills(arena, cubins, resources, coding):
     specs = {
         c.spec
         for tokens in (8, 64, 128)
-        for coding in (None, "block", "token")
         for found in launches(arena, tokens, coding=coding).values()
         for c in found
         if isinstance(getattr(c, "spec", None), CudaSpec)

@@ -23,7 +23,7 @@ from openinfer.kernels.linear.int4 import int4_choice, shares, words_of
 from openinfer.kernels.linear.kernels import launches as linear_launches
 from openinfer.kernels.linear.problem import Problem
 from openinfer.kernels.op.target import shared_bytes
-from openinfer.kernels.testing import copied, run_on_gpu, run_reference
+from openinfer.kernels.testing import copied, of_the_day, run_on_gpu, run_reference
 from openinfer.tensor import bfloat16, float32, int32, uint8
 
 TARGET = dataclasses.replace(H200, nvrtc=True)
@@ -136,8 +136,9 @@ def test_each_tile_has_a_warpgroup(tokens, most):
         assert 2 <= sides * parts <= 4
 
 
-def test_clusters_compile_without_spills(arena, cubins, resources):
-    specs = {commands(arena, name, tokens)[-1].spec for name in SHAPES for tokens in (2, 16, 17, 64, 128)}
+@pytest.mark.parametrize("tokens", of_the_day([2, 16, 17, 64, 128]))
+def test_clusters_compile_without_spills(arena, cubins, resources, tokens):
+    specs = {commands(arena, name, tokens)[-1].spec for name in SHAPES}
     kernels = Store(90, cubins, folders=[])
     kernels.prepare(specs)
     for spec in specs:

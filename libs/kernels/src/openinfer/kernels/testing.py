@@ -10,6 +10,7 @@ The interpreter needs `TRITON_INTERPRET=1` in the environment before anything im
 from __future__ import annotations
 
 import ctypes
+import datetime
 import functools
 import importlib
 import mmap
@@ -47,6 +48,7 @@ __all__ = [
     "compare",
     "copied",
     "error",
+    "of_the_day",
     "paged_places",
     "paged_rows",
     "run_interpreted",
@@ -367,3 +369,14 @@ class HostPeers(InterpDriver):
                 raise RankLost("a word of another rank did not come")
             os.sched_yield()
         return self._load(address, inside)
+
+
+def of_the_day(values: Sequence[Any], count: int = 1) -> list[Any]:
+    """Parameters of a test that takes long: `count` of them, chosen by the date, run always; others are marked slow."""
+    import pytest
+
+    first, day = datetime.date.today().toordinal() * count, []
+    for number, value in enumerate(values):
+        marks = () if (number - first) % len(values) < count else pytest.mark.slow
+        day.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
+    return day
