@@ -71,6 +71,11 @@ class JsonFormat:
         return re.compile(r"^[ \t]*(?=\{)", re.MULTILINE) if self.wrapped else None
 
     @cached_property
+    def bare_start(self) -> str:
+        """What such a call begins with."""
+        return "{"
+
+    @cached_property
     def between(self) -> re.Pattern[str]:
         """What stands between the calls of a block."""
         return re.compile(r"\s*" if self.closing else r"[\s,;]*")
@@ -145,6 +150,10 @@ class TagFormat:
     @cached_property
     def bare(self) -> re.Pattern[str] | None:
         return re.compile(f"(?={re.escape(self.call_start)})")
+
+    @cached_property
+    def bare_start(self) -> str:
+        return self.call_start
 
     @cached_property
     def between(self) -> re.Pattern[str]:

@@ -144,7 +144,7 @@ class OutputParser:
             return None
         found = text.find(form.opening)
         start, marker = (len(text), "") if found < 0 else (found, form.opening)
-        if self._schemas and form.bare is not None:
+        if self._schemas and form.bare is not None and form.bare_start in text:
             for bare in form.bare.finditer(text, 0, start):
                 if bare.start() or self._at_line or not form.bare.flags & re.MULTILINE:
                     return bare.end(), ""
@@ -155,8 +155,8 @@ class OutputParser:
         markers = [END_THINK] if self._thinking else []
         if self._tools is not None and self._tries <= MAX_TRIES:
             markers.append(self._tools.opening)
-            if self._schemas and isinstance(call := getattr(self._tools, "call_start", None), str):
-                markers.append(call)
+            if self._schemas and self._tools.bare is not None:
+                markers.append(self._tools.bare_start)
         return len(self._held) - max((overlap(self._held, marker) for marker in markers), default=0)
 
     def _move(self, count: int) -> None:
@@ -251,8 +251,8 @@ class OutputParser:
 
     def _call_may_begin(self, text: str) -> bool | None:
         assert self._tools is not None
-        start = getattr(self._tools, "call_start", "{" if getattr(self._tools, "wrapped", False) else "")
-        if not start or not text:
+        start = self._tools.bare_start
+        if self._tools.bare is None or not text:
             return False
         return True if text.startswith(start) else None if start.startswith(text) else False
 

@@ -217,7 +217,7 @@ class TagReader:
         if self._weak is not None:
             until = min(until, self._weak)
         if until == len(self.text):
-            until = self._form.before_tag(self.text, self._at)
+            until = self._at = self._form.before_tag(self.text, self._at)
         skipped = (
             len(self._form.pad) if self._at_start and self.text[:until].startswith(self._form.pad) else 0
         )
