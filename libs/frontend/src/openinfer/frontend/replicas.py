@@ -35,7 +35,7 @@ __all__ = ["Prefixes", "ReplicatedClient", "summed"]
 PREFIX_TOKENS = 128
 """Prompts are compared at multiples of this length."""
 MAX_PREFIXES = 200_000
-"""Prefixes that are remembered; the least recently used are forgotten first."""
+"""Prefixes that are remembered, at 400 bytes each; the least recently used are forgotten first."""
 SLACK = 8
 """A replica may have this many requests more than the emptiest, and half as many again, before its prefixes are
 computed elsewhere."""
