@@ -191,7 +191,8 @@ def test_a_gguf_file_holds_the_published_tensors(
     from openinfer.recipes.engine.gguf import opened
 
     expected = tensors_of(published)
-    with opened(unpacked(make(tmp_path))) as checkpoint:
+    formats = recipes.gguf_formats()
+    with opened(unpacked(make(tmp_path), formats), formats) as checkpoint:
         assert set(checkpoint.names) <= expected.keys()
         left = {
             name

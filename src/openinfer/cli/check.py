@@ -62,7 +62,7 @@ def _check(args: argparse.Namespace, asked: Asked) -> int:
         report.say("recipe", f"{recipe.name}, for model_type {source.config.get('model_type')!r:.40}")
         report.say("format", _format(source.config))
     with report.part("weights"):
-        checkpoint = gguf.opened(folder)
+        checkpoint = gguf.opened(folder, recipes.gguf_formats())
         report.say("weights", _weights(checkpoint))
     if source is not None and checkpoint is not None:
         source = dataclasses.replace(source, checkpoint=checkpoint)

@@ -6,12 +6,15 @@ import argparse
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from openinfer.frontend.errors import ModelFilesError, is_users_error
 from openinfer.frontend.flag_parser import FlagParser, merge
 from openinfer.frontend.model_files import read_json
 from openinfer.frontend.recipe import Recipe
+
+if TYPE_CHECKING:
+    from openinfer.recipes.engine.gguf import GgufFormat
 
 GROUP = "openinfer.recipes"
 _LLAMA = "examples/llama in a checkout serves it: pip install ./examples/llama"
@@ -87,6 +90,11 @@ def _letters(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
+def gguf_formats() -> dict[str, GgufFormat]:
+    """How GGUF files are read by the installed recipes, by architecture."""
+    return {name: form for recipe in installed() for name, form in getattr(recipe, "gguf", dict)().items()}
+
+
 def checkpoint(name: str) -> Path:
     """The folder of a checkpoint: a path, or demo/NAME, which is found from anywhere in an editable installation.
 
@@ -104,7 +112,7 @@ def checkpoint(name: str) -> Path:
     if not gguf.is_gguf(path):
         return path
     try:
-        return gguf.unpacked(path)
+        return gguf.unpacked(path, gguf_formats())
     except (ValueError, OSError) as error:
         if is_users_error(error):
             raise NoRecipe(str(error)) from error

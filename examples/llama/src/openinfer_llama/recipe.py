@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from openinfer.recipes.engine import Options, Recipe, SetupError, Source
 
 if TYPE_CHECKING:
+    from openinfer.recipes.engine.gguf import GgufFormat
     from openinfer_llama.blueprint import Llama
 
 
@@ -30,6 +31,12 @@ class LlamaRecipe(Recipe[Options]):
         if ranks != 1:
             raise SetupError(f"{ranks} ranks: llama runs on one GPU")
         return Llama(Config.parse(source.config, source.eos, source.checkpoint), options.block_size)
+
+    def gguf(self) -> Mapping[str, GgufFormat]:
+        from openinfer.recipes.engine.gguf import REST, WORDS, dense
+
+        splits = {"llama-bpe": WORDS + r"|\p{N}{1,3}" + REST, "gpt-2": None, "smollm": None}
+        return {"llama": dense({"model_type": "llama"}, splits, interleaved=True)}
 
 
 RECIPE = LlamaRecipe()

@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint: its metadata as config.json and tokenizer files, its tensors under published names.
 
-The architectures of ARCHITECTURES with a byte-level BPE tokenizer are read. What llama.cpp's converter changed is
-changed back: the order of rotary rows (llama), of value heads, and the 1 that norms have added (qwen35).
+Which architectures and tokenizers are read is up to the recipes (`Recipe.gguf`); all tokenizers are byte-level BPE.
+What the converter changed when it made the file is changed back.
 """
 
 from __future__ import annotations
@@ -11,14 +11,26 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.tensor import Checkpoint, GgufCheckpoint, GgufEntry, GgufFile
 
-__all__ = ["is_gguf", "opened", "unpacked"]
+__all__ = [
+    "REST",
+    "WORDS",
+    "Entries",
+    "GgufFormat",
+    "Metadata",
+    "common",
+    "dense",
+    "is_gguf",
+    "opened",
+    "outer",
+    "unpacked",
+]
 
 WEIGHTS = "model.gguf"
 """The link to the file, in the folder that `unpacked` makes."""
@@ -27,24 +39,17 @@ FORMAT = 1
 Array = np.ndarray[Any, Any]
 Json = dict[str, Any]
 
-_ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
-_MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_MARKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-_SPLITS = {
-    "qwen2": _WORDS + r"|\p{N}" + _REST,
-    "qwen35": _MARKS + r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "llama-bpe": _WORDS + r"|\p{N}{1,3}" + _REST,
-    "gpt-2": None,
-    "smollm": None,
-}
-"""How each `tokenizer.ggml.pre` cuts text before its merges; None: as GPT-2 does."""
+ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
+MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How most byte-level tokenizers cut text, but for numbers, which stand between the two."""
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 """Tokens that end a turn or a text wherever a vocabulary has them as control tokens."""
 
 
-class _Metadata:
+class Metadata:
     """The metadata, read field by field. Raises UnsupportedModel naming the file and the field."""
 
     def __init__(self, file: GgufFile) -> None:
@@ -85,7 +90,26 @@ class _Metadata:
         return UnsupportedModel(f"{self.path}: {key} {why}")
 
 
-def unpacked(path: Path) -> Path:
+Entries = Iterator[tuple[str, GgufEntry]]
+
+
+class GgufFormat(NamedTuple):
+    """How the files of an architecture are read.
+
+    config: config.json of the metadata. entries: what each published tensor is made of. splits: how each
+    `tokenizer.ggml.pre` cuts text before its merges, by a regular expression; None: as GPT-2 does.
+    """
+
+    config: Callable[[Metadata, GgufFile], Json]
+    entries: Callable[[Metadata, Json], Entries]
+    splits: Mapping[str, str | None]
+
+
+Formats = Mapping[str, GgufFormat]
+"""By `general.architecture`."""
+
+
+def unpacked(path: Path, formats: Formats) -> Path:
     """The folder of a GGUF file, as a checkpoint's: config.json, generation_config.json, tokenizer.json,
     tokenizer_config.json, and a link to the file. It is made once, in $OPENINFER_CACHE or ~/.cache/openinfer.
 
@@ -95,13 +119,14 @@ def unpacked(path: Path) -> Path:
     path = _one_file(path) if path.is_dir() else path
     file = GgufFile(path)
     try:
-        meta = _Metadata(file)
-        if meta.architecture not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
+        meta = Metadata(file)
+        if meta.architecture not in formats:
+            known = ", ".join(formats)
             raise meta.wrong("general.architecture", f"is {meta.architecture!r}; these are read: {known}")
-        config, files = ARCHITECTURES[meta.architecture][0](meta, file), _tokenizer(meta)
+        form = formats[meta.architecture]
+        config, files = form.config(meta, file), _tokenizer(meta, form.splits)
         files["config.json"] = config
-        _checkpoint(meta, file, config)
+        _checkpoint(form, meta, file, config)
     finally:
         file.close()
     stat = path.stat()
@@ -129,18 +154,19 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and path.exists()
 
 
-def opened(folder: Path) -> Checkpoint:
+def opened(folder: Path, formats: Formats) -> Checkpoint:
     """The tensors of a folder, a checkpoint's or one that `unpacked` made. Raises CheckpointError, UnsupportedModel."""
     link = folder / WEIGHTS
     if not link.is_symlink():
         return Checkpoint(folder)
     file = GgufFile(link.resolve())
-    meta = _Metadata(file)
-    return _checkpoint(meta, file, ARCHITECTURES[meta.architecture][0](meta, file))
+    meta = Metadata(file)
+    form = formats[meta.architecture]
+    return _checkpoint(form, meta, file, form.config(meta, file))
 
 
-def _checkpoint(meta: _Metadata, file: GgufFile, config: Json) -> GgufCheckpoint:
-    entries = dict(ARCHITECTURES[meta.architecture][1](meta, file, config))
+def _checkpoint(form: GgufFormat, meta: Metadata, file: GgufFile, config: Json) -> GgufCheckpoint:
+    entries = dict(form.entries(meta, config))
     ignored = [name for name in file.tensors if ".nextn." in name or name == "rope_freqs.weight"]
     return GgufCheckpoint(file, entries, ignored)
 
@@ -154,7 +180,7 @@ def _one_file(folder: Path) -> Path:
     return first[0]
 
 
-def _common(meta: _Metadata, file: GgufFile) -> Json:
+def common(meta: Metadata, file: GgufFile) -> Json:
     """Fields that all architectures have in config.json."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -179,7 +205,7 @@ def _common(meta: _Metadata, file: GgufFile) -> Json:
     return config
 
 
-def _rope_scaling(meta: _Metadata, given: Mapping[str, Any]) -> Json | None:
+def _rope_scaling(meta: Metadata, given: Mapping[str, Any]) -> Json | None:
     kind = given.get("type", "linear")
     if kind == "none":
         return None
@@ -199,9 +225,14 @@ def _rope_scaling(meta: _Metadata, given: Mapping[str, Any]) -> Json | None:
     return scaling
 
 
-def _dense(model_type: str) -> Callable[[_Metadata, GgufFile], Json]:
-    def config(meta: _Metadata, file: GgufFile) -> Json:
-        found = _common(meta, file) | {"model_type": model_type}
+def dense(
+    fields: Json, splits: Mapping[str, str | None], *, head_norms: bool = False, interleaved: bool = False
+) -> GgufFormat:
+    """The format of a dense model. fields: of its config.json besides the sizes. head_norms: queries and keys have
+    norms. interleaved: rows of a head are stored in the order of rotary pairs."""
+
+    def config(meta: Metadata, file: GgufFile) -> Json:
+        found = common(meta, file) | fields
         heads, hidden = found["num_attention_heads"], found["hidden_size"]
         found["intermediate_size"] = meta.of("feed_forward_length", int)
         found["head_dim"] = meta.of("attention.key_length", int, hidden // max(heads, 1))
@@ -210,158 +241,43 @@ def _dense(model_type: str) -> Callable[[_Metadata, GgufFile], Json]:
         if meta.of("rope.dimension_count", int, found["head_dim"]) != found["head_dim"]:
             raise meta.wrong(f"{meta.architecture}.rope.dimension_count", "must be the whole head")
         if "rope_freqs.weight" in file.tensors:
-            raise meta.wrong(
-                "rope_freqs.weight", "(the rotary factors of Llama 3.1 and later) is not read from GGUF"
-            )
+            raise meta.wrong("rope_freqs.weight", "(rotary factors) is not read from GGUF")
         return found
 
-    return config
+    def entries(meta: Metadata, config: Json) -> Entries:
+        yield from outer("model.", config["tie_word_embeddings"])
+        turned = {}
+        if interleaved:
+            for name, heads in (("attn_q", "num_attention_heads"), ("attn_k", "num_key_value_heads")):
+                rows = np.arange(config[heads] * config["head_dim"]).reshape(config[heads], -1, 2)
+                turned[name] = rows.swapaxes(1, 2).reshape(-1)
+        names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+        if head_norms:
+            names |= {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+        names |= {stored: f"self_attn.{published}" for stored, published in ATTENTION.items()}
+        names |= {stored: f"mlp.{published}" for stored, published in MLP.items()}
+        for layer in range(config["num_hidden_layers"]):
+            for stored, published in names.items():
+                entry = GgufEntry(f"blk.{layer}.{stored}.weight", turned.get(stored))
+                yield f"model.layers.{layer}.{published}.weight", entry
+
+    return GgufFormat(config, entries, splits)
 
 
-def _qwen35(meta: _Metadata, file: GgufFile) -> Json:
-    found = _common(meta, file)
-    key, rank, groups = (
-        meta.of(f"ssm.{name}", int) for name in ("state_size", "time_step_rank", "group_count")
-    )
-    inner = meta.of("ssm.inner_size", int)
-    if rank < 1 or groups < 1 or inner % rank or rank % groups:
-        raise meta.wrong(
-            "qwen35.ssm", f"has {rank} value heads, {groups} key heads and {inner} values, which do not fit"
-        )
-    dim, sections = meta.of("attention.key_length", int), meta.of("rope.dimension_sections", list, [])
-    turned = meta.of("rope.dimension_count", int, dim // 4)
-    rope: Json = {
-        "rope_type": "default",
-        "rope_theta": found.pop("rope_theta"),
-        "partial_rotary_factor": turned / dim,
-    }
-    if scaling := found.pop("rope_scaling", None):
-        rope |= scaling
-    if sections:
-        rope |= {"mrope_interleaved": True, "mrope_section": [one for one in sections if one]}
-    every = meta.of("full_attention_interval", int, 4)
-    text = found | {
-        "model_type": "qwen3_5_text",
-        "intermediate_size": meta.of("feed_forward_length", int),
-        "head_dim": dim,
-        "linear_key_head_dim": key,
-        "linear_value_head_dim": inner // rank,
-        "linear_num_key_heads": groups,
-        "linear_num_value_heads": rank,
-        "linear_conv_kernel_dim": meta.of("ssm.conv_kernel", int),
-        "full_attention_interval": every,
-        "layer_types": [
-            "linear_attention" if (layer + 1) % every else "full_attention"
-            for layer in range(found["num_hidden_layers"])
-        ],
-        "attn_output_gate": True,
-        "rope_parameters": rope,
-        "mtp_num_hidden_layers": 0,
-    }
-    return {"model_type": "qwen3_5", "tie_word_embeddings": found["tie_word_embeddings"], "text_config": text}
-
-
-Entries = Iterator[tuple[str, GgufEntry]]
-
-
-def _outer(prefix: str, tied: bool, change: Callable[[Array], Array] | None = None) -> Entries:
+def outer(prefix: str, tied: bool, change: Callable[[Array], Array] | None = None) -> Entries:
     yield f"{prefix}embed_tokens.weight", GgufEntry("token_embd.weight")
     yield f"{prefix}norm.weight", GgufEntry("output_norm.weight", change=change)
     if not tied:
         yield "lm_head.weight", GgufEntry("output.weight")
 
 
-def _dense_entries(meta: _Metadata, file: GgufFile, config: Json) -> Entries:
-    yield from _outer("model.", config["tie_word_embeddings"])
-    turned = {}
-    if config["model_type"] == "llama":  # rows of a head are stored in the order of rotary pairs
-        for name, heads in (
-            ("attn_q", config["num_attention_heads"]),
-            ("attn_k", config["num_key_value_heads"]),
-        ):
-            turned[name] = (
-                np.arange(heads * config["head_dim"]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-            )
-    norms = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-    if config["model_type"] == "qwen3":
-        norms |= {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-    names = (
-        norms
-        | {k: f"self_attn.{v}" for k, v in _ATTENTION.items()}
-        | {k: f"mlp.{v}" for k, v in _MLP.items()}
-    )
-    for layer in range(config["num_hidden_layers"]):
-        for stored, published in names.items():
-            entry = GgufEntry(f"blk.{layer}.{stored}.weight", turned.get(stored))
-            yield f"model.layers.{layer}.{published}.weight", entry
-
-
-def _less_one(weight: Array) -> Array:
-    return np.asarray(weight - 1, np.float32)
-
-
-def _log_of_negative(weight: Array) -> Array:
-    return np.asarray(np.log(-weight), np.float32)
-
-
-def _qwen35_entries(meta: _Metadata, file: GgufFile, config: Json) -> Entries:
-    text, prefix = config["text_config"], "model.language_model."
-    yield from _outer(prefix, config["tie_word_embeddings"], _less_one)
-    key_heads, heads = text["linear_num_key_heads"], text["linear_num_value_heads"]
-    # Published head k * (heads / key_heads) + r is the file's head r * key_heads + k.
-    order = np.arange(heads).reshape(heads // key_heads, key_heads).T.reshape(-1)
-    width = text["linear_value_head_dim"]
-    values = (order[:, None] * width + np.arange(width)).reshape(-1)
-    keys = 2 * key_heads * text["linear_key_head_dim"]
-    conv = np.concatenate([np.arange(keys), keys + values])
-    for layer, kind in enumerate(text["layer_types"]):
-        stored, name = f"blk.{layer}.", f"{prefix}layers.{layer}."
-        for norm, published in (
-            ("attn_norm", "input_layernorm"),
-            ("post_attention_norm", "post_attention_layernorm"),
-        ):
-            yield f"{name}{published}.weight", GgufEntry(f"{stored}{norm}.weight", change=_less_one)
-        for one, published in _MLP.items():
-            yield f"{name}mlp.{published}.weight", GgufEntry(f"{stored}{one}.weight")
-        if kind == "full_attention":
-            for one, published in _ATTENTION.items():
-                yield f"{name}self_attn.{published}.weight", GgufEntry(f"{stored}{one}.weight")
-            for one in "qk":
-                entry = GgufEntry(f"{stored}attn_{one}_norm.weight", change=_less_one)
-                yield f"{name}self_attn.{one}_norm.weight", entry
-            continue
-        mixer, taps = f"{name}linear_attn.", text["linear_conv_kernel_dim"]
-        yield f"{mixer}in_proj_qkv.weight", GgufEntry(f"{stored}attn_qkv.weight", conv)
-        yield f"{mixer}in_proj_z.weight", GgufEntry(f"{stored}attn_gate.weight", values)
-        yield f"{mixer}in_proj_a.weight", GgufEntry(f"{stored}ssm_alpha.weight", order)
-        yield f"{mixer}in_proj_b.weight", GgufEntry(f"{stored}ssm_beta.weight", order)
-        yield (
-            f"{mixer}conv1d.weight",
-            GgufEntry(f"{stored}ssm_conv1d.weight", conv, shape=(len(conv), 1, taps)),
-        )
-        yield f"{mixer}dt_bias", GgufEntry(f"{stored}ssm_dt.bias", columns=order)
-        yield f"{mixer}A_log", GgufEntry(f"{stored}ssm_a", columns=order, change=_log_of_negative)
-        yield f"{mixer}norm.weight", GgufEntry(f"{stored}ssm_norm.weight")
-        yield f"{mixer}out_proj.weight", GgufEntry(f"{stored}ssm_out.weight", columns=values)
-
-
-ARCHITECTURES: Mapping[
-    str, tuple[Callable[[_Metadata, GgufFile], Json], Callable[[_Metadata, GgufFile, Json], Entries]]
-] = {
-    "llama": (_dense("llama"), _dense_entries),
-    "qwen3": (_dense("qwen3"), _dense_entries),
-    "qwen35": (_qwen35, _qwen35_entries),
-}
-"""How metadata become config.json, and which tensors a published name is made of."""
-
-
-def _tokenizer(meta: _Metadata) -> dict[str, Json]:
+def _tokenizer(meta: Metadata, splits: Mapping[str, str | None]) -> dict[str, Json]:
     """tokenizer.json, tokenizer_config.json and generation_config.json."""
     model, pre = meta.get("tokenizer.ggml.model", str), meta.get("tokenizer.ggml.pre", str, "gpt-2")
     if model != "gpt2":
         raise meta.wrong("tokenizer.ggml.model", f"is {model!r}; 'gpt2' (byte-level BPE) is read")
-    if pre not in _SPLITS:
-        raise meta.wrong("tokenizer.ggml.pre", f"is {pre!r}; these are read: {', '.join(_SPLITS)}")
+    if pre not in splits:
+        raise meta.wrong("tokenizer.ggml.pre", f"is {pre!r}; these are read: {', '.join(splits)}")
     tokens, merges = meta.get("tokenizer.ggml.tokens", list), meta.get("tokenizer.ggml.merges", list)
     types = meta.get("tokenizer.ggml.token_type", list, [1] * len(tokens))
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -383,23 +299,24 @@ def _tokenizer(meta: _Metadata) -> dict[str, Json]:
          "special": types[i] == 3}
         for i in range(len(tokens)) if types[i] in (3, 4)
     ]  # fmt: skip
-    bos = special("bos")
-    begins = meta.get("tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe") and bos is not None
+    split, bos = splits[pre], special("bos")
+    whole = split is not None and r"\p{N}{1,3}" in split  # such vocabularies take whole words before merges
+    begins = meta.get("tokenizer.ggml.add_bos_token", bool, whole) and bos is not None
     levels: Json = {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": True,
-        "use_regex": _SPLITS[pre] is None,
+        "use_regex": split is None,
     }
     cuts: list[Json] = [{"type": "Digits", "individual_digits": True}] if pre == "smollm" else []
-    if split := _SPLITS[pre]:
+    if split:
         cuts = [{"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}]
     first: list[Json] = (
         [{"SpecialToken": {"id": tokens[bos], "type_id": 0}}] if begins and bos is not None else []
     )
     tokenizer: Json = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": {"type": "NFC"} if pre.startswith("qwen") else None,
+        "normalizer": None if split is None or whole else {"type": "NFC"},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, levels]},
         "post_processor": {
             "type": "TemplateProcessing", "single": [*first, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -411,7 +328,7 @@ def _tokenizer(meta: _Metadata) -> dict[str, Json]:
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-            "ignore_merges": pre == "llama-bpe", "vocab": vocabulary, "merges": merges,
+            "ignore_merges": whole, "vocab": vocabulary, "merges": merges,
         },
     }  # fmt: skip
     named = {"bos_token": bos, "eos_token": special("eos"), "pad_token": special("padding")}

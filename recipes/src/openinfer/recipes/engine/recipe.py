@@ -17,6 +17,7 @@ from openinfer.recipes.engine.options import O, add_arguments, parsed
 if TYPE_CHECKING:
     from openinfer.frontend.contract import EngineSpec
     from openinfer.recipes.engine.blueprint import Blueprint
+    from openinfer.recipes.engine.gguf import GgufFormat
     from openinfer.tensor import Checkpoint
 
 Json = Mapping[str, Any]
@@ -66,6 +67,10 @@ class Recipe(ABC, Generic[O]):
 
     def published(self) -> Mapping[str, Json]:
         """config.json of published models by a short name; wheels may carry kernels for these."""
+        return {}
+
+    def gguf(self) -> Mapping[str, GgufFormat]:
+        """How GGUF files of this family are read, by their `general.architecture`."""
         return {}
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -204,7 +204,7 @@ class Builder(Generic[O]):
         with _phase("configuration and checkpoint header"):
             source, self.device = Source.read(self.path), open_device(options.device)
             dummy = options.load_format == "dummy"
-            checkpoint = DummyCheckpoint(self.path) if dummy else gguf.opened(self.path)
+            checkpoint = DummyCheckpoint(self.path) if dummy else gguf.opened(self.path, self.recipe.gguf())
         with checkpoint:
             source = dataclasses.replace(source, checkpoint=None if dummy else checkpoint)
             blueprint = self.recipe.blueprint(source, options, ranks=ranks.size, rank=ranks.rank)

@@ -11,6 +11,7 @@ from openinfer.recipes.engine import Options, Recipe, Source
 from openinfer.recipes.qwen3.published import IN_AWQ, MIXTURES, MODEL_TYPES, SIZES, config_json
 
 if TYPE_CHECKING:
+    from openinfer.recipes.engine.gguf import GgufFormat
     from openinfer.recipes.qwen3.blueprint import Qwen3
 
 
@@ -51,6 +52,12 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
 
             head = Head.read(Path(speculation.model), config)
         return Qwen3(config, options.block_size, head)
+
+    def gguf(self) -> Mapping[str, GgufFormat]:
+        """Files of dense models."""
+        from openinfer.recipes.engine.gguf import REST, WORDS, dense
+
+        return {"qwen3": dense({"model_type": "qwen3"}, {"qwen2": WORDS + r"|\p{N}" + REST}, head_norms=True)}
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
         """The published sizes, in BF16 and FP8, and those in INT4."""

@@ -11,6 +11,7 @@ from openinfer.recipes.qwen3_5.options import HybridOptions
 from openinfer.recipes.qwen3_5.published import MODEL_TYPES, SIZES, config_json
 
 if TYPE_CHECKING:
+    from openinfer.recipes.engine.gguf import GgufFormat
     from openinfer.recipes.qwen3_5.blueprint import Qwen35
 
 
@@ -46,6 +47,12 @@ class Qwen35Recipe(Recipe[HybridOptions]):
                 raise SetupError("--speculative-config: this checkpoint has no MTP head; use method ngram")
             form = dataclasses.replace(form, mtp=True, fp8_drafts=speculation.quantization == "fp8")
         return Qwen35(config.of_rank(rank, ranks), form, options)
+
+    def gguf(self) -> Mapping[str, GgufFormat]:
+        """Files of dense models."""
+        from openinfer.recipes.qwen3_5.gguf import FORMAT
+
+        return {"qwen35": FORMAT}
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
         """The published sizes, in BF16 and FP8."""
