@@ -41,8 +41,10 @@ PROGRAMS = (
     "make|curl|pip|python|pytest|openinfer|docker|nice|hf|git|pre-commit|export|npm|uvicorn|ruff|mypy|bash|sh"
 )
 SHELL = re.compile(rf"([A-Z_]+=\S+ )*(\S*/)?({PROGRAMS}|\w+\.sh)( .*|$)", re.S)
-NOT_SHELL = re.compile(r"pyproject\.toml |libs/<name>/|tensor +->|class |from |\[project|device = ")
-"""How indented blocks begin that are pictures, Python or TOML."""
+NOT_SHELL = re.compile(
+    r"(ANTHROPIC|OPENAI)_BASE_URL=|pyproject\.toml |libs/<name>/|tensor +->|class |from |\[project|device = "
+)
+"""How indented blocks begin that are pictures, Python, TOML, or programs that `check_clients` runs."""
 PLACES = {
     "MODEL_DIR": "demo/qwen3", "MODEL": "demo/qwen3", "DIR": "demo/qwen3", "demo/NAME": "demo/qwen3",
     "/models/Llama-3.2-1B-Instruct": "examples/llama/golden/llama-tiny", "Qwen/Qwen3-0.6B": "demo/qwen3",
@@ -158,7 +160,7 @@ CLASSES = {
         r"openinfer \w+|openinfer bench", "a sentence names it without what it needs; its --help answers"
     ),
     "parsed": Class(
-        rf"openinfer (serve|chat|bench|compile|tune|explain|plan|selftest) .+|python -m openinfer\..+|{SCRIPT}",
+        rf"openinfer (serve|chat|check|bench|compile|tune|explain|plan|selftest) .+|python -m openinfer\..+|{SCRIPT}",
         "it wants a GPU, a checkpoint, a network or minutes; its own parser takes its words",
     ),
     "collected": Class(

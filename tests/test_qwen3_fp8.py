@@ -122,8 +122,9 @@ def test_activations_are_quantised_as_the_checkpoint_says(folders: tuple[Path, P
     assert {layer.qkv.coding, layer.o.coding, layer.down.coding} == {"block" if blocks else "token"}
     engine.close()
     shared = answers(fp8, tensor_parallel_size=2)
-    apart = max(abs(a[1][0] - b[1][0]) for a, b in zip(shared, coded, strict=True))
-    assert apart < far
+    apart = np.mean([abs(a[1][0] - b[1][0]) for a, b in zip(shared, coded, strict=True)])
+    changed = np.mean([abs(a[1][0] - b[1][0]) for a, b in zip(plain, coded, strict=True)])
+    assert apart < changed
 
 
 def test_ranks_share_codes_and_scales(folders: tuple[Path, Path]) -> None:
