@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from openinfer.frontend.http.text.detokenizer import Detokenizer, StopStrings, TextDetokenizer
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 

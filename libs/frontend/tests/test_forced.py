@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from openinfer.frontend.chat import TOOL_FORMATS, Content, OutputParser, Reasoning, ToolCall
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.text.chat import Chat
+from openinfer.frontend.http.chat import Chat
 from openinfer.frontend.http.text.chat_format import ChatFormat
 from openinfer.sampler.grammar import Compiler, Grammar
 

@@ -15,7 +15,7 @@ from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.openai.chat_shape import ChatShape
 from openinfer.frontend.http.openai.completions import usage_body
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.sampler import SamplingParams
 
 

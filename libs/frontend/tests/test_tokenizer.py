@@ -12,7 +12,7 @@ from openinfer.frontend.chat_template import ChatTemplate, find_templates
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.openai.completions import CompletionShape
 from openinfer.frontend.http.params import SamplingDefaults
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "golden.json").read_text())

@@ -19,7 +19,7 @@ from openinfer.cli.recipe_flags import Asked
 from openinfer.frontend.chat import DeepSeekV4Renderer
 from openinfer.frontend.chat_template import find_templates
 from openinfer.frontend.errors import is_users_error, one_line
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.kernels import GPUS, H200, KernelsError
 from openinfer.recipes.engine import gguf
 from openinfer.recipes.engine.config_fields import end_token

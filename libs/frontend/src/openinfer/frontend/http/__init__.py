@@ -5,7 +5,7 @@ try:
     from openinfer.frontend.http.app import create_app
     from openinfer.frontend.http.params import SamplingDefaults
     from openinfer.frontend.http.server import run_server
-    from openinfer.frontend.http.text.tokenizer import Tokenizer
+    from openinfer.frontend.http.tokenizer import Tokenizer
 except ModuleNotFoundError as error:
     if (error.name or "").startswith("openinfer"):
         raise

@@ -30,7 +30,7 @@ from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.http.shapes import package_version
 from openinfer.frontend.http.text.chat_format import ChatFormat, SpecialTokenGuard
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.frontend.render_pool import RenderPool
 
 if TYPE_CHECKING:

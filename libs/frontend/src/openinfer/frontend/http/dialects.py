@@ -13,6 +13,7 @@ from openinfer.frontend.http.anthropic import messages_body
 from openinfer.frontend.http.anthropic.messages_body import MessagesBody, messages_chat, messages_common
 from openinfer.frontend.http.anthropic.messages_shape import MessagesShape
 from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, read_json_body
+from openinfer.frontend.http.chat import Chat, chat_messages
 from openinfer.frontend.http.openai import responses_body
 from openinfer.frontend.http.openai.chat_body import tool_object
 from openinfer.frontend.http.openai.responses_body import (
@@ -24,9 +25,8 @@ from openinfer.frontend.http.openai.responses_body import (
 from openinfer.frontend.http.openai.responses_shape import ResponsesShape
 from openinfer.frontend.http.params import Plan, max_tokens_for, prompt_ids
 from openinfer.frontend.http.service import Service, json_response
-from openinfer.frontend.http.text.chat import Chat, chat_messages
 from openinfer.frontend.http.text.chat_format import ParserFactory
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["DetokenizeBody", "Dialects", "TokenizeBody"]
 

@@ -23,7 +23,7 @@ from openinfer.frontend.errors import APIError, EngineDeadError
 from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.text.detokenizer import ContentStops, StopStrings
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["Choice", "Generation", "Usage"]

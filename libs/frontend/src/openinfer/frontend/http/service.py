@@ -18,6 +18,7 @@ from openinfer.frontend.http.admin.board import Board
 from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.answer import GenerationResponse
 from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, CommonBody, read_json_body
+from openinfer.frontend.http.chat import Chat
 from openinfer.frontend.http.generation import Generation
 from openinfer.frontend.http.openai.chat_body import ChatBody, chat_of, top_logprobs
 from openinfer.frontend.http.openai.chat_shape import ChatShape
@@ -34,11 +35,10 @@ from openinfer.frontend.http.params import (
     with_echo,
 )
 from openinfer.frontend.http.shapes import AnswerShape, fingerprint, package_version
-from openinfer.frontend.http.text.chat import Chat
 from openinfer.frontend.http.text.chat_format import ChatFormat, ParserFactory
 from openinfer.frontend.http.text.prompt_text import encode_prompt
 from openinfer.frontend.http.text.thoughts import budgeted, without_idle_budget
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from openinfer.frontend.http.admin.tracing import Tracing

@@ -16,9 +16,9 @@ from openinfer.frontend.http.body import (
     ToolName,
     typed,
 )
+from openinfer.frontend.http.chat import Chat, chat_messages, content_of, result_of, warn
 from openinfer.frontend.http.openai.chat_body import tool_object
 from openinfer.frontend.http.params import MAX_STOP_CHARS, MAX_STOP_STRINGS
-from openinfer.frontend.http.text.chat import Chat, chat_messages, content_of, result_of, warn
 from openinfer.frontend.http.text.thoughts import SWITCHES, thinking_options
 
 __all__ = ["MessagesBody", "messages_chat", "messages_common"]

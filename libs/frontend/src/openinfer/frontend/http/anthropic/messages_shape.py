@@ -11,7 +11,7 @@ from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.shapes import encode, named_event
 from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["MessagesShape", "messages_error"]
 

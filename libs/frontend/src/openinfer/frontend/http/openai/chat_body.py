@@ -14,8 +14,8 @@ from openinfer.frontend.http.body import (
     ToolName,
     ToolSpec,
 )
+from openinfer.frontend.http.chat import Chat, chat_messages
 from openinfer.frontend.http.params import MAX_LOGPROBS
-from openinfer.frontend.http.text.chat import Chat, chat_messages
 from openinfer.frontend.http.text.thoughts import thinking_options
 
 __all__ = ["ChatBody", "chat_of", "tool_object", "top_logprobs", "verbosity_warnings"]

@@ -26,7 +26,7 @@ from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body, fingerprint
 from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader, TextPiece, new_call_id, said
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["ChatResponse", "ChatShape"]

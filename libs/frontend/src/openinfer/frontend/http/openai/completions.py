@@ -17,7 +17,7 @@ from openinfer.frontend.http.body import CommonBody
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body, fingerprint
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = [

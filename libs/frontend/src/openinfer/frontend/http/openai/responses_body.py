@@ -23,9 +23,9 @@ from openinfer.frontend.http.body import (
     ToolName,
     typed,
 )
+from openinfer.frontend.http.chat import Chat, chat_messages, content_of, result_of, warn
 from openinfer.frontend.http.openai.chat_body import tool_object, verbosity_warnings
 from openinfer.frontend.http.shapes import encode
-from openinfer.frontend.http.text.chat import Chat, chat_messages, content_of, result_of, warn
 from openinfer.frontend.http.text.thoughts import thinking_options
 
 __all__ = [

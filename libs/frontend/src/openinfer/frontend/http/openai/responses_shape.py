@@ -19,7 +19,7 @@ from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body, named_event
 from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader, new_call_id
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["ResponsesShape"]
 

@@ -10,7 +10,7 @@ from openinfer.frontend.chat import OutputParser, ToolFormat, text_of
 from openinfer.frontend.chat.output import END_THINK, THINK
 from openinfer.frontend.chat.parts import Schemas
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.text.chat import Chat
+from openinfer.frontend.http.chat import Chat
 from openinfer.frontend.http.text.structured import unkept
 from openinfer.frontend.http.text.thoughts import Where, effort_options
 from openinfer.frontend.render_pool import RenderPool

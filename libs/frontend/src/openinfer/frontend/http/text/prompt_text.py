@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from openinfer.frontend.contract import EngineInfo
 from openinfer.frontend.errors import APIError, TooLong
 from openinfer.frontend.http.params import prompt_ids
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["encode_prompt"]
 

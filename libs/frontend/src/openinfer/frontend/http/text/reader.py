@@ -10,7 +10,7 @@ from openinfer.frontend.contract import TokenLogprobs
 from openinfer.frontend.http.generation import Choice
 from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.detokenizer import Detokenizer
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["Reader", "TextPiece", "new_call_id", "said"]
 

@@ -10,9 +10,9 @@ from openinfer.frontend.chat.output import END_THINK, THINK
 from openinfer.frontend.contract import EngineInfo
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import Thinking
+from openinfer.frontend.http.chat import Chat, warn
 from openinfer.frontend.http.params import Plan, check_grammars
-from openinfer.frontend.http.text.chat import Chat, warn
-from openinfer.frontend.http.text.tokenizer import Tokenizer
+from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.sampler.budget import Budget
 from openinfer.sampler.grammar import Grammar
 
