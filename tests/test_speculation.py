@@ -25,7 +25,7 @@ from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.testing import Planted
 from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, uint8
 
 ROOT = Path(__file__).parents[1]

@@ -91,7 +91,7 @@ def test_a_grammar_has_the_tokens_without_drafts(pair: tuple[Any, Any]) -> None:
     pytest.importorskip("tokenizers")
     pytest.importorskip("llguidance")
     from openinfer.frontend.http import Tokenizer
-    from openinfer.sampler.grammar import Grammar
+    from openinfer.sampler.form import Grammar
 
     table = Tokenizer.load(DEMO / "qwen3").token_table("")
     grammar = Grammar("regex", "(one|two), [a-e]{3,12}!")

@@ -11,7 +11,7 @@ import pytest
 
 from openinfer.frontend.http import Tokenizer
 from openinfer.recipes.engine.testing import Planted
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 
 GOLDENS = Path(__file__).parent / "goldens"
 RESTLESS = "openinfer.recipes.engine.testing.restless:priority"

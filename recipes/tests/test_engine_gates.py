@@ -15,7 +15,7 @@ from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.sampler import SamplingParams
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 
 TINY = Path(__file__).parents[2] / "tests" / "goldens" / "qwen3-tiny"
 

@@ -22,7 +22,7 @@ from openinfer.frontend.testing import FakeEngine
 from openinfer.frontend.wire import ControlFrame, FromEngine, Gone, Hello, Stepped, Submit, ToEngine
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.budget import Budget
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 
 
 def test_messages_survive_msgpack() -> None:

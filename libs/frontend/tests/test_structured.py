@@ -18,7 +18,7 @@ from openinfer.frontend.restart import RestartingClient
 from openinfer.frontend.testing import FakeEngine
 from openinfer.frontend.thread_driver import ThreadDriver
 from openinfer.sampler import SamplingParams
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 JSON = Grammar("json_schema", json.dumps(SCHEMA))

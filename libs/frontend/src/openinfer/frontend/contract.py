@@ -22,7 +22,7 @@ import msgspec
 from openinfer.frontend.errors import EngineSpecError, InvalidRequest
 from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.sampler import SamplingParams
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 
 __all__ = [
     "CONTRACT_VERSION",

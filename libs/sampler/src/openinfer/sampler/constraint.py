@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openinfer.sampler.errors import GrammarFailed, InvalidGrammar
-from openinfer.sampler.grammar import Compilation, Compiler, Grammar, Matcher
+from openinfer.sampler.form import Grammar
+from openinfer.sampler.grammar import Compilation, Compiler, Matcher
 
 T = TypeVar("T")
 

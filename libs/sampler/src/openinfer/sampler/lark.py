@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from openinfer.sampler.grammar import JSON_OPTIONS, Grammar
+from openinfer.sampler.form import JSON_OPTIONS, Grammar
 from openinfer.sampler.json_rules import JsonRules, has_long_strings
 from openinfer.sampler.schema import prepared
 

@@ -18,7 +18,7 @@ from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.frontend.model_files import read_json
 from openinfer.sampler import InvalidParams, SamplingParams
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 from openinfer.sampler.params import MAX_STOP_TOKEN_IDS
 
 __all__ = [

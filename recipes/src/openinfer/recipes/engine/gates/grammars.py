@@ -10,7 +10,8 @@ from openinfer.frontend.errors import Unsupported
 from openinfer.graph.runner import Sampling
 from openinfer.recipes.engine.gates import full
 from openinfer.sampler.constraint import Constraint, PendingGrammars
-from openinfer.sampler.grammar import Compiler, Grammar
+from openinfer.sampler.form import Grammar
+from openinfer.sampler.grammar import Compiler
 from openinfer.scheduler import Seq
 
 

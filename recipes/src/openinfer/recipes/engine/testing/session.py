@@ -11,7 +11,7 @@ import numpy as np
 from openinfer.frontend.contract import TERMINALS, Engine, Request, StepOutputs, TokenLogprobs
 from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.sampler import SamplingParams
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing.planted import Planted
 from openinfer.recipes.engine.testing.session import Golden, Outcome, Session, ensure
 from openinfer.sampler import SamplingParams, sample
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 from openinfer.tensor import Device, Tensor
 
 Options = Mapping[str, Any]

@@ -15,7 +15,7 @@ from openinfer.frontend.http.text.structured import unkept
 from openinfer.frontend.http.text.thoughts import Where, effort_options
 from openinfer.frontend.render_pool import RenderPool
 from openinfer.sampler import InvalidGrammar
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 from openinfer.sampler.lark import Lark
 
 __all__ = ["ChatFormat", "ParserFactory", "SpecialTokenGuard"]

@@ -8,7 +8,7 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import CommonBody, JsonObjectFormat, JsonSchemaFormat
 from openinfer.frontend.http.elsewhere import instead
 from openinfer.sampler import InvalidGrammar
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 from openinfer.sampler.schema import wishes
 
 __all__ = ["grammar_of", "unkept"]

@@ -14,7 +14,7 @@ from openinfer.frontend.http.chat import Chat, warn
 from openinfer.frontend.http.params import Plan, check_grammars
 from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.sampler.budget import Budget
-from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.form import Grammar
 
 __all__ = ["SWITCHES", "Where", "budgeted", "effort_options", "thinking_options", "without_idle_budget"]
 
