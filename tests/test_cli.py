@@ -171,8 +171,12 @@ def test_a_model_that_nobody_serves_is_refused_with_the_list_of_recipes(tmp_path
     [
         ([], "", "has no config.json: it is empty; a checkpoint has config.json"),
         (["a.txt", "b"], "", "has no config.json: it has a.txt, b; a checkpoint has"),
-        (["q.gguf"], "", "has no config.json: GGUF is not read: give the folder of the same model"),
-        (["q.gguf"], "q.gguf", "is a file: GGUF is not read; give the folder with config.json"),
+        (["q.gguf"], "", "has no config.json: it has q.gguf; a checkpoint has config.json"),
+        (
+            ["q.gguf"],
+            "q.gguf",
+            "is a file: give the folder with config.json and *.safetensors, or a *.gguf file",
+        ),
         (["m.safetensors"], "m.safetensors", "is a file: give the folder with config.json and"),
         (["adapter_config.json"], "", "it is an adapter (LoRA): give its model, and --enable-lora"),
         (["one/config.json", "two/config.json"], "", "one or "),

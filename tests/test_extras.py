@@ -63,7 +63,7 @@ NEEDS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("openinfer-kernels", "nvrtc"): (("nvidia-cuda-nvrtc",), CUDA),
     ("openinfer-kernels", "cublas"): (
         ("nvidia", "cuda.pathfinder"),
-        "from openinfer.kernels.linear.cublas import load_library; load_library()",
+        "from openinfer.kernels.packs.cublas import load_library; load_library()",
     ),
     ("openinfer-graph", "runner"): (("openinfer.scheduler",), "import openinfer.graph.runner"),
     ("openinfer-kvpool", "events"): (("zmq",), "import openinfer.kvpool.publisher"),

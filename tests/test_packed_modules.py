@@ -16,6 +16,7 @@ import test_qwen3_fp8 as fp8
 
 from openinfer.cli.explain.segments import Outline
 from openinfer.kernels import H200
+from openinfer.kernels.authoring import Linear
 from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session, write_random_checkpoint
@@ -83,7 +84,7 @@ def by_tensor(weight: Any) -> tuple[Tensors, Any]:
 
 def by_block(weight: Any) -> tuple[Tensors, Any]:
     codes, scales = fp8.quantized(weight)
-    meant = fp8.dequantized(codes, scales.astype(np.float32))
+    meant = Linear(codes, scales.astype(np.float32)).values()
     return {"weight": codes, "weight_scale_inv": scales}, meant
 
 
@@ -122,7 +123,7 @@ def test_a_plan_has_the_kernels_of_plain_and_packed_layers(recipe: Any, config: 
         source = dataclasses.replace(Source.read(folder), checkpoint=checkpoint)
         outline = Outline(recipe, source, recipe.options(max_model_len=128), H200)
     calls = [call for calls in outline.steps.values() for call in calls if call.op.name == "gate_up_silu"]
-    assert {call.args.weight.dtype for call in calls} == {uint8, bfloat16}
+    assert {call.args.weight.weight.dtype for call in calls} == {uint8, bfloat16}
 
 
 def test_scales_of_one_value_and_of_a_cache(plain: Tensors, tmp_path: Path) -> None:

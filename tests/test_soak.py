@@ -35,7 +35,7 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.exit(asyncio.run(bench_fake.serve(int(sys.argv[1]), Path(sys.argv[2]))))
+    sys.exit(asyncio.run(bench_fake._serve(int(sys.argv[1]), Path(sys.argv[2]))))
 '''
 
 

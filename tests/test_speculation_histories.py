@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +64,9 @@ def play(session: Callable[..., Any], seed: int, name: str, count: int) -> Any:
         drafted.engine.runner.drafting,
         [p + w.tokens for (p, _, _), w in zip(asked, wanted, strict=True)],
     )
-    chances = [rng.choice([0.0, 0.3, 0.8, 0.95, 1.0]) for _ in range(8)]
-    drafting.make_drafter = lambda: Planted(answers, rng.choice(chances))
+    # In turn, because how many steps a history has depends on when its grammars are ready.
+    chances = itertools.cycle(rng.sample([0.0, 0.0, 0.3, 0.8, 0.8, 0.95, 1.0, 1.0], 8))
+    drafting.make_drafter = lambda: Planted(answers, next(chances))
     drafting.worth.choose = lambda available, rows, cost: rng.randint(0, drafts) if available else 0
     drafting.worth.idle = lambda cost: 0
     waiting, ids = list(enumerate(asked)), {}
