@@ -209,15 +209,15 @@ def test_exports_are_sorted(part: str) -> None:
 
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
-    "tensor": (4300, 3700),
-    "kernels": (21000, 10500),
-    "graph": (4800, 3200),
-    "kvpool": (7800, 6000),
-    "sampler": (5600, 4800),
-    "scheduler": (5700, 3900),
-    "frontend": (14500, 12500),
-    "recipes": (15000, 4200),
-    "cli": (7500, 0),
+    "tensor": (4200, 3000),
+    "kernels": (18900, 9050),
+    "graph": (4350, 2500),
+    "kvpool": (7050, 5200),
+    "sampler": (4950, 3950),
+    "scheduler": (5200, 3450),
+    "frontend": (14000, 11300),
+    "recipes": (14550, 3600),
+    "cli": (7050, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 
