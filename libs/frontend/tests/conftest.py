@@ -41,7 +41,9 @@ class Live:
         self.exit_code: int | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
+        # The server ends connections that are idle for 5 s; on a busy machine a test begins just then.
+        kept = httpx.Limits(keepalive_expiry=2)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10, limits=kept)
         self._ready = threading.Event()
         self._app_kwargs = app_kwargs
         self._shutdown_timeout_s = shutdown_timeout_s

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 
 from openinfer.kernels import CublasLt, LaunchError, MissingExtra, Scratch, cublas_available
-from openinfer.kernels.linear import cublas
 from openinfer.kernels.op.launch import Matmul
+from openinfer.kernels.packs import cublas
 from openinfer.tensor import Device, Tensor, bfloat16, float32
 
 ROOM = 1 << 20
