@@ -23,7 +23,7 @@ __all__ = [
     "WORDS",
     "Entries",
     "GgufFormat",
-    "Metadata",
+    "GgufMetadata",
     "common",
     "dense",
     "is_gguf",
@@ -49,8 +49,8 @@ _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_te
 """Tokens that end a turn or a text wherever a vocabulary has them as control tokens."""
 
 
-class Metadata:
-    """The metadata, read field by field. Raises UnsupportedModel naming the file and the field."""
+class GgufMetadata:
+    """A file's metadata, read field by field. Raises UnsupportedModel naming the file and the field."""
 
     def __init__(self, file: GgufFile) -> None:
         self._values, self.path = file.metadata, file.path
@@ -100,8 +100,8 @@ class GgufFormat(NamedTuple):
     `tokenizer.ggml.pre` cuts text before its merges, by a regular expression; None: as GPT-2 does.
     """
 
-    config: Callable[[Metadata, GgufFile], Json]
-    entries: Callable[[Metadata, Json], Entries]
+    config: Callable[[GgufMetadata, GgufFile], Json]
+    entries: Callable[[GgufMetadata, Json], Entries]
     splits: Mapping[str, str | None]
 
 
@@ -119,7 +119,7 @@ def unpacked(path: Path, formats: Formats) -> Path:
     path = _one_file(path) if path.is_dir() else path
     file = GgufFile(path)
     try:
-        meta = Metadata(file)
+        meta = GgufMetadata(file)
         if meta.architecture not in formats:
             known = ", ".join(formats)
             raise meta.wrong("general.architecture", f"is {meta.architecture!r}; these are read: {known}")
@@ -160,12 +160,12 @@ def opened(folder: Path, formats: Formats) -> Checkpoint:
     if not link.is_symlink():
         return Checkpoint(folder)
     file = GgufFile(link.resolve())
-    meta = Metadata(file)
+    meta = GgufMetadata(file)
     form = formats[meta.architecture]
     return _checkpoint(form, meta, file, form.config(meta, file))
 
 
-def _checkpoint(form: GgufFormat, meta: Metadata, file: GgufFile, config: Json) -> GgufCheckpoint:
+def _checkpoint(form: GgufFormat, meta: GgufMetadata, file: GgufFile, config: Json) -> GgufCheckpoint:
     entries = dict(form.entries(meta, config))
     ignored = [name for name in file.tensors if ".nextn." in name or name == "rope_freqs.weight"]
     return GgufCheckpoint(file, entries, ignored)
@@ -180,7 +180,7 @@ def _one_file(folder: Path) -> Path:
     return first[0]
 
 
-def common(meta: Metadata, file: GgufFile) -> Json:
+def common(meta: GgufMetadata, file: GgufFile) -> Json:
     """Fields that all architectures have in config.json."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -205,7 +205,7 @@ def common(meta: Metadata, file: GgufFile) -> Json:
     return config
 
 
-def _rope_scaling(meta: Metadata, given: Mapping[str, Any]) -> Json | None:
+def _rope_scaling(meta: GgufMetadata, given: Mapping[str, Any]) -> Json | None:
     kind = given.get("type", "linear")
     if kind == "none":
         return None
@@ -231,7 +231,7 @@ def dense(
     """The format of a dense model. fields: of its config.json besides the sizes. head_norms: queries and keys have
     norms. interleaved: rows of a head are stored in the order of rotary pairs."""
 
-    def config(meta: Metadata, file: GgufFile) -> Json:
+    def config(meta: GgufMetadata, file: GgufFile) -> Json:
         found = common(meta, file) | fields
         heads, hidden = found["num_attention_heads"], found["hidden_size"]
         found["intermediate_size"] = meta.of("feed_forward_length", int)
@@ -244,7 +244,7 @@ def dense(
             raise meta.wrong("rope_freqs.weight", "(rotary factors) is not read from GGUF")
         return found
 
-    def entries(meta: Metadata, config: Json) -> Entries:
+    def entries(meta: GgufMetadata, config: Json) -> Entries:
         yield from outer("model.", config["tie_word_embeddings"])
         turned = {}
         if interleaved:
@@ -271,7 +271,7 @@ def outer(prefix: str, tied: bool, change: Callable[[Array], Array] | None = Non
         yield "lm_head.weight", GgufEntry("output.weight")
 
 
-def _tokenizer(meta: Metadata, splits: Mapping[str, str | None]) -> dict[str, Json]:
+def _tokenizer(meta: GgufMetadata, splits: Mapping[str, str | None]) -> dict[str, Json]:
     """tokenizer.json, tokenizer_config.json and generation_config.json."""
     model, pre = meta.get("tokenizer.ggml.model", str), meta.get("tokenizer.ggml.pre", str, "gpt-2")
     if model != "gpt2":

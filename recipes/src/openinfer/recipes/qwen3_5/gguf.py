@@ -10,8 +10,8 @@ from openinfer.recipes.engine.gguf import (
     Array,
     Entries,
     GgufFormat,
+    GgufMetadata,
     Json,
-    Metadata,
     common,
     outer,
 )
@@ -22,7 +22,7 @@ __all__ = ["FORMAT"]
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
 
 
-def _config(meta: Metadata, file: GgufFile) -> Json:
+def _config(meta: GgufMetadata, file: GgufFile) -> Json:
     found = common(meta, file)
     key, rank, groups = (
         meta.of(f"ssm.{name}", int) for name in ("state_size", "time_step_rank", "group_count")
@@ -73,7 +73,7 @@ def _log_of_negative(weight: Array) -> Array:
     return np.asarray(np.log(-weight), np.float32)
 
 
-def _entries(meta: Metadata, config: Json) -> Entries:
+def _entries(meta: GgufMetadata, config: Json) -> Entries:
     text, prefix = config["text_config"], "model.language_model."
     yield from outer(prefix, config["tie_word_embeddings"], _less_one)
     key_heads, heads = text["linear_num_key_heads"], text["linear_num_value_heads"]
