@@ -322,7 +322,9 @@ def test_processes_that_saw_different_commands_restore_one_state(
         until(lambda old=old: server.children("engine_process") not in ([], [old]))
         for client in (first, second, third):
             until(lambda client=client: served(client))
-            assert sorted(names(client)) == ["kept", "new"]
+            until(
+                lambda client=client: sorted(names(client)) == ["kept", "new"]
+            )  # once its statistics are there
             assert client.get("/is_sleeping").json() == {"is_sleeping": False}
     assert frontends(server) == before
     server.process.send_signal(signal.SIGTERM)
