@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from openinfer.frontend.chat.parts import TOOL_NAME, Arguments, Part, Schemas, ToolCall
-from openinfer.frontend.chat.values import Malformed, child, decode, encode, fitted, kinds
+from openinfer.frontend.chat.values import Malformed, child, decode, encode, escaped, fitted, kinds
 
 if TYPE_CHECKING:
     from openinfer.frontend.chat.formats import JsonFormat
@@ -163,7 +163,7 @@ class JsonText:
         if self._key is not None:
             self._key.append(said)
         else:
-            self._said.append(json.dumps(said, ensure_ascii=False)[1:-1])
+            self._said.append(escaped(said))
         return True
 
     def _begin(self, text: str) -> None:

@@ -17,7 +17,7 @@ import re
 from typing import TYPE_CHECKING
 
 from openinfer.frontend.chat.parts import TOOL_NAME, Arguments, Part, Schemas, ToolCall, overlap
-from openinfer.frontend.chat.values import child, kinds, written_as
+from openinfer.frontend.chat.values import child, escaped, kinds, written_as
 
 if TYPE_CHECKING:
     from openinfer.frontend.chat.formats import TagFormat
@@ -225,7 +225,7 @@ class TagReader:
         if not self._is_text or not said:
             return
         count = skipped + len(said)
-        self._say(json.dumps(said, ensure_ascii=False)[1:-1])
+        self._say(escaped(said))
         self.text, self._line, self._at_start = self.text[count:], said[-1] == "\n", False
         self._at = max(self._at - count, 0)
         if self._weak is not None:
@@ -238,7 +238,7 @@ class TagReader:
         self.text = self.text[after:]
         self._parameter, self._at = None, 0
         if self._is_text:
-            self._say(json.dumps(value, ensure_ascii=False)[1:-1] + '"')
+            self._say(escaped(value) + '"')
         else:
             written = written_as(value, *self._schema, says_json=self._says_json)
             self._say(f"{self._comma}{json.dumps(self._key, ensure_ascii=False)}: {written}")

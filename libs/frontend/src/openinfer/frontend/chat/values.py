@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Malformed", "child", "decode", "encode", "fitted", "kinds", "resolved", "written_as"]
+__all__ = ["Malformed", "child", "decode", "encode", "escaped", "fitted", "kinds", "resolved", "written_as"]
 
 MAX_HOPS = 8
 MAX_LITERAL_CHARS = 1 << 16
@@ -32,6 +32,11 @@ def encode(value: Any) -> str:
     except (ValueError, TypeError, RecursionError) as error:
         raise Malformed from error
     return text
+
+
+def escaped(text: str) -> str:
+    """The inside of a JSON string of this text."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def written_as(
