@@ -30,7 +30,6 @@ PROTOCOL = "openinfer-kv/3"
 BEFORE_PROOF, BRIEF, CARD, MAX_WORDS = 4 << 10, 1 << 16, 8 << 20, 32 << 20
 """Bytes of a JSON object at most: from a stranger; that has no list; of a card; and any."""
 _LENGTH = struct.Struct("!I")
-_TAG_BYTES = 32
 _PARTS = 1024
 """Pieces of memory that the kernel takes in one call at most."""
 _PIECE = 1 << 20
