@@ -192,7 +192,7 @@ def test_a_gguf_file_holds_the_published_tensors(
 
     expected = tensors_of(published)
     formats = recipes.gguf_formats()
-    with opened(unpacked(make(tmp_path), formats), formats) as checkpoint:
+    with opened(unpacked(make(tmp_path), formats, tmp_path / "made"), formats) as checkpoint:
         assert set(checkpoint.names) <= expected.keys()
         left = {
             name

@@ -105,14 +105,15 @@ def checkpoint(name: str) -> Path:
         return Path(__file__).resolve().parents[3] / path
     if path.suffix != ".gguf" and not path.is_dir():
         return path
-    from openinfer.recipes.engine import (
-        gguf,  # numpy, which most commands do without until they know the model
-    )
+    # numpy, which most commands do without until they know the model
+    from openinfer.recipes.engine import gguf
 
     if not gguf.is_gguf(path):
         return path
+    from openinfer.kernels.store.cubins import default_cache
+
     try:
-        return gguf.unpacked(path, gguf_formats())
+        return gguf.unpacked(path, gguf_formats(), default_cache().parent / "gguf")
     except (ValueError, OSError) as error:
         if is_users_error(error):
             raise NoRecipe(str(error)) from error

@@ -34,8 +34,6 @@ __all__ = [
 
 WEIGHTS = "model.gguf"
 """The link to the file, in the folder that `unpacked` makes."""
-FORMAT = 1
-"""Of the files in that folder: a new number makes them anew."""
 Array = np.ndarray[Any, Any]
 Json = dict[str, Any]
 
@@ -109,9 +107,10 @@ Formats = Mapping[str, GgufFormat]
 """By `general.architecture`."""
 
 
-def unpacked(path: Path, formats: Formats) -> Path:
+def unpacked(path: Path, formats: Formats, base: Path) -> Path:
     """The folder of a GGUF file, as a checkpoint's: config.json, generation_config.json, tokenizer.json,
-    tokenizer_config.json, and a link to the file. It is made once, in $OPENINFER_CACHE or ~/.cache/openinfer.
+    tokenizer_config.json, and a link to the file. It lies in `base` under a name of the file's path, size
+    and time, and its files are written at each call.
 
     path: a file, the first part of a split one, or a folder with one of them. Raises UnsupportedModel for what is not
     read, CheckpointError for a damaged file, OSError where the folder cannot be made.
@@ -130,12 +129,8 @@ def unpacked(path: Path, formats: Formats) -> Path:
     finally:
         file.close()
     stat = path.stat()
-    key = f"{FORMAT} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    base = (
-        os.environ.get("OPENINFER_CACHE")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "openinfer"
-    )
-    folder = Path(base) / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:24] / path.stem
+    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    folder = base / hashlib.sha256(key.encode()).hexdigest()[:24] / path.stem
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name, content in files.items():
         partial = folder / f".{name}.{os.getpid()}"
