@@ -29,7 +29,7 @@ class _Args(Generic[T]):
     x [T, H], norm_weight [H], weight [N, H] of one float dtype; out [T, N] of that dtype, or float32 (logits: not
     rounded). The norm is computed in float32, rounded, multiplied by its weight and rounded; a norm_weight of float32
     multiplies before the one rounding. The product accumulates in float32 and is rounded once. H and N are multiples
-    of 16. A weight that is no tensor is a Linear of plain, FP8 or INT4 numbers. Without norm_weight and eps, x is
+    of 16. A weight that is not a tensor is a Linear of plain, FP8 or INT4 numbers. Without norm_weight and eps, x is
     normalised already.
 
     The Linear says how the normalised x is quantised to e4m3 before the product (rounding.coded). lora: adapters of the
