@@ -1,6 +1,7 @@
 """A client's end of the line to an engine process: msgpack over a ZeroMQ socket, read from the event loop."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -18,6 +19,8 @@ __all__ = ["EngineLink"]
 
 RECONNECT_MS = 10
 """The pause between two attempts of a client to connect, because the engine's process listens only after its start."""
+LAST_WORDS_S = 0.5
+"""For ZeroMQ's thread to see the end of an engine whose process has ended; one that never listened has no other end."""
 
 
 class EngineLink:
@@ -42,14 +45,14 @@ class EngineLink:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.set_hwm(0)  # never drop, never block: what is in flight is bounded by the requests
         self._socket.setsockopt(zmq.IDENTITY, str(client).encode())
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            self._context.term()
+            self._close()
             path = address.removeprefix("ipc://")
             raise EngineStartError(
                 f"the engine's socket {path} ({len(path)} characters) cannot be used: {error}; "
@@ -64,8 +67,12 @@ class EngineLink:
         # ZeroMQ signals its descriptor on edges, and sending may swallow one.
         self._schedule()
 
-    def read_rest(self) -> None:
-        """Take all messages that have come: the last messages of an engine that has ended."""
+    async def read_rest(self) -> None:
+        """Take the last messages of an engine whose process has ended. ZeroMQ's thread may be behind; it has read them
+        all once it sees that the connection has ended."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while not self._socket.closed and not self._ends.poll(0) and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
         while not self._socket.closed and self._socket.poll(0):
             self._drain()
 
@@ -73,8 +80,13 @@ class EngineLink:
         """Leave; a second time is no error."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
-            self._socket.close(linger=0)
-            self._context.term()
+            self._close()
+
+    def _close(self) -> None:
+        self._socket.disable_monitor()
+        self._ends.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
 
     def _schedule(self) -> None:
         if not self._scheduled:

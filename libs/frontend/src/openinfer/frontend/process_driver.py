@@ -21,9 +21,6 @@ from openinfer.frontend.wire import Boot, Close, Gone, ToEngine
 
 __all__ = ["ProcessDriver"]
 
-LAST_WORDS_S = 0.1
-"""For the reason of a start that failed to come from the socket after the process has ended."""
-
 
 class ProcessDriver(Driver):
     """Starts `python -m openinfer.frontend.engine_process` and speaks to it. An EngineClient.
@@ -82,10 +79,7 @@ class ProcessDriver(Driver):
 
     async def _watch(self, process: asyncio.subprocess.Process, link: EngineLink) -> None:
         code = await process.wait()
-        link.read_rest()
-        if code == 1 and self._info is None:  # it has said why, but ZeroMQ's thread may not have read it yet
-            await asyncio.sleep(LAST_WORDS_S)
-            link.read_rest()
+        await link.read_rest()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self.lose(f"the engine process {how}")
 
