@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import re
 import shutil
 import socket
@@ -11,21 +12,23 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from openinfer.frontend import EngineSpec
-from openinfer.frontend.client import Driver
+from openinfer.frontend import EngineSpec, Request
+from openinfer.frontend.client import Driver, EngineClient, OutputDelta
 from openinfer.frontend.errors import APIError, one_line
 from openinfer.frontend.http import ChatTemplate, Tokenizer, create_app, find_templates, run_server
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.render_pool import RenderPool
 from openinfer.frontend.thread_driver import ThreadDriver
+from openinfer.sampler import SamplingParams
 
 DATA = Path(__file__).parent / "data"
 
@@ -106,6 +109,7 @@ class RendersHere(RenderPool):
 
 
 Factory = Callable[..., Live]
+Generate = Callable[..., Awaitable[list[OutputDelta]]]
 
 
 @pytest.fixture(scope="session")
@@ -214,3 +218,37 @@ def launch() -> Iterator[Callable[..., Process]]:
         if one.process.poll() is None:
             one.process.kill()
         one.end()
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    logger = logging.getLogger()
+    before, level = list(logger.handlers), logger.level
+    yield logger
+    logger.handlers[:] = before
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def generate() -> Generate:
+    async def generate(
+        client: EngineClient, max_tokens: int = 2, prompt: Sequence[int] = (10,), adapter: str = ""
+    ) -> list[OutputDelta]:
+        deltas, ended = list[OutputDelta](), asyncio.Event()
+
+        def sink(delta: OutputDelta) -> None:
+            deltas.append(delta)
+            if delta.terminal is not None:
+                ended.set()
+
+        client.submit(
+            Request(
+                id=client.new_id(), prompt_token_ids=list(prompt), sampling=SamplingParams(ignore_eos=True),
+                max_tokens=max_tokens, arrival=time.monotonic(), adapter=adapter,
+            ),
+            sink,
+        )  # fmt: skip
+        await ended.wait()
+        return deltas
+
+    return generate

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from openinfer.frontend.client import Driver, OutputDelta
 from openinfer.frontend.contract import (
     Command,
     EngineSpec,
     Finished,
     LoadAdapter,
     Rejected,
-    Request,
     UnloadAdapter,
 )
 from openinfer.frontend.errors import FlagError, Unsupported
@@ -27,7 +25,6 @@ from openinfer.frontend.replicas import ReplicatedClient
 from openinfer.frontend.restart import RestartingClient
 from openinfer.frontend.testing import FakeEngine
 from openinfer.frontend.thread_driver import ThreadDriver
-from openinfer.sampler import SamplingParams
 
 
 @pytest.fixture
@@ -97,7 +94,7 @@ def test_the_metric_has_the_adapters_as_labels(live: Any) -> None:
     )
 
 
-def test_a_command_that_takes_long_holds_up_no_step_and_no_other_command() -> None:
+def test_a_command_that_takes_long_holds_up_no_step_and_no_other_command(generate: Any) -> None:
     """The engine begins it and goes on; the answer comes when its future is done, though no request is live."""
 
     async def main() -> None:
@@ -114,18 +111,18 @@ def test_a_command_that_takes_long_holds_up_no_step_and_no_other_command() -> No
         await driver.start()
         slow = asyncio.create_task(driver.control(LoadAdapter("slow", "/x")))
         await driver.control(LoadAdapter("quick", "/x"))
-        assert isinstance((await generate(driver, ""))[-1].terminal, Finished)
+        assert isinstance((await generate(driver))[-1].terminal, Finished)
         assert not slow.done()
         futures[0].set_exception(RuntimeError("a bug"))
         with pytest.raises(Unsupported, match="the engine failed at it: "):
             await slow
-        assert isinstance((await generate(driver, "quick"))[-1].terminal, Finished)
+        assert isinstance((await generate(driver, adapter="quick"))[-1].terminal, Finished)
         await driver.close()
 
     asyncio.run(main())
 
 
-def test_a_restarted_engine_gets_its_adapters_back() -> None:
+def test_a_restarted_engine_gets_its_adapters_back(generate: Any) -> None:
     async def main() -> None:
         spec = EngineSpec("openinfer.frontend.testing:FakeEngine", {"max_adapters": 2, "die_at_step": 3})
         client = RestartingClient(lambda: ProcessDriver(spec, close_timeout_s=0.5))
@@ -134,17 +131,17 @@ def test_a_restarted_engine_gets_its_adapters_back() -> None:
             await client.control(LoadAdapter(name, "/x"))
         await client.control(UnloadAdapter("two"))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(generate(client, "one", 40), 5)
+            await asyncio.wait_for(generate(client, 40, adapter="one"), 5)
         while not client.health().ok:
             await asyncio.sleep(0.02)
         assert [one.name for one in client.stats().adapters] == ["one", "three"]
-        assert isinstance((await generate(client, "two", 1))[-1].terminal, Rejected)
+        assert isinstance((await generate(client, 1, adapter="two"))[-1].terminal, Rejected)
         await client.close()
 
     asyncio.run(main())
 
 
-def test_an_adapter_that_cannot_be_restored_is_lost_alone(caplog: Any) -> None:
+def test_an_adapter_that_cannot_be_restored_is_lost_alone(generate: Any, caplog: Any) -> None:
     """So is one of the flags that was unloaded."""
 
     class Forgetful(ProcessDriver):
@@ -165,7 +162,7 @@ def test_an_adapter_that_cannot_be_restored_is_lost_alone(caplog: Any) -> None:
             await client.control(LoadAdapter(name, "/x"))
         await client.control(UnloadAdapter("flag"))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(generate(client, "one", 40), 5)
+            await asyncio.wait_for(generate(client, 40, adapter="one"), 5)
         while not client.health().ok:
             await asyncio.sleep(0.02)
         assert [one.name for one in client.stats().adapters] == ["stays", "two"]
@@ -250,21 +247,3 @@ def test_an_adapter_with_a_name_of_the_model_is_refused() -> None:
             await client.close()
 
     asyncio.run(main())
-
-
-async def generate(client: Driver | RestartingClient, adapter: str, max_tokens: int = 2) -> list[OutputDelta]:
-    deltas: list[OutputDelta] = []
-    ended = asyncio.Event()
-
-    def sink(delta: OutputDelta) -> None:
-        deltas.append(delta)
-        if delta.terminal is not None:
-            ended.set()
-
-    request = Request(
-        id=client.new_id(), prompt_token_ids=[10], sampling=SamplingParams(ignore_eos=True), max_tokens=max_tokens,
-        arrival=0.0, adapter=adapter,
-    )  # fmt: skip
-    client.submit(request, sink)
-    await ended.wait()
-    return deltas

@@ -3,7 +3,6 @@
 import json
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -62,15 +61,6 @@ def test_a_request_is_logged_with_its_id(start: Any, caplog: pytest.LogCaptureFi
     assert record.fields["request_id"] == "id-7"
     assert record.fields["completion_tokens"] == 2
     assert "id id-7" in record.getMessage()
-
-
-@pytest.fixture
-def root() -> Iterator[logging.Logger]:
-    logger = logging.getLogger()
-    before, level = list(logger.handlers), logger.level
-    yield logger
-    logger.handlers[:] = before
-    logger.setLevel(level)
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

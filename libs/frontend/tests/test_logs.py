@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,6 @@ import pytest
 from openinfer.frontend.logs import REQUEST_ID, LogLines, set_up_logging
 
 SECRET = "s3cret-key-1"
-
-
-@pytest.fixture
-def root() -> Iterator[logging.Logger]:
-    logger = logging.getLogger()
-    before, level = list(logger.handlers), logger.level
-    yield logger
-    logger.handlers[:] = before
-    logger.setLevel(level)
 
 
 def logged(capfd: pytest.CaptureFixture[str]) -> list[str]:

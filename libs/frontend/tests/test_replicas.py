@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -363,38 +362,20 @@ def run(use: Callable[[ReplicatedClient, list[ProcessDriver]], Awaitable[None]],
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-async def generate(client: ReplicatedClient, prompt: list[int], max_tokens: int) -> Any:
-    """The terminal."""
-    ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def sink(delta: OutputDelta) -> None:
-        if delta.terminal is not None:
-            ended.set_result(delta.terminal)
-
-    client.submit(
-        Request(
-            id=client.new_id(), prompt_token_ids=prompt, sampling=SamplingParams(ignore_eos=True),
-            max_tokens=max_tokens, arrival=time.monotonic(),
-        ),
-        sink,
-    )  # fmt: skip
-    return await ended
-
-
-def test_a_killed_replica_costs_its_own_requests_and_comes_back() -> None:
+def test_a_killed_replica_costs_its_own_requests_and_comes_back(generate: Any) -> None:
     async def use(client: ReplicatedClient, drivers: list[ProcessDriver]) -> None:
         assert client.info.kv_capacity_tokens == 2 * drivers[0].info.kv_capacity_tokens
-        long = [asyncio.create_task(generate(client, [n + 1], 1500)) for n in range(6)]
+        long = [asyncio.create_task(generate(client, 1500, [n + 1])) for n in range(6)]
         while client.stats().running < 6:
             await asyncio.sleep(0.01)
         os.kill(drivers[0].pid, signal.SIGKILL)
-        ends = await asyncio.gather(*long)
+        ends = [deltas[-1].terminal for deltas in await asyncio.gather(*long)]
         assert sorted(type(end).__name__ for end in ends) == ["Failed"] * 3 + ["Finished"] * 3
         assert all("SIGKILL" in end.message for end in ends if isinstance(end, Failed))
         while len(drivers) < 3 or client.health().detail != "ok":
-            assert isinstance(await generate(client, [5], 2), Finished)
-        spread = await asyncio.gather(*(generate(client, [n + 1], 3) for n in range(4)))
-        assert all(isinstance(end, Finished) for end in spread)
+            assert isinstance((await generate(client))[-1].terminal, Finished)
+        spread = await asyncio.gather(*(generate(client, 3, [n + 1]) for n in range(4)))
+        assert all(isinstance(deltas[-1].terminal, Finished) for deltas in spread)
 
     run(use)
 

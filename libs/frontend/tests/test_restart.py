@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -12,7 +11,6 @@ import pytest
 from openinfer.frontend import EngineDeadError, EngineSpec, Finished, Request
 from openinfer.frontend import restart as restart_module
 from openinfer.frontend.attached_driver import AttachedDriver
-from openinfer.frontend.client import OutputDelta
 from openinfer.frontend.contract import Command, LoadAdapter, Sleep, UnloadAdapter, WakeUp
 from openinfer.frontend.errors import Unsupported
 from openinfer.frontend.process_driver import ProcessDriver
@@ -40,33 +38,12 @@ def run(use: Callable[[RestartingClient, list[ProcessDriver]], Awaitable[None]],
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-async def generate(client: RestartingClient, max_tokens: int) -> list[OutputDelta]:
-    deltas: list[OutputDelta] = []
-    ended = asyncio.Event()
-
-    def sink(delta: OutputDelta) -> None:
-        deltas.append(delta)
-        if delta.terminal is not None:
-            ended.set()
-
-    request = Request(
-        id=client.new_id(),
-        prompt_token_ids=[10],
-        sampling=SamplingParams(ignore_eos=True),
-        max_tokens=max_tokens,
-        arrival=time.monotonic(),
-    )
-    client.submit(request, sink)
-    await ended.wait()
-    return deltas
-
-
 async def up(client: RestartingClient) -> None:
     while not client.health().ok:
         await asyncio.sleep(0.02)
 
 
-def test_a_killed_engine_comes_back() -> None:
+def test_a_killed_engine_comes_back(generate: Any) -> None:
     async def use(client: RestartingClient, drivers: list[ProcessDriver]) -> None:
         long = asyncio.create_task(generate(client, 4000))
         while client.stats().running == 0:
@@ -169,7 +146,7 @@ def test_a_replaced_adapter_that_cannot_come_back_leaves_no_other_in_its_place()
     run(use, max_adapters=4, adapters=["flag"])
 
 
-def test_a_hung_engine_is_ended_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_engine_is_ended_and_comes_back(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart_module, "CHECK_S", 0.05)
 
     async def use(client: RestartingClient, drivers: list[ProcessDriver]) -> None:
@@ -182,7 +159,9 @@ def test_a_hung_engine_is_ended_and_comes_back(monkeypatch: pytest.MonkeyPatch) 
     run(use, hang_at_step=10)
 
 
-def test_an_engine_that_dies_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_again_and_again_is_given_up(
+    generate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(restart_module, "CHECK_S", 0.05)
 
     async def use(client: RestartingClient, drivers: list[ProcessDriver]) -> None:
