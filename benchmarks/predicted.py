@@ -147,7 +147,7 @@ def steps(figures: Figures = GPUS[H200.gpu]) -> Iterator[tuple[str, str, float, 
     for result in (r for file in ONE_OF_SEVERAL for r in json.loads((RESULTS / file).read_text())["figures"]):
         gpus, words = result["ranks"], result["step"].split()
         point = f"decode:{words[1]},{words[3]}" if words[0] == "decode" else f"prefill:{words[2]}"
-        name = f"deepseek_v4-Flash, the part of 1 of {gpus} GPUs without collectives"
+        name = f"V4-Flash, one of {gpus} ranks alone, no collectives"
         yield name, point, predicted(made[gpus], point, 1, figures, links=False), result["device_ms"]
 
 
@@ -169,13 +169,25 @@ def predicted(made: Outline, point: str, gpus: int, figures: Figures, *, links: 
     return 1e3 * found
 
 
+STEPS = {
+    "decode:1,": "1 row",
+    **{f"decode:{rows},": f"{rows} rows" for rows in (8, 32, 128)},
+    **{f"prefill:{tokens}": f"prompt of {tokens:,}" for tokens in (1024, 2048, 4096)},
+}
+"""Columns of the table of steps, by how a point begins."""
+
+
 def steps_table() -> str:
-    """The steps in Markdown, and how many are within the limit."""
-    lines, within = ["| model | step | ms |", "| --- | --- | --- |"], []
+    """The steps in Markdown, a row for each run, and how many are within the limit."""
+    table, within = defaultdict[str, dict[str, str]](dict), []
     for name, point, guess, measured in steps():
         figure = Figure("step p50", guess, measured)
         within.append(figure.within)
-        lines.append(f"| {name.replace(', 1 GPUs', ', 1 GPU')} | {point} | {figure} |")
+        (column,) = (column for start, column in STEPS.items() if point.startswith(start))
+        table[name][column] = str(figure)
+    lines = [f"| ms | {' | '.join(STEPS.values())} |", "| --- " * (1 + len(STEPS)) + "|"]
+    for name, cells in table.items():
+        lines.append("| " + " | ".join([name, *(cells.get(column, "-") for column in STEPS.values())]) + " |")
     held = f"{sum(within)} of {len(within)} within {LIMITS['p50']:.0%}"
     return "\n".join([*lines, "", f"Predicted / measured; {held}; others are bold.", ""])
 

@@ -87,10 +87,13 @@ def _row(row: dict[str, Any], result: dict[str, Any] | None, folder: Path) -> st
 
 
 def beside_vllm(targets: list[dict[str, Any]], folder: Path) -> str:
-    """Markdown: one table of all rows that have a figure of vLLM too. A ratio above 1: ours is better."""
-    found = figures(folder)
+    """Markdown: one table of all rows that have a figure of vLLM too. A ratio above 1: ours is better.
+
+    A run is named in the first of the rows that it has one after the other.
+    """
+    found, run = figures(folder), ""
     lines = [
-        "| model | what | vLLM 0.26.0 | openinfer | ratio | measured |",
+        "| model | what | vLLM 0.26.0 | openinfer | ratio | measured (empty: as above) |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in targets:
@@ -100,7 +103,8 @@ def beside_vllm(targets: list[dict[str, Any]], folder: Path) -> str:
             ratio = value / row["vllm"] if row.get("higher") else row["vllm"] / value
             model = NAMES[row["table"].split()[0]]
             cells = [model, row["what"], _number(row["vllm"]), _number(value), f"{ratio:.2f}"]
-            cells.append(result["measured"])
+            cells.append("" if result["measured"] == run else result["measured"])
+            run = result["measured"]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
