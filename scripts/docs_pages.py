@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import functools
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,10 +114,11 @@ def imported(path: Path) -> Iterator[str]:
 
 def checkpoints() -> str:
     """The page with the memory of published checkpoints."""
-    rows = []
+    rows, known = [], dict[str, list[str]]()  # models of one size have one plan
     for recipe in ours():
         for name, config in recipe.published().items():
-            rows.append(row(recipe, name, config))
+            cells = known[json.dumps(config)] = known.get(json.dumps(config)) or row(recipe, name, config)
+            rows.append([name, *cells[1:]])
     head = ["checkpoint", "recipe", "weights", "beside them", *(f"cache on {gpu}" for gpu in GPUS)]
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
     return f"""# Checkpoints and their memory

@@ -89,7 +89,7 @@ def test_the_picture_of_the_parts_is_what_they_import(docs_pages: Any) -> None:
 
 
 def test_the_memory_of_checkpoints_is_what_engines_plan(docs_pages: Any) -> None:
-    """The first published size of each recipe for one GPU. `--check` has all of them, and takes 20 s."""
+    """The first published size of each recipe for one GPU. `--check` has all of them, and takes a minute."""
     text = (ROOT / "docs" / "checkpoints.md").read_text()
     for recipe in (recipe for recipe in docs_pages.ours() if recipe.name != "deepseek_v4"):
         name, config = next(iter(recipe.published().items()))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from next_form import as_next
 from safetensors.numpy import save_file
 from test_eagle3 import speculation, write_head
 
@@ -27,12 +28,12 @@ from openinfer.recipes.engine.testing import Session
 from openinfer.tensor import Checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"
-MODELS = ("qwen3-tiny-untied", "qwen3_5-tiny", "qwen3_5-moe-tiny")
+MODELS = ("qwen3-tiny-untied", "qwen3_5-tiny", "qwen3_5-moe-tiny", "qwen3_next")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj_z",
-       "in_proj_a", "in_proj_b", "out_proj")  # fmt: skip
+       "in_proj_a", "in_proj_b", "in_proj_qkvz", "in_proj_ba", "out_proj")  # fmt: skip
 ADAPTERS: Mapping[str, tuple[int, int, Sequence[str]]] = {  # rank, alpha, targets
     "all": (8, 16, ALL),
-    "two": (4, 4, ("q_proj", "v_proj", "in_proj_z")),
+    "two": (4, 4, ("q_proj", "v_proj", "in_proj_z", "in_proj_qkvz")),
     "mlp": (16, 8, ("gate_proj", "down_proj")),
 }
 FLAGS = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 6, "kv_cache_memory_bytes": 64 << 20}
@@ -56,6 +57,7 @@ def write_adapter(
             name == module
             or module.rpartition(".")[2] not in targets
             or name.startswith("mtp.")
+            or ".experts." in name
             or value.ndim != 2
         ):
             continue
@@ -79,6 +81,8 @@ class Made:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.model, self.folder = GOLDENS / name, folder
+        if name == "qwen3_next":
+            self.model = as_next(GOLDENS / "qwen3_5-moe-tiny", folder / "model")
         weights = weights_of(self.model)
         rng = np.random.default_rng(3)
         shared = rng.integers(3, 200, 70).tolist()

@@ -55,7 +55,7 @@ def test_chats_are_rendered_and_read_in_this_familys_format(start: Callable[...,
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_tools_are_xml_by_default(model_type: str) -> None:
     assert RECIPE.matches({"model_type": model_type})
-    assert default_formats(model_type) == ("qwen3_xml", "qwen3")
+    assert default_formats(model_type) == ("hermes" if model_type == "qwen3_next" else "qwen3_xml", "qwen3")
 
 
 def test_answers_take_the_form_of_a_schema_and_have_log_probabilities(start: Callable[..., Any]) -> None:

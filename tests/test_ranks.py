@@ -32,7 +32,9 @@ from openinfer.recipes.qwen3.published import config_json
 from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
 from openinfer.recipes.qwen3_5.config import Config as HybridConfig
 from openinfer.recipes.qwen3_5.published import config_json as hybrid_json
-from openinfer.tensor import Tensor
+from openinfer.recipes.qwen3_5.weights import Format as HybridFormat
+from openinfer.recipes.qwen3_5.weights import Weights as HybridWeights
+from openinfer.tensor import Arena, Device, Tensor, bfloat16
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 MIXTURES = [
@@ -318,15 +320,25 @@ def test_goldens_that_four_ranks_cannot_share_are_refused(name, config, why):
 
 def test_ranks_share_every_part_of_a_hybrid():
     """A part of an FP8 weight may lie within one block of 128, as the shared expert's on 8 ranks."""
-    for size in ("0.8B", "4B", "27B", "35B-A3B", "397B-A17B"):
+    for size in ("0.8B", "4B", "27B", "35B-A3B", "397B-A17B", "Qwen3-Next-80B-A3B"):
+        raw = hybrid_json(size, fp8=size == "35B-A3B")
+        raw.get("text_config", raw)["num_hidden_layers"] = 4
+        whole = HybridConfig.parse(raw)
         for ranks in (2, 4, 8):
-            whole = HybridConfig.parse(hybrid_json(size, fp8=size == "35B-A3B"))
             parts = [whole.of_rank(rank, ranks) for rank in range(ranks)]
-            for rows in zip(*(part.conv_parts for part in parts), strict=True):
-                taken = [row for count, first in rows for row in range(first, first + count)]
-                assert taken == sorted(taken)
-                assert len(set(taken)) == len(taken)
-            assert sum(part.conv_size for part in parts) == whole.conv_size
+            rows = {"in_proj": [], "conv1d": []}
+            for part in parts:
+                arena, form = Arena(Device("null"), None), HybridFormat.published(part)
+                places = HybridWeights.allocate(part, arena, bfloat16, form).places
+                for name, _, source in (
+                    *places.layers,
+                    *(load for load in places.loads if "conv1d" in load.name),
+                ):
+                    if kind := next((one for one in rows if f".layers.1.linear_attn.{one}" in name), None):
+                        rows[kind] += [(name, row) for row in range(source[0].start, source[0].stop)]
+            inputs = whole.conv_size + whole.z_size + 2 * whole.value_heads
+            assert [len(taken) for taken in rows.values()] == [inputs, whole.conv_size]
+            assert [len(set(taken)) for taken in rows.values()] == [inputs, whole.conv_size]
             assert sum(part.state_bytes(2) for part in parts) == whole.state_bytes(2)
 
 

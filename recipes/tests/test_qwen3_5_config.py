@@ -31,6 +31,7 @@ PUBLISHED = {  # parameters of the text model; bytes of keys and values a token,
     "35B-A3B": (34_660_610_688, 20_480, 62.9e6 + 1.47e6),
     "122B-A10B": (122_111_526_912, 24_576, 151e6 + 2.65e6),
     "397B-A17B": (396_346_350_336, 30_720, 189e6 + 3.32e6),
+    "Qwen3-Next-80B-A3B": (79_674_391_296, 24_576, 75.5e6 + 1.77e6),
 }
 
 

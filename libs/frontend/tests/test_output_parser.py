@@ -363,7 +363,11 @@ def test_defaults_by_model_type() -> None:
 )
 def test_formats_are_found_in_templates(template: str, found: tuple[str | None, str | None]) -> None:
     assert default_formats("llama", (template, None)) == found
-    assert default_formats("qwen3", (template,)) == ("hermes", "qwen3")
+    assert default_formats("qwen3", (template,)) == (
+        found[0] if found[0] == "qwen3_xml" else "hermes",
+        "qwen3",
+    )
+    assert default_formats("deepseek_v4", (template,)) == ("deepseek_v4", "deepseek_v4")
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,10 @@ def _check(args: argparse.Namespace, asked: Asked) -> int:
         source = dataclasses.replace(source, checkpoint=checkpoint)
         with report.part("model"):
             blueprint = recipe.blueprint(source, options, ranks=options.tensor_parallel_size)
-            report.say("context", _context(blueprint.usual_positions, blueprint.max_positions))
-            ends = dict.fromkeys((*blueprint.eos_token_ids, *end_token(folder)))
+            report.say(
+                "context", _context(blueprint.config.max_position_embeddings, blueprint.config.max_positions)
+            )
+            ends = dict.fromkeys((*blueprint.config.eos_token_ids, *end_token(folder)))
             report.say("end tokens", ", ".join(map(str, ends)) or "none: answers end at their limit only")
     if blueprint is not None and checkpoint is not None:
         with report.part("tensors"):

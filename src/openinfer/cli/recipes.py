@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -73,15 +74,16 @@ def _why_no_checkpoint(folder: Path) -> str:
 
 
 def published(name: str) -> tuple[Recipe, Mapping[str, Any]]:
-    """The recipe and the config.json of a published model, such as Qwen3-4B or Qwen/Qwen3-4B. Case, dots and dashes do
-    not count. Raises NoRecipe, which lists the names."""
-    models = {
-        f"{recipe.name}-{size}": (recipe, config)
-        for recipe in installed()
-        for size, config in getattr(recipe, "published", dict)().items()
-    }
+    """The recipe and the config.json of a published model, such as Qwen3-4B or Qwen/Qwen3-4B. Case, dots, dashes and
+    -Instruct or -Thinking do not count. Raises NoRecipe, which lists the names."""
+    models = {}
+    for recipe in installed():
+        family = recipe.name.rstrip("_0123456789")
+        for size, config in getattr(recipe, "published", dict)().items():
+            models[size if size.lower().startswith(family) else f"{recipe.name}-{size}"] = recipe, config
+    wanted = re.sub("-(instruct|thinking)(-2507)?", "", name.rpartition("/")[2].lower())
     for known, found in models.items():
-        if _letters(known) == _letters(name.rpartition("/")[2]):
+        if _letters(known) == _letters(wanted):
             return found
     raise NoRecipe(f"{name} is neither a folder with a config.json nor one of {', '.join(models)}")
 

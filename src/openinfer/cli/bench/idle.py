@@ -57,7 +57,7 @@ def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs
     pool = Pool(blueprint.groups(limits, [blocks] * groups), prefix_cache=False)
     followers = NoFollowers()
     desk = desk_of(blueprint, model, arena, stream, limits, (), followers, lambda: lambda done, total: None)
-    served = Served("host", tuple(blueprint.eos_token_ids), rows, LENGTH, max_queued=4096)
+    served = Served("host", tuple(blueprint.config.eos_token_ids), rows, LENGTH, max_queued=4096)
     return Engine(runner, Cache(pool), FirstCome(TOKENS), desk, served, followers)
 
 

@@ -32,7 +32,7 @@ def references(recipe: Recipe[Any], folder: Path, seed: int = 0, **flags: Any) -
         built = build(recipe, folder, **{**flags, **SMALL, "device": "cpu", "dtype": dtype,
                                          "kv_cache_memory_bytes": 1 << 30})  # fmt: skip
         if not sequences:
-            rng, vocab = np.random.default_rng(seed), built.blueprint.vocab_size
+            rng, vocab = np.random.default_rng(seed), built.blueprint.config.vocab_size
             sequences = [rng.integers(0, vocab, n + FORCED).tolist() for n in LENGTHS]
         runs.append(logprobs(Forced(built.engine), sequences))
         built.engine.close()

@@ -29,6 +29,10 @@ def adapters_of(
     are not run."""
     if limits.adapters is None:
         return None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in _projections(whole()):  # a layer may be several
+        end = tuple(part.stop for part in one.source)
+        shapes[one.module] = max(end, shapes.get(one.module, end))
     return Adapters.allocate(
         arena,
         limits.adapters,
@@ -36,7 +40,7 @@ def adapters_of(
         _projections(loads),
         dtype=limits.dtype,
         unused=unused,
-        shapes={one.module: one.shape for one in _projections(whole())},
+        shapes=shapes,
     )
 
 

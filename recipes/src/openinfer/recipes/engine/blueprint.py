@@ -32,7 +32,11 @@ class Control:
 
 
 class ModelConfig(Protocol):
-    """The fields that an engine reads from a model's config. A frozen dataclass with these fields is one."""
+    """The fields that an engine reads from a model's config. A frozen dataclass with these fields is one.
+
+    max_position_embeddings: tokens of the longest sequence where no flag asks for more. max_positions: of the longest
+    that the config allows, which YaRN makes longer.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -56,24 +60,6 @@ class Blueprint(ABC, Generic[M]):
     config: ModelConfig
     cache_forms: ClassVar[Collection[CacheForm]] = ()
     """Forms of the cache that the model can have (--kv-cache-dtype) besides numbers of its own dtype."""
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]:
-        return self.config.eos_token_ids
-
-    @property
-    def usual_positions(self) -> int:
-        """Tokens of the longest sequence where no flag asks for more (max_position_embeddings)."""
-        return self.config.max_position_embeddings
-
-    @property
-    def max_positions(self) -> int:
-        """Tokens of the longest sequence that the config allows, which YaRN makes longer."""
-        return self.config.max_positions
 
     @property
     @abstractmethod

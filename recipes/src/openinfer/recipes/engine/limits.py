@@ -112,8 +112,8 @@ def decide(options: Options, device: Device, blueprint: Blueprint[Any]) -> Limit
         )
     if cache.scaled and cache not in blueprint.cache_forms:
         raise SetupError("--kv-cache-dtype: this model's recipe has no FP8 cache; leave the flag out")
-    longest = blueprint.max_positions
-    wanted = blueprint.usual_positions if options.max_model_len is None else options.max_model_len
+    usual, longest = blueprint.config.max_position_embeddings, blueprint.config.max_positions
+    wanted = usual if options.max_model_len is None else options.max_model_len
     if not 2 <= wanted <= longest:
         raise SetupError(f"--max-model-len {wanted}: this model has positions for 2 to {longest} tokens")
     if options.max_model_len is None and wanted < longest:

@@ -156,8 +156,8 @@ class Builder(Generic[O]):
         """The engine, with its tiers attached."""
         self._build()
         limits, pool, tiers, path = self.limits, self.cache.pool, self.cache.tiers, self.path
-        end = (one for one in end_token(path) if one < self.blueprint.vocab_size)
-        ends = tuple(dict.fromkeys((*self.blueprint.eos_token_ids, *end)))
+        end = (one for one in end_token(path) if one < self.blueprint.config.vocab_size)
+        ends = tuple(dict.fromkeys((*self.blueprint.config.eos_token_ids, *end)))
         engine = Engine(
             self.runner, self.cache, _policy(self.options, limits), self.desk,
             Served(

@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openinfer.recipes.engine.config_fields import (
-    Fields,
-    attention_heads,
-    eos_ids,
-)
+from openinfer.recipes.engine.config_fields import Fields, attention_heads, eos_ids
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.experts import Experts
 from openinfer.recipes.engine.quantization import AnyPacking, packing
@@ -31,6 +27,7 @@ class Config:
     inv_freq, rope_scale, max_positions: see Rope. Part of a head is rotated.
     mtp: the checkpoint has an MTP head, which predicts one more token.
     packing: how packed weights are.
+    by_key_head: inputs of a delta net are one projection, by key head, and experts are tensors of their own.
     text_only: there is no vision tower, and tensors have other names.
     part: which part of the model a rank has; all other fields are the whole model's.
     """
@@ -56,6 +53,7 @@ class Config:
     max_positions: int
     mtp: bool
     packing: AnyPacking | None
+    by_key_head: bool
     text_only: bool
     eos_token_ids: tuple[int, ...]
     part: Part = WHOLE
@@ -86,15 +84,6 @@ class Config:
     def whole(self) -> Config:
         """This model on one rank."""
         return dataclasses.replace(self, part=WHOLE)
-
-    @property
-    def conv_parts(self) -> list[tuple[int, int]]:
-        """This rank's queries, keys and values among the rows of in_proj_qkv: how many, and the first."""
-        part, every = self.part, self.key_heads * self.key_dim
-        if part.ranks == 1:
-            return [(self.conv_size, 0)]
-        keys, first = part.of(self.key_heads) * self.key_dim, part.first(self.key_heads) * self.key_dim
-        return [(keys, first), (keys, every + first), (self.z_size, 2 * every + part.rank * self.z_size)]
 
     @property
     def num_full(self) -> int:
@@ -133,7 +122,8 @@ class Config:
         checkpoint: Checkpoint | None = None,
     ) -> Config:  # fmt: skip
         """From the parsed config.json, nested or flat; eos None: those of config.json. quantization: the flag.
-        coded: whether activations may be quantised. checkpoint: which modules are packed. Raises UnsupportedModel."""
+        coded: whether activations may be quantised. checkpoint: which modules are packed, and whether it has an MTP
+        head. Raises UnsupportedModel."""
         whole, model_type = Fields(raw), raw.get("model_type")
         if model_type not in MODEL_TYPES:
             raise whole.wrong("model_type", f"this recipe runs {', '.join(map(repr, MODEL_TYPES))}")
@@ -141,7 +131,9 @@ class Config:
         _refuse(text)
         vocab = text.size("vocab_size")
         eos = text.get("eos_token_id", whole.get("eos_token_id")) if eos is None else eos
-        experts = Experts.of(text, shared=True) if "_moe" in model_type else None
+        following = model_type == "qwen3_next"
+        experts = Experts.of(text, shared=True) if "_moe" in model_type or following else None
+        layers_of_mtp = "num_nextn_predict_layers" if following else "mtp_num_hidden_layers"
         head_dim = text.size("head_dim")
         return cls(
             hidden_size=text.size("hidden_size"),
@@ -158,8 +150,10 @@ class Config:
             max_position_embeddings=text.size("max_position_embeddings"),
             tie_word_embeddings=_tied(whole, text),
             **_rope(whole, text, head_dim)._asdict(),
-            mtp=text.count("mtp_num_hidden_layers", default=0, most=1) == 1,
+            mtp=text.count(layers_of_mtp, default=int(following), most=1) == 1
+            and (checkpoint is None or "mtp.fc.weight" in checkpoint),
             packing=packing(whole, quantization, coded, checkpoint),
+            by_key_head=following,
             text_only=text is whole,
             eos_token_ids=eos_ids(eos, vocab),
         )
@@ -173,6 +167,9 @@ def _refuse(text: Fields) -> None:
         "output_gate_type": "swish",
         "attn_output_gate": True,
         "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "use_sliding_window": False,
         "mtp_use_dedicated_embeddings": False,
     }
     text.is_all(wanted, "every published model has")
@@ -208,7 +205,9 @@ def _full(text: Fields) -> tuple[bool, ...]:
 
 
 def _rope(whole: Fields, text: Fields, head_dim: int) -> Rope:
-    """For text the three streams of positions are one."""
+    """For text the three streams of positions are one; Qwen3-Next has one."""
+    if whole.get("model_type") == "qwen3_next":
+        return rope_of(text, head_dim, partial=0.25)
     for key in (*SECTIONS, "rope_theta"):
         if whole is not text and key in whole:
             raise whole.wrong(key, "it belongs into text_config, where other programs read it too")

@@ -256,11 +256,7 @@ _CHUNKS = _DEVICE + "delta_chunks"
 
 def _chunks(a: DeltaArgs[Tensor], tuning: Tuning, short: int) -> Iterator[Launch]:
     """Rows of more than `short` tokens, and zeros for the tokens after the last row."""
-    (_, heads, dk, dv), (tokens, _), rows = (
-        a.state.shape,
-        a.out.shape,
-        a.slots.shape[0],
-    )
+    (_, heads, dk, dv), (tokens, _), rows = (a.state.shape, a.out.shape, a.slots.shape[0])
     dtype = a.out.dtype
     q, k = (Scratch((tokens, a.sizes.key_heads, dk), dtype) for _ in range(2))
     v, o = (Scratch((tokens, heads, dv), dtype) for _ in range(2))

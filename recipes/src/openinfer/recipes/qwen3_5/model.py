@@ -24,11 +24,11 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.authoring import KvCache, Linear
 from openinfer.recipes.qwen3_5.config import Config
-from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
+from openinfer.recipes.qwen3_5.ops.gated_attention import columns, gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.recipes.qwen3_5.states import States
-from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Mtp, Weights
+from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Weights
 from openinfer.tensor import Arena, Stream, Tensor, int32
 
 
@@ -150,7 +150,8 @@ class Model:
     ) -> None:  # fmt: skip
         """graph.runner.Proposer: the MTP head's hidden states, from the normed states before it and the embedding of
         the tokens that follow. Its keys and values have the last layer of the pages."""
-        b, eps, mtp, t = self.buffers, self.config.rms_norm_eps, self._mtp, token_ids.shape[0]
+        b, eps, mtp, t = self.buffers, self.config.rms_norm_eps, self.weights.mtp, token_ids.shape[0]
+        assert mtp is not None
         x, states, other = b.x[:t], b.drafting[0][:t], b.drafting[1][:t]
         norm = self.weights.norm if first else mtp.norm
         norm_rows(pack, out=other, x=x, norm_weight=norm, eps=eps, quantized=False)
@@ -158,13 +159,12 @@ class Model:
         embed(pack, out=other, token_ids=token_ids, table=self.weights.embed)
         norm_linear(pack, out=x, x=other, norm_weight=mtp.embed_norm, weight=mtp.of_embedding, eps=eps)
         linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
-        if not isinstance(mtp.layer.mixer, Attention):
-            raise TypeError("the MTP head's layer has no attention")
-        layer, last = mtp.layer, self.config.num_full
+        layer, mixer, last = mtp.layer, mtp.layer.mixer, self.config.num_full
+        assert isinstance(mixer, Attention)
         if only_keys:
-            self._keys(pack, self._first(x, layer), mtp.layer.mixer, step)
+            self._keys(pack, self._first(x, layer), mixer, step)
             return
-        read = self._attention(pack, self._first(x, layer), layer, mtp.layer.mixer, last, step, max_q_len)
+        read = self._attention(pack, self._first(x, layer), layer, mixer, last, step, max_q_len)
         self._mlp(pack, read, layer, t)
 
     def _keys(self, pack: Pack, read: Read, mixer: Attention, step: StepRows) -> None:
@@ -181,13 +181,9 @@ class Model:
 
     def draft_head(self, pack: Pack, num_rows: int) -> None:
         """graph.runner.Proposer: logits of the MTP head's states in `batch.last`."""
-        self._logits(pack, num_rows, self._mtp.norm, self._mtp.head)
-
-    @property
-    def _mtp(self) -> Mtp:
-        if self.weights.mtp is None:
-            raise TypeError("the MTP head is not loaded")
-        return self.weights.mtp
+        mtp = self.weights.mtp
+        assert mtp is not None
+        self._logits(pack, num_rows, mtp.norm, mtp.head)
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page and the padding block of state."""
@@ -292,7 +288,7 @@ class Model:
         norm_linear(pack, out=router, **read, weight=mlp.router)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
         self._gate_up(pack, mlp.shared.gate_up, read, t)
-        sigmoid_gate(pack, out=hidden.reshape(t, 1, -1), gate=_columns(router, count, (1, 1), (1, 1)))
+        sigmoid_gate(pack, out=hidden.reshape(t, 1, -1), gate=columns(router, count, (1, 1), (1, 1)))
         route_topk(
             pack,
             expert_ids=ids,
@@ -325,11 +321,3 @@ class Model:
         """x += h times a layer, over all ranks, and its norm for what comes next."""
         ranks, eps, add = self.config.part.ranks, self.config.rms_norm_eps, self.batch.add
         return add(pack, x, h=h, weight=linear, ranks=ranks, norm=norm, eps=eps)
-
-
-def _columns(wide: Tensor, first: int, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:
-    """A view [T, *shape] of wide [T, N] that starts at column `first` of each row."""
-    start = wide[:, first:]
-    return Tensor(
-        start.ptr, (wide.shape[0], *shape), wide.dtype, wide.device, (wide.strides[0], *strides), wide.owner
-    )

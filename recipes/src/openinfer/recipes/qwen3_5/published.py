@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
-"""Checkpoints with a vision tower (which is not loaded), and those of the text model alone."""
+MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Checkpoints with a vision tower (which is not loaded), and those of the text model only."""
 SIZES: dict[
     str, tuple[int, int, int, int, int, int | tuple[int, int, int], bool]
 ] = {  # hidden, layers, query heads, key-value heads, linear value heads, MLP or (experts, chosen, width), tied
@@ -17,11 +17,16 @@ SIZES: dict[
     "35B-A3B": (2048, 40, 16, 2, 32, (256, 8, 512), False),
     "122B-A10B": (3072, 48, 32, 2, 64, (256, 8, 1024), False),
     "397B-A17B": (4096, 60, 32, 2, 64, (512, 10, 1024), False),
+    "Qwen3-Next-80B-A3B": (2048, 48, 16, 2, 32, (512, 10, 512), False),
 }
+SAME = {"Qwen3.6-27B": "27B", "Qwen3.6-35B-A3B": "35B-A3B", "Qwen3.8-27B": "27B",
+        "Qwen3-Coder-Next": "Qwen3-Next-80B-A3B"}  # fmt: skip
+"""Later models of the same sizes."""
 
 
 def config_json(size: str, *, fp8: bool = False) -> dict[str, Any]:
-    """The keys of config.json that matter, for a size of SIZES; `fp8`: of the block-scaled checkpoint."""
+    """The keys of config.json that matter, for a name of SIZES or SAME; `fp8`: of the block-scaled checkpoint."""
+    size = SAME.get(size, size)
     hidden, layers, heads, kv_heads, value_heads, mlp, tied = SIZES[size]
     text: dict[str, Any] = {
         "vocab_size": 248320,
@@ -57,6 +62,8 @@ def config_json(size: str, *, fp8: bool = False) -> dict[str, Any]:
         "text_config": text,
         "tie_word_embeddings": tied,
     }
+    if "Next" in size:
+        raw = {**text, "model_type": "qwen3_next", "vocab_size": 151936, "eos_token_id": 151645}
     if fp8:
         raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     return raw

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from openinfer.recipes.engine import Recipe, SetupError, Source
 from openinfer.recipes.qwen3_5.options import HybridOptions
-from openinfer.recipes.qwen3_5.published import MODEL_TYPES, SIZES, config_json
+from openinfer.recipes.qwen3_5.published import MODEL_TYPES, SAME, SIZES, config_json
 
 if TYPE_CHECKING:
     from openinfer.recipes.engine.gguf import GgufFormat
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Qwen35Recipe(Recipe[HybridOptions]):
-    """Serves the text model of Qwen3.5 checkpoints, dense and mixtures of experts."""
+    """Serves the text model of Qwen3.5 checkpoints, dense and mixtures of experts, and Qwen3-Next."""
 
     name, options = "qwen3_5", HybridOptions
     small: Mapping[str, Any] = {
@@ -29,7 +29,7 @@ class Qwen35Recipe(Recipe[HybridOptions]):
     }  # fmt: skip
 
     def matches(self, config: Mapping[str, Any]) -> bool:
-        """Whether config.json is a Qwen3.5's, with or without a vision tower."""
+        """Whether config.json is a Qwen3.5's, with or without a vision tower, or a Qwen3-Next's."""
         return config.get("model_type") in MODEL_TYPES
 
     def blueprint(self, source: Source, options: HybridOptions, *, ranks: int = 1, rank: int = 0) -> Qwen35:
@@ -56,8 +56,8 @@ class Qwen35Recipe(Recipe[HybridOptions]):
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
         """The published sizes, in BF16 and FP8."""
-        plain = {size: config_json(size) for size in SIZES}
-        return plain | {f"{size}-FP8": config_json(size, fp8=True) for size in SIZES}
+        plain = {name: config_json(name) for name in (*SIZES, *SAME)}
+        return plain | {f"{name}-FP8": config_json(name, fp8=True) for name in plain}
 
 
 RECIPE = Qwen35Recipe()

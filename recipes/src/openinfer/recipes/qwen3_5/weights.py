@@ -26,7 +26,7 @@ from openinfer.recipes.qwen3_5.config import Config
 from openinfer.tensor import Arena, Checkpoint, Tensor, TensorLoad
 
 Array = np.ndarray[Any, Any]
-NEVER_PACKED = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
+NEVER_PACKED = ("in_proj_a", "in_proj_b", "in_proj_ba", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
 """Modules that packed checkpoints keep in BF16, by the ends of their names."""
 NOT_RUN = ("mtp.", "model.visual.")
 """The beginnings of modules that no engine runs, or only for drafts, which change no token."""
@@ -51,7 +51,7 @@ class Format:
     def published(cls, config: Config) -> Format:
         """The format of the publisher's checkpoints with this config."""
         prefix = "model." if config.text_only else "model.language_model."
-        apart = config.packing is not None and not config.packing.made
+        apart = config.by_key_head or (config.packing is not None and not config.packing.made)
         return cls(prefix, config.packing, apart, bool(config.tie_word_embeddings))
 
     @classmethod
@@ -257,18 +257,27 @@ def _columns(p: _Places, config: Config, module: str, columns: int) -> Linear[Te
 
 def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
     c, hidden, heads = config, config.hidden_size, config.part.of(config.value_heads)
-    qkvz = [WeightPart(at + "in_proj_qkv", rows, first) for rows, first in c.conv_parts]
-    qkvz.append(WeightPart(at + "in_proj_z", c.z_size, c.part.rank * c.z_size))
-    ba = [WeightPart(at + name, heads, c.part.rank * heads) for name in ("in_proj_b", "in_proj_a")]
+    keys, group = c.key_heads * c.key_dim, c.value_heads // c.key_heads
+    each, skip = heads // c.part.of(c.key_heads), c.part.rank * heads % group  # ranks may share a key head
+    key, values, mine, start = c.key_dim, group * c.value_dim, each * c.value_dim, skip * c.value_dim
+    sections = (0, key, key), (keys, key, key), (2 * keys + start, values, mine)
+    if c.by_key_head:
+        whole, of_v = 2 * (key + values), 2 * key + start
+        of_heads = (0, whole, key), (key, whole, key), (of_v, whole, mine), (of_v + values, whole, mine)
+        qkvz = _parts(c, at + "in_proj_qkvz", *of_heads)
+        ba = _parts(c, at + "in_proj_ba", (skip, 2 * group, each), (group + skip, 2 * group, each))
+    else:
+        qkvz = _parts(c, at + "in_proj_qkv", *sections) + _parts(c, at + "in_proj_z", (start, values, mine))
+        ba = [part for name in "ba" for part in _parts(c, f"{at}in_proj_{name}", (skip, group, each))]
     pad = padded_rows(2 * heads) - 2 * heads
-    ba_too = p.form.packing_of(at + "in_proj_qkv") == p.form.packing_of(at + "in_proj_b")
+    ba_too = p.form.packing_of(qkvz[0].module) == p.form.packing_of(ba[0].module)
     if ba_too:
         qkvz += ba
-    conv, start = p.arena.alloc((c.conv_size, c.conv_kernel), p.dtype, at + "conv1d"), 0
-    for rows, first in c.conv_parts:
-        channels = conv[start : start + rows].reshape(rows, 1, c.conv_kernel)
-        p.loads.append(TensorLoad(at + "conv1d.weight", channels, (slice(first, first + rows),)))
-        start += rows
+    conv, filled = p.arena.alloc((c.conv_size, c.conv_kernel), p.dtype, at + "conv1d"), 0
+    for module, rows, first, _ in _parts(c, at + "conv1d.weight", *sections):
+        channels = conv[filled : filled + rows].reshape(rows, 1, c.conv_kernel)
+        p.loads.append(TensorLoad(module, channels, (slice(first, first + rows),)))
+        filled += rows
     own = (c.part.slice(c.value_heads),)
     return DeltaNet(
         in_proj=p.stack(*qkvz, columns=hidden, pad=pad if ba_too else 0),
@@ -281,12 +290,24 @@ def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
     )
 
 
+def _parts(config: Config, module: str, *sections: tuple[int, int, int]) -> list[WeightPart]:
+    """Rows of this rank's key heads, section by section. A section has the first row of head 0, how many rows further
+    the next head begins, and how many rows the rank has of each. Rows that follow each other are one part."""
+    own, found = config.part.slice(config.key_heads), list[WeightPart]()
+    for first, stride, count in sections:
+        for row in range(first + own.start * stride, first + own.stop * stride, stride):
+            if found and found[-1].row + found[-1].rows == row:
+                found[-1] = found[-1]._replace(rows=found[-1].rows + count)
+            else:
+                found.append(WeightPart(module, count, row))
+    return found
+
+
 def _mlp(p: _Places, config: Config, width: int, at: str) -> Mlp:
     own, first = config.part.of(width), config.part.first(width)
     parts = (WeightPart(at + name, own, first) for name in ("gate_proj", "up_proj"))
     return Mlp(
-        gate_up=p.stack(*parts, columns=config.hidden_size),
-        down=_columns(p, config, at + "down_proj", own),
+        gate_up=p.stack(*parts, columns=config.hidden_size), down=_columns(p, config, at + "down_proj", own)
     )
 
 

@@ -285,6 +285,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
 REASONING_FORMATS = ("deepseek_v4", "qwen3")
 """--reasoning-parser: all of them are `<think>...</think>` at the start, opened by the prompt or by the model."""
 
+_OF_QWEN = {"hermes", "qwen3_xml"}
 _DEFAULTS = (("qwen3_5", "qwen3_xml", "qwen3"), ("qwen3", "hermes", "qwen3"), ("deepseek_v4",) * 3)
 
 
@@ -302,10 +303,10 @@ _IN_TEMPLATES = (
 
 def default_formats(model_type: str, templates: Sequence[str | None] = ()) -> tuple[str | None, str | None]:
     """Names of the tool and the reasoning format of config.json's model_type, or of a chat template; None where neither
-    says one."""
+    says one. Models of one type may be trained on other calls: Qwen3-Coder and Qwen3-Coder-Next on XML."""
+    texts = [text for text in templates if text and "tool" in text]
+    found = next((name for mark, name in _IN_TEMPLATES if any(mark in text for text in texts)), None)
     for prefix, tools, reasoning in _DEFAULTS:
         if model_type.startswith(prefix):
-            return tools, reasoning
-    texts = [text for text in templates if text and "tool" in text]
-    found = (name for mark, name in _IN_TEMPLATES if any(mark in text for text in texts))
-    return next(found, None), "qwen3" if any("</think>" in text for text in templates if text) else None
+            return found if {found, tools} == _OF_QWEN else tools, reasoning
+    return found, "qwen3" if any("</think>" in text for text in templates if text) else None

@@ -39,8 +39,8 @@ class AdapterSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter in host memory. values: its matrices for whole layers, in the model's dtype; with one rank they are
-    the content of a place. digest: of the values; two adapters with the same digest compute the same."""
+    """An adapter in host memory. values: its matrices for whole layers, in the model's dtype: with one rank the content
+    of a place, unless layers lie in pieces. digest: of the values; adapters with the same digest compute the same."""
 
     name: str
     path: str
@@ -213,9 +213,10 @@ class Adapters:
     def put(self, place: int, values: Array, stream: Stream) -> None:
         """Copy an adapter's values, or a rank's part of them, into a place, after the work that is on the stream."""
         own = values
-        if any(product.own != product.whole for product in self._products.values()):
+        products = self._products.values()
+        if any(one.own != one.whole or any(len(part.rows) > 1 for part in one.parts) for one in products):
             own = np.zeros(self._memory.shape[1], self._memory.dtype)
-            for product in self._products.values():
+            for product in products:
                 _take(own, product, values)
         self._memory[place - 1].copy_from(own, stream)
 

@@ -87,11 +87,10 @@ def _reference(a: _Args[Array]) -> None:
     sigmoid_gate.reference(GateArgs(out=a.out.reshape(shape), gate=gates))
 
 
-def gates_of(qkv: Tensor, heads: int, dim: int) -> Tensor:
-    """A view [T, heads, dim] of the gates in qkv: of each query head's 2 dim columns the last."""
-    start, row = qkv[:, dim:], qkv.strides[0]
-    shape = (qkv.shape[0], heads, dim)
-    return Tensor(start.ptr, shape, qkv.dtype, qkv.device, (row, 2 * dim, 1), start.owner)
+def columns(wide: Tensor, first: int, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:
+    """A view [T, *shape] of wide [T, N] that starts at column `first` of each row."""
+    start, row = wide[:, first:], wide.strides[0]
+    return Tensor(start.ptr, (wide.shape[0], *shape), wide.dtype, wide.device, (row, *strides), wide.owner)
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
@@ -108,7 +107,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         return
     yield write_launch(target, a.writing(q))
     yield from attention_launches(call, choice, a.max_q_len)
-    gates = GateArgs(out=a.out.reshape(*shape), gate=gates_of(a.qkv, shape[1], dim))
+    gates = GateArgs(out=a.out.reshape(*shape), gate=columns(a.qkv, dim, (shape[1], dim), (2 * dim, 1)))
     yield from sigmoid_gate.launches(target, gates)
 
 
