@@ -1,8 +1,8 @@
 """Predictions of `openinfer plan` and `explain`: `python benchmarks/predicted.py NAME [--write]`.
 
     rows     recorded rows of `openinfer bench serve` and steps of several GPUs beside their predictions, for
-             docs/planning.md. The fit has seen none of them: speeds come from recorded steps, the time of an arrival
-             from a run of 2026-11-21. Arrivals are the client's (same seeds).
+             docs/planning.md and benchmarks/README.md. The fit has seen none of them: speeds come from recorded
+             steps, the time of an arrival from a run of 2026-11-21. Arrivals are the client's (same seeds).
     tiers    agents on a server with and without tiers, for docs/planning.md: the engine's own scheduler and pool in
              virtual time. No figure is measured but the speeds of the GPU and of its copies.
     plans    the time of some steps of each model, in predicted_steps.json: a plan that grows is seen without a GPU.
@@ -40,7 +40,9 @@ from openinfer.kernels.measure.speed_fit import MeasuredCalls, errors, fit_lines
 from openinfer.kernels.measure.speeds import FOLDER, dump_lines
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "planning.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = {"steps": ROOT / "benchmarks" / "README.md"}
+"""Where a table is, if it is not in docs/planning.md."""
 FEW_ROWS = ("--max-num-seqs", "128", "--max-model-len", "8192")
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "qwen3-4b/2026-11-23-h200-serve-one-commit.json": ("qwen3-4B", 1, ()),
@@ -458,9 +460,13 @@ def ops_table() -> str:
     return "\n".join([*table, f"\n{within[0]} and {within[1]} of {len(every[0])} within 10 %"])
 
 
+def page(name: str) -> Path:
+    return PAGES.get(name, ROOT / "docs" / "planning.md")
+
+
 def part_of_page(name: str) -> str:
-    """A table as docs/planning.md has it."""
-    _, _, rest = PAGE.read_text().partition(BEGIN.format(name))
+    """A table as its page has it."""
+    _, _, rest = page(name).read_text().partition(BEGIN.format(name))
     return rest.partition(END.format(name))[0].strip()
 
 
@@ -493,9 +499,9 @@ def main() -> int:
             text = table()
             print(text)
             if args.write:
-                before, begin, rest = PAGE.read_text().partition(BEGIN.format(name))
+                before, begin, rest = page(name).read_text().partition(BEGIN.format(name))
                 end = END.format(name)
-                PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+                page(name).write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
     return 0
 
 

@@ -23,7 +23,7 @@ DOCUMENTS = sorted(
     ]
 )
 
-MAX_DOCS_BYTES = 235_000
+MAX_DOCS_BYTES = 200_000
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -220,20 +220,27 @@ def holds(name: str, answer: Answer, plain: Answer, prompt: str, asked: Body) ->
 
 
 def table() -> str:
-    """Markdown: the features, and whom each is refused with."""
-    lines = ["| feature | how | with each of the others |", "| --- | --- | --- |"]
-    for name, feature in {**REQUEST, **ENGINE, **SERVER}.items():
-        no = [
-            f'not with {b if name == a else a}: "{words}"'
-            for (a, b), words in REFUSED.items()
-            if name in (a, b)
-        ]
+    """Markdown: the features that go with all others, and the pairs that are refused."""
+    every = {**REQUEST, **ENGINE, **SERVER}
+    free = (
+        every.keys()
+        - {name for pair in REFUSED for name in pair}
+        - {name for name, _ in MISSING}
+        - OWN.keys()
+    )
+    lines = ["With each other, the same tokens:", ""]
+    lines += [f"- {name}: {feature.how}" for name, feature in every.items() if name in free]
+    lines += ["", "| feature | how | with each of the others |", "| --- | --- | --- |"]
+    for name in (name for name in every if name not in free):
+        no = [f'not with {b}: "{words}"' for (a, b), words in REFUSED.items() if name == a]
         no += [
             f'not supported by {model}: "{words}"'
-            for (missing, model), words in MISSING.items()
-            if missing == name
+            for (lacks, model), words in MISSING.items()
+            if lacks == name
         ]
-        lines.append(f"| {name} | {feature.how} | {'; '.join(no) or OWN.get(name, 'the same tokens')} |")
+        lines.append(
+            f"| {name} | {every[name].how} | {'; '.join(no) or OWN.get(name, 'see above')} |"
+        )
     return "\n".join(lines)
 
 
