@@ -41,8 +41,8 @@ def test_each_page_is_linked_and_of_a_readable_size() -> None:
         if not target.startswith("http") and (path.parent / target).resolve() != path
     }
     assert [path for path in pages if path not in linked] == []
-    sizes = {path.name: path.stat().st_size for path in pages}
-    assert {name: size for name, size in sizes.items() if size > 30_000} == {}
+    sizes = {path: path.stat().st_size for path in pages}
+    assert {path: size for path, size in sizes.items() if size > 30_000} == {}
     assert sum(sizes.values()) <= MAX_DOCS_BYTES
 
 

@@ -238,9 +238,7 @@ def table() -> str:
             for (lacks, model), words in MISSING.items()
             if lacks == name
         ]
-        lines.append(
-            f"| {name} | {every[name].how} | {'; '.join(no) or OWN.get(name, 'see above')} |"
-        )
+        lines.append(f"| {name} | {every[name].how} | {'; '.join(no) or OWN.get(name, 'see above')} |")
     return "\n".join(lines)
 
 
