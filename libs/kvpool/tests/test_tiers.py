@@ -23,11 +23,10 @@ from openinfer.kvpool import (
     hash_blocks,
 )
 from openinfer.kvpool.eviction import Lru
-from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers, host, room, tiers
+from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers, host, tiers
 from openinfer.kvpool.tiers.disk import Done
-from openinfer.kvpool.tiers.host import Slot
+from openinfer.kvpool.tiers.host import KEPT_BYTES, Slot
 from openinfer.kvpool.tiers.moves import FIRST_PIECES, PIECES
-from openinfer.kvpool.tiers.room import KEPT_BYTES
 from openinfer.tensor import Device, Stream, Tensor
 from openinfer.tensor.testing import fake_driver
 
@@ -658,9 +657,9 @@ def test_a_tier_leaves_the_host_room_for_all_else(tmp_path, caplog, monkeypatch)
     (tmp_path / "meminfo").write_text(
         f"MemTotal: 1 kB\nMemAvailable: {(KEPT_BYTES + 2 * piece) // 1024} kB\n"
     )
-    monkeypatch.setattr(room, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(room, "_OWN", tmp_path / "cgroup")
-    monkeypatch.setattr(room, "_GROUPS", tmp_path)
+    monkeypatch.setattr(host, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "_OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "_GROUPS", tmp_path)
     (tmp_path / "cgroup").write_text("1:cpu:/\n0::/pod/engine\n")
     pod = tmp_path / "pod"
     (pod / "engine").mkdir(parents=True)

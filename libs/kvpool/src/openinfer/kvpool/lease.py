@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import Self
 
 from .errors import InvalidGroup, InvalidTokens, LeaseLoading, LeaseReleased
+from .events import PoolStats
 from .hashing import Chain
 from .loading import BlockLoads
 from .matching import Index
 from .parts import Copy, Pages, Snapshots
-from .stats import PoolStats
 
 
 class Lease:

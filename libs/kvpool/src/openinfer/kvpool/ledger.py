@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from .errors import EvictionError
-from .events import EventLog
+from .events import BlockRemoved, BlockStored, EventLog, PoolStats
 from .eviction import Eviction
 from .group import BlockState, Group
-from .saving import Saver
-from .stats import PoolStats
 from .tails import Tails
 
 
@@ -320,3 +319,17 @@ def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
         if index == len(positions) or positions[index] != positions[index - 1] + 1:
             yield positions[first], positions[index - 1] + 1
             first = index
+
+
+class Saver(Protocol):
+    """Takes blocks that leave the pool. One thread, that of the pool's owner, calls it."""
+
+    def save(self, group: int, names: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Cached blocks were evicted; they are about to be written. The saver must read them first: it copies them
+        before it returns, or orders its copies before later work of the device."""
+
+    def clear(self) -> None:
+        """Forget every block: the pool drops its cache, as after a change of weights."""
+
+    def take_events(self) -> Sequence[BlockStored | BlockRemoved]:
+        """Blocks that became findable in the saver, or are no longer, since the last call."""

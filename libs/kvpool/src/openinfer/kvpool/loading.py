@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from .events import PoolStats
 from .hashing import Chain
 from .ledger import Ledger
 from .matching import Index
-from .stats import PoolStats
 
 
 class Piece(NamedTuple):

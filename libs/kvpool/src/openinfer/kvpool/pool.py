@@ -7,17 +7,15 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from .errors import IntegrityError, InvalidGroup
-from .events import EventBatch, EventLog
+from .events import EventBatch, EventLog, PoolStats
 from .eviction import POLICIES, Eviction
 from .group import BlockState, Group
 from .hold import Hold, with_ancestors
 from .lease import Lease
-from .ledger import Ledger
+from .ledger import Ledger, Saver
 from .loading import BlockLoads, Loader
 from .matching import Index
 from .places import BlockPlaces
-from .saving import Saver
-from .stats import PoolStats
 from .tails import Tails
 
 

@@ -2,9 +2,8 @@
 
 from .drafters import Drafter, NGram
 from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason, SchedulerError
-from .events import Event, Finished, Scheduled, Tokens
+from .events import Event, Finished, Scheduled, Stats, Tokens
 from .guarded import GuardedDrafters
-from .imported import imported
 from .loop import StepLoop
 from .policies import (
     POLICIES,
@@ -17,12 +16,11 @@ from .policies import (
     Priority,
     make_policy,
 )
-from .policy import Decision, Policy, View
+from .policies.named import imported
+from .policy import Decision, Policy, Speculation, View
 from .pool import Lease, Pool
 from .runner import BlockWrite, Row, Runner, Step, StepResult
 from .sequence import FinishReason, Seq, SeqState
-from .speculation import Speculation
-from .stats import Stats
 from .suffixes import Suffixes
 from .worth import Worth
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .decoding import DecodeRows
+from .events import Stats
 from .loading import Loads
 from .runner import Step
 from .sequence import Clock, Seq, SeqState
-from .stats import Stats
 
 
 @dataclass(slots=True)

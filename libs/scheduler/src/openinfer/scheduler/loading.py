@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Generic
 
 from .errors import ContractError
+from .events import Stats
 from .pool import Lease, Pool
 from .sequence import Owner, Seq, SeqState
-from .stats import Stats
 
 
 class Loads(Generic[Owner]):

@@ -22,14 +22,12 @@ from .admission import Headroom, num_cached, promise, refusal, room_for
 from .audit import Books, problems
 from .decoding import DecodeRows
 from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason
-from .events import Event, Finished, Scheduled, Tokens
+from .events import Event, Finished, Scheduled, Stats, Tokens
 from .loading import Loads
-from .policy import Decision, Policy, View
+from .policy import Decision, Policy, Speculation, View
 from .pool import Lease, Pool
 from .runner import BlockWrite, Row, Runner, Step, StepResult
 from .sequence import Clock, FinishReason, Owner, Payload, Seq, SeqState
-from .speculation import Speculation
-from .stats import Stats
 
 LOOK_AHEAD = 48  # a decode row reserves this many tokens more than it needs, to ask the pool less often,
 ROOMY = 16  # if the pool has more free blocks a row than this

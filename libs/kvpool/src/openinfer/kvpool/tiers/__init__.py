@@ -21,8 +21,8 @@ from .host import HostMemory, Slot
 from .layout import Layout
 from .mover import Copier, Kind, Others, SharedRecords
 from .peers import Peers, Sharing, TransferConfig, parse_peers
-from .stats import LoadTime, TierStats
 from .tiers import Tiers
+from .told import LoadTime, TierStats
 
 __all__ = [
     "Copier",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..loading import Load, Piece
 from .host import Slot
 from .mover import Ticket, TierCopy
-from .stats import LoadTime
+from .told import LoadTime
 
 PIECES, FIRST_PIECES = 256, 64
 """Copies that are begun in a turn of a load, and in its first turn, which evicts too. To begin more would hold up the

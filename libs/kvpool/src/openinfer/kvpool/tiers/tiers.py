@@ -28,8 +28,7 @@ from .layout import Layout
 from .mover import Kind, Mover, Others, SharedRecords, TierCopy
 from .moves import BACKLOG_BYTES, FIRST_PIECES, LEAVING_BYTES, PIECES, Copies, Loading, Save
 from .peers import Sharing
-from .stats import LoadTime, TierStats
-from .told import Told
+from .told import LoadTime, TierStats, Told
 
 log = logging.getLogger("openinfer.kvpool")
 

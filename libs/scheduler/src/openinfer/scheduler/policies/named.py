@@ -1,19 +1,34 @@
-"""Policies by name, as a command line gives them."""
+"""Policies by name, as a command line gives them, and classes of your own by MODULE:NAME."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import InvalidSetup
-from ..imported import imported
 from ..policy import Policy
 from .batching import FirstCome
 from .fair_share import FairShare
 from .longest_prefix import LongestPrefix
 from .ranked import Deadline, Priority
+
+
+def imported(name: str, what: str) -> Callable[..., Any]:
+    """The class or function MODULE:NAME. what: the word for it in messages. Raises InvalidSetup."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise InvalidSetup(f"the {what} {name!r} is not MODULE:NAME; give both, as in my_module:MyClass")
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except (ImportError, ValueError) as error:
+        raise InvalidSetup(f"the {what} {name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise InvalidSetup(f"the {what} {name!r}: module {module} has no function {function!r}")
+    return found  # type: ignore[no-any-return]
+
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "deadline": Deadline,

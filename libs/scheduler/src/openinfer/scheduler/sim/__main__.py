@@ -13,9 +13,8 @@ from ..errors import SchedulerError
 from ..policies import POLICIES, make_policy
 from ..pool import Pool
 from .cost import LinearCost
-from .plot import figure_class, plot
 from .pool import SimPool
-from .report import Report
+from .report import Report, figure_class, plot
 from .simulate import simulate
 from .workloads import Range, Request, bursts, chats, poisson, read_trace
 

@@ -3,10 +3,8 @@ rules of every policy and every drafter."""
 
 from .conformance import PolicyConformance
 from .drafters import DrafterConformance
-from .drafts import RandomDrafts
-from .fake_runner import DeviceFault, FakeRunner
-from .model import EOS, VOCABULARY, generate
-from .schedule import Mismatch, Schedule
+from .fake_runner import EOS, VOCABULARY, DeviceFault, FakeRunner, generate
+from .schedule import Mismatch, RandomDrafts, Schedule
 from .simple_pool import PoolShape, SimpleLease, SimplePool
 from .tier import FakeTier, TierLoad, TierPiece
 

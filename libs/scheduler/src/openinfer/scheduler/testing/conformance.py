@@ -12,10 +12,8 @@ from ..loop import StepLoop
 from ..policy import Policy
 from ..runner import Step
 from ..sequence import Seq
-from .drafts import RandomDrafts
-from .fake_runner import DeviceFault, FakeRunner
-from .model import VOCABULARY
-from .schedule import Mismatch, Schedule
+from .fake_runner import VOCABULARY, DeviceFault, FakeRunner
+from .schedule import Mismatch, RandomDrafts, Schedule
 from .simple_pool import SimplePool
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,12 +11,10 @@ from ..errors import Rejected
 from ..events import Event, Finished, Scheduled, Tokens
 from ..loop import StepLoop
 from ..policies import FirstCome
-from ..policy import Policy
+from ..policy import Policy, View
 from ..pool import Pool
 from ..sequence import FinishReason, Seq
-from .drafts import RandomDrafts
-from .fake_runner import FakeRunner, Sampled
-from .model import VOCABULARY, generate
+from .fake_runner import VOCABULARY, FakeRunner, Sampled, generate
 from .simple_pool import PoolShape, SimplePool
 from .tier import FakeTier
 
@@ -306,3 +304,32 @@ class _Request:
             raise Mismatch(f"request {self.seq.id} ended with {self._reasons}, alone it is {reason}")
         if self._output != output:
             raise Mismatch(f"request {self.seq.id} yields {self._output}, alone it is {output}")
+
+
+class RandomDrafts:
+    """Up to `most` drafts a row. It changes between no drafts, the same number for all rows, and a number for each row.
+    Without drafts it rests at times.
+
+    The tokens of all decode rows stay below max_tokens, so that prompts get one token at least.
+    """
+
+    def __init__(self, seed: int, most: int, max_tokens: int) -> None:
+        self._random = random.Random(f"speculation {seed}")
+        self._most, self._max_tokens = most, max_tokens
+        self._mood = self.rest_until = 0
+
+    def num_drafts(self, view: View) -> Mapping[Seq[Any], int]:
+        """The random numbers of this step."""
+        rng, most = self._random, self._most
+        if rng.random() < 0.2:
+            self._mood = rng.choice([-1, 0, most, most])
+        if not self._mood and rng.random() < 0.1:
+            self.rest_until = view.step + rng.randint(1, 4)
+        room = self._max_tokens - 1 - len(view.decoding)
+        drafts = {}
+        for seq in view.decoding:
+            count = min(rng.randint(0, most) if self._mood < 0 else self._mood, room)
+            if count > 0:
+                drafts[seq] = count
+                room -= count
+        return drafts

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .fake_runner import FakeRunner
-from .model import cell
+from .fake_runner import FakeRunner, cell
 
 
 class TierPiece(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...errors import InvalidConfig
 from ...group import Group
+from ...ledger import Saver
 from ...pool import Pool
-from ...saving import Saver
 from ..host import HostMemory
 from ..mover import SharedRecords
 from .client import Peers
