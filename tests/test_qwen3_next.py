@@ -140,7 +140,11 @@ def test_the_mtp_head_is_the_one_in_the_file(same: Any, session: Any, tmp_path: 
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
         ({"linear_num_value_heads": 24}, "linear_num_value_heads 24"),
         ({"full_attention_interval": None}, "full_attention_interval is None"),
-        ({"layer_types": ["full_attention"] * 48}, "layers of both kinds"),
+        (
+            {"layer_types": ["full_attention"] * 48},
+            "layer_types is a list of 48; the 48 layers must be of both kinds",
+        ),
+        ({"full_attention_interval": 49}, "full_attention_interval is 49"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2"),
         ({"mamba_ssm_dtype": "float16"}, "mamba_ssm_dtype is 'float16'"),
         ({"rope_parameters": None}, "rope_theta is None"),

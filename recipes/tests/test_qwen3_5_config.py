@@ -119,8 +119,15 @@ def test_flat_and_nested_configs_are_the_same_model() -> None:
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"\[64, 64\]"),
         ({"text": {"hidden_size": 0}}, "hidden_size is 0"),
         ({"text": {"layer_types": ["linear_attention"] * 3}}, "layer_types is a list of 3; it must name"),
-        ({"text": {"layer_types": ["linear_attention"] * 32}}, "layers of both kinds"),
-        ({"text": {"mamba_ssm_dtype": "bfloat16"}}, "mamba_ssm_dtype is 'bfloat16'"),
+        ({"text": {"layer_types": ["linear_attention"] * 32}}, "the 32 layers must be of both kinds"),
+        (
+            {"text": {"full_attention_interval": 1}},
+            "full_attention_interval is 1; the 32 layers must be of both",
+        ),
+        (
+            {"text": {"mamba_ssm_dtype": "float16"}},
+            "is 'float16'; states are kept in 'float32' or 'bfloat16'",
+        ),
         ({"text": {"output_gate_type": "sigmoid"}}, "output_gate_type is 'sigmoid'"),
         ({"text": {"linear_num_value_heads": 24}}, "linear_num_value_heads 24"),
         ({"text": {"rope_parameters": {"rope_type": "dynamic"}}}, "'dynamic'"),

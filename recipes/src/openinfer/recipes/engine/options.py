@@ -121,8 +121,8 @@ class Options:
     )
     eviction_policy: str | Callable[[Group], Eviction] = option(  # noqa: RUF009
         "auto",
-        "order in which cached blocks are evicted: lru, lineage, priority, s3fifo, or your own as MODULE:CLASS (called "
-        "with a group); auto: lru, and s3fifo for windows",
+        "order of eviction: lru, lineage, priority, s3fifo, or MODULE:CLASS (called with a group); auto: lru, s3fifo "
+        "for windows",
     )
     batch_invariant: bool = option(
         False,
@@ -151,7 +151,7 @@ class Options:
     )
     kv_events_config: str | None = option(
         None,
-        "publish KV events, with token ids of prompts, for routers; JSON with vLLM's keys, as in "
+        "publish KV events, with token ids of prompts, for routers, as in "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
         metavar="JSON",
     )

@@ -23,7 +23,7 @@ from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
 from openinfer.recipes.qwen3_5.options import HybridOptions
 from openinfer.recipes.qwen3_5.states import Boundaries, States
 from openinfer.recipes.qwen3_5.weights import NOT_RUN, DeltaNet, Format, Mixture, Weights, validate
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32, nbytes_of
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, nbytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Qwen35(Blueprint[Model]):
         buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens)
         kv = self._layout(limits).allocate(arena, stream, pages)
         recurrent = (c.num_linear, c.part.of(c.value_heads), c.key_dim, c.value_dim)
-        state = arena.alloc((num_states, *recurrent), float32, "recurrent states")
+        state = arena.alloc((num_states, *recurrent), c.state_dtype, "recurrent states")
         ring = (c.num_linear, c.conv_kernel, c.conv_size)
         conv_state = arena.alloc((num_states, *ring), dtype, "convolution states")
         if arena.device.kind == "cuda":

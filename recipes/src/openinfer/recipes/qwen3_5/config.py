@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from openinfer.recipes.engine.config_fields import Fields, attention_heads, eos_ids
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.experts import Experts
 from openinfer.recipes.engine.quantization import AnyPacking, packing
 from openinfer.recipes.engine.rope import SECTIONS, Floats, Rope, rope_of
 from openinfer.recipes.engine.shard import WHOLE, Part
+from openinfer.recipes.qwen3_5.options import STATE_DTYPES
 from openinfer.recipes.qwen3_5.published import MODEL_TYPES
-from openinfer.tensor import Checkpoint
+from openinfer.tensor import Checkpoint, dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Config:
     inv_freq, rope_scale, max_positions: see Rope. Part of a head is rotated.
     mtp: the checkpoint has an MTP head, which predicts one more token.
     packing: how packed weights are.
+    state_dtype: of recurrent states between steps.
     by_key_head: inputs of a delta net are one projection, by key head, and experts are tensors of their own.
     text_only: there is no vision tower, and tensors have other names.
     part: which part of the model a rank has; all other fields are the whole model's.
@@ -53,6 +57,7 @@ class Config:
     max_positions: int
     mtp: bool
     packing: AnyPacking | None
+    state_dtype: np.dtype[Any]
     by_key_head: bool
     text_only: bool
     eos_token_ids: tuple[int, ...]
@@ -113,7 +118,7 @@ class Config:
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of one sequence's recurrent and convolution states on this rank, all layers."""
-        recurrent = 4 * self.key_dim * self.z_size
+        recurrent = self.state_dtype.itemsize * self.key_dim * self.z_size
         return self.num_linear * (recurrent + self.conv_kernel * self.conv_size * itemsize)
 
     @classmethod
@@ -153,6 +158,7 @@ class Config:
             mtp=text.count(layers_of_mtp, default=int(following), most=1) == 1
             and (checkpoint is None or "mtp.fc.weight" in checkpoint),
             packing=packing(whole, quantization, coded, checkpoint),
+            state_dtype=dtypes.of(text.get("mamba_ssm_dtype", "float32")),
             by_key_head=following,
             text_only=text is whole,
             eos_token_ids=eos_ids(eos, vocab),
@@ -173,7 +179,8 @@ def _refuse(text: Fields) -> None:
         "mtp_use_dedicated_embeddings": False,
     }
     text.is_all(wanted, "every published model has")
-    text.is_all({"mamba_ssm_dtype": "float32"}, "states are kept in")
+    if text.get("mamba_ssm_dtype", "float32") not in STATE_DTYPES:
+        raise text.wrong("mamba_ssm_dtype", f"states are kept in {' or '.join(map(repr, STATE_DTYPES))}")
 
 
 def _tied(whole: Fields, text: Fields) -> bool | None:
@@ -196,12 +203,13 @@ def _full(text: Fields) -> tuple[bool, ...]:
     """Which layers are full attention: by `layer_types`, or every `full_attention_interval`th."""
     layers = text.size("num_hidden_layers")
     types = text.strings("layer_types", ("full_attention", "linear_attention"), layers)
+    key, every = "layer_types", 1
     if types is None:
-        every = text.size("full_attention_interval")
-        return tuple((layer + 1) % every == 0 for layer in range(layers))
-    if len(set(types)) != 2:
-        raise UnsupportedModel("config.json: layer_types must have layers of both kinds")
-    return tuple(kind == "full_attention" for kind in types)
+        key, every = "full_attention_interval", text.size("full_attention_interval")
+    full = [types[n] == "full_attention" if types else (n + 1) % every == 0 for n in range(layers)]
+    if len(set(full)) != 2:
+        raise text.wrong(key, f"the {layers} layers must be of both kinds")
+    return tuple(full)
 
 
 def _rope(whole: Fields, text: Fields, head_dim: int) -> Rope:

@@ -93,11 +93,12 @@ class DeltaArgs(Generic[T]):
     out [T, Hv dv] and conv_weight [2 Hk dk + Hv dv, K] of that dtype. decay, dt_bias float32 [Hv], norm_weight float32
     [dv].
 
-    State of a sequence is kept in blocks: state float32 [B, Hv, dk, dv] is S; conv_state [B, K, 2 Hk dk + Hv dv] is a
-    ring, m of position p at p % K, that holds the last K positions. Blocks may be at any stride, and further apart than
-    2^31 elements. A row reads the block state_from[slot], unless seq_lens[slot] == 0: then both states are zeros,
-    whatever memory holds. The row's new states go to the block state_to[slot]. state_from and state_to are int32 [S]
-    and may name the same block.
+    State of a sequence is kept in blocks. state [B, Hv, dk, dv] is S, float32 or bfloat16; bfloat16 is rounded after
+    each token, in kernels for many tokens after each chunk. conv_state [B, K, 2 Hk dk + Hv dv] is a ring, m of position
+    p at p % K, that holds the last K positions. Blocks may be at any stride, and further apart than 2^31 elements. A
+    row reads the block state_from[slot], unless seq_lens[slot] == 0: then both states are zeros, whatever memory holds.
+    The row's new states go to the block state_to[slot]. state_from and state_to are int32 [S] and may name the same
+    block.
 
     snapshot_ends, snapshot_blocks int32 [R, M]: when row r has seen snapshot_ends[r, i] tokens in all, its two states
     also go to the block snapshot_blocks[r, i]. An end is 0 (none) or a multiple of STATE_CHUNK that the row reaches in
@@ -320,15 +321,7 @@ def _scan(a: DeltaArgs[Tensor], tuning: Tuning, made: dict[str, Arg], short: int
         | _strides(a, "qkv", "conv_state", "state")
         | {"snapshots": snapshots, "tokens": tokens, "rows": rows, "short": short}
     )
-    constants = {
-        "C": CHUNK,
-        "BV": columns,
-        "SNAPSHOTS": power_of_two(snapshots),
-        "STAGES": tuning.scan_stages,
-        "LOOP": loop,
-    }
-    grid, constants = (
-        (dv // columns, heads, SCANNED_ROWS if loop else rows),
-        _sizes(a) | _taps(a) | constants,
-    )
+    constants = _sizes(a) | _taps(a) | {"C": CHUNK, "BV": columns, "SNAPSHOTS": power_of_two(snapshots)}
+    constants |= {"STAGES": tuning.scan_stages, "LOOP": loop}
+    grid = (dv // columns, heads, SCANNED_ROWS if loop else rows)
     return launch(_CHUNKS, "delta_scan", grid, args, constants, num_warps=tuning.scan_warps)

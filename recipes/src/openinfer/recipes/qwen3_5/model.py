@@ -85,7 +85,7 @@ class Buffers:
 class Model:
     """Weights, cache, states and buffers that the two segments run on.
 
-    kv: of the full-attention layers. state float32 [blocks, linear layers, Hv, dk, dv] and conv_state [blocks, linear
+    kv: of the full-attention layers. state [blocks, linear layers, Hv, dk, dv] and conv_state [blocks, linear
     layers, K, C]: page-first, so that a block holds all layers. cos_sin float32
     [max_model_len, 2, rotary_dim / 2]. recent [slots, linear layers, tokens, C + 2 Hv]: inputs of drafts, from which
     the accepted ones move the states on; None without drafts.
@@ -260,10 +260,7 @@ class Model:
             state=self.state[:, index],
             slots=rows["slots"][:r],
             q_starts=rows["q_starts"][: r + 1],
-            seq_lens=rows["seq_lens"],
-            alive=rows["alive"],
-            state_from=rows["state_from"],
-            state_to=rows["state_to"],
+            **{name: rows[name] for name in ("seq_lens", "alive", "state_from", "state_to")},
             snapshot_ends=rows["snapshot_ends"][: r * most].reshape(r, -1),
             snapshot_blocks=rows["snapshot_blocks"][: r * most].reshape(r, -1),
             eps=c.rms_norm_eps,

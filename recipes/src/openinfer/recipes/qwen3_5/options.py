@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from openinfer.recipes.engine import Options, SetupError, option
 
+STATE_DTYPES = ("float32", "bfloat16")
 CHUNK = 64
 """Tokens after which a state may be kept: ops.gated_delta_net.STATE_CHUNK, which importing it here would make slow."""
 
@@ -23,9 +24,14 @@ class HybridOptions(Options):
 
     snapshot_interval: int = option(
         512,
-        "tokens between snapshots of a prompt's state, where a cached prefix can end (besides its end and the powers "
-        f"of two below): a multiple of {CHUNK}",
+        f"tokens between snapshots of a prompt's state, where a cached prefix can end: a multiple of {CHUNK}",
         kind=int,
+    )
+
+    mamba_ssm_cache_dtype: str = option(
+        "auto",
+        "recurrent states between steps; bfloat16: half the memory, less exact; auto: as config.json says",
+        choices=("auto", *STATE_DTYPES),
     )
 
     def check(self, recipe: str) -> None:

@@ -183,14 +183,8 @@ class Weights:
 def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly these tensors in the dtypes that they may have. (Vision
     weights, MTP weights that are not loaded and a head that is tied are ignored.)"""
-    ignored = [
-        "model.visual.*",
-        *PUBLISHED_SCALES,
-        *weights.places.ignored,
-        *([] if weights.mtp else ["mtp.*"]),
-    ]
-    if weights.lm_head is weights.embed:
-        ignored.append("lm_head.weight")
+    ignored = ["model.visual.*", *PUBLISHED_SCALES, *weights.places.ignored]
+    ignored += ["mtp.*"] * (weights.mtp is None) + ["lm_head.weight"] * (weights.lm_head is weights.embed)
     checkpoint.require(weights.places.expected(), ignore=ignored)
 
 
@@ -221,16 +215,13 @@ class _Places(LinearPlaces):
 
 
 def _layer(p: _Places, config: Config, at: str, full: bool) -> Layer:
-    hidden = config.hidden_size
+    hidden, dense = config.hidden_size, config.intermediate_size
+    mixer = _attention(p, config, at + "self_attn.") if full else _delta_net(p, config, at + "linear_attn.")
     return Layer(
         input_norm=p.gain(at + "input_layernorm.weight", hidden),
-        mixer=_attention(p, config, at + "self_attn.")
-        if full
-        else _delta_net(p, config, at + "linear_attn."),
+        mixer=mixer,
         post_norm=p.gain(at + "post_attention_layernorm.weight", hidden),
-        mlp=_mixture(p, config, at + "mlp.")
-        if config.experts
-        else _mlp(p, config, config.intermediate_size, at + "mlp."),
+        mlp=_mixture(p, config, at + "mlp.") if config.experts else _mlp(p, config, dense, at + "mlp."),
     )
 
 
@@ -331,13 +322,9 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
 def _mtp(p: _Places, config: Config, lm_head: Tensor) -> Mtp:
     hidden, head = config.hidden_size, Linear(lm_head, None)
     if p.form.fp8_drafts:
-        name, rows = (
-            p.form.prefix + "embed_tokens" if p.form.tied else "lm_head",
-            config.part.slice(config.vocab_size),
-        )
-        head = p.linear(
-            WeightPart(name, rows.stop - rows.start, rows.start), columns=hidden, packing=FP8_MADE
-        )
+        rows, name = config.part.slice(config.vocab_size), p.form.prefix + "embed_tokens"
+        part = WeightPart(name if p.form.tied else "lm_head", rows.stop - rows.start, rows.start)
+        head = p.linear(part, columns=hidden, packing=FP8_MADE)
     into = [p.linear(WeightPart("mtp.fc", hidden, column=at), columns=hidden) for at in (0, hidden)]
     return Mtp(
         of_embedding=into[0].weight,

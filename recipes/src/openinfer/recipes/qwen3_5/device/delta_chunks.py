@@ -296,7 +296,7 @@ def _scanned(
     ends = tl.load(snapshot_ends + row * snapshots + which, mask=which < snapshots, other=0)
     i, ck, cv = tl.arange(0, C), tl.arange(0, DK), part * BV + tl.arange(0, BV)
     place = (head * DK + ck[:, None]) * DV + cv[None, :]
-    s = tl.load(state + source * state_stride + place, mask=before > 0, other=0.0)
+    s = tl.load(state + source * state_stride + place, mask=before > 0, other=0.0).to(tl.float32)
     dtype = q.dtype.element_ty
     reached = before
     if tl.load(alive + slot) == 0:
@@ -326,6 +326,7 @@ def _scanned(
             tl.store(out + of_head * DV + by_head * DV + cv[None, :], o.to(dtype), mask=load)
             rest = (fresh * tl.exp(last - g)[:, None]).to(dtype)
             s = tl.dot(tl.trans(key), rest, s * tl.exp(last))
+            s = s.to(state.dtype.element_ty).to(tl.float32)  # a snapshot changes no token that follows it
         reached = upto
         due = (ends == upto) & (which < snapshots)
         block = tl.max(tl.load(snapshot_blocks + row * snapshots + which, mask=due, other=0), 0)

@@ -1,8 +1,8 @@
 """One token a row through a gated delta-rule layer: convolution, gates, state and gated norm in one pass.
 
-A state of a value head is [DK, DV] float32; a program reads and writes BV columns of one, once. GROUP value heads
-share a key head. Inputs of the convolution are kept in a ring of TAPS rows: with the input of position p in row
-p % TAPS, no program reads a row that another one writes.
+A state of a value head is [DK, DV], float32 or bfloat16; a program reads and writes BV columns of one, once. GROUP
+value heads share a key head. Inputs of the convolution are kept in a ring of TAPS rows: with the input of position p in
+row p % TAPS, no program reads a row that another one writes.
 """
 
 # mypy: ignore-errors
@@ -76,7 +76,7 @@ def delta_step(
         return
 
     place = (head * DK + i[:, None]) * DV + j[None, :]
-    s = tl.load(state + source * state_stride + place, mask=position > 0, other=0.0)
+    s = tl.load(state + source * state_stride + place, mask=position > 0, other=0.0).to(tl.float32)
     tl.debug_barrier()  # else the assembler moves these loads behind loads that must wait
     gates = ba + first * ba_stride + head
     a, b = tl.load(gates + heads), tl.load(gates)

@@ -170,7 +170,7 @@ def delta_verify(
     sure = start + length - tl.load(num_drafts + row)
     source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
     place = (head * DK + i[:, None]) * DV + j[None, :]
-    s = tl.load(state + source * state_stride + place, mask=begin > 0, other=0.0)
+    s = tl.load(state + source * state_stride + place, mask=begin > 0, other=0.0).to(tl.float32)
     of_row = made + row.to(tl.int64) * RING * width
     of_q, of_v = of_row + head // GROUP * DK + i, of_row + 2 * KEYS * DK + head * DV + j
     of_k = of_q + KEYS * DK
@@ -196,7 +196,7 @@ def delta_verify(
         beta = sigmoid(b.to(tl.float32)).to(dtype).to(tl.float32)
         u = beta * (v - left * tl.sum(s * k[:, None], 0))
         o = left * tl.sum(s * q[:, None], 0) + tl.sum(q * k, 0) * u  # of the state after the update
-        s = left * s + k[:, None] * u[None, :]
+        s = (left * s + k[:, None] * u[None, :]).to(state.dtype.element_ty).to(tl.float32)  # as between steps
         if new:
             tl.store(partial + (of_head * short + position - start) * DV + j, o.to(dtype).to(tl.float32))
         due = (ends == position + 1) & (which < snapshots)

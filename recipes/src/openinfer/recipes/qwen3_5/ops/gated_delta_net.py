@@ -63,7 +63,7 @@ def _check(a: DeltaArgs[Tensor]) -> None:
 
 def _expect_layer(a: DeltaArgs[Tensor]) -> None:
     """Check the arguments that do not belong to the batch: activations, weights and states."""
-    expect("state", a.state, (-1, -1, -1, -1), float32, dense=False)
+    expect("state", a.state, (-1, -1, -1, -1), float32, bfloat16, dense=False)
     expect("state[0]", a.state[0], a.state.shape[1:])
     _, heads, key_dim, value_dim = a.state.shape
     expect("qkv", a.qkv, (-1, -1), *FLOATS, dense=False)
@@ -154,7 +154,7 @@ def _reference(a: DeltaArgs[Array]) -> None:
             ends = {
                 int(e): int(b) for e, b in zip(a.snapshot_ends[row], a.snapshot_blocks[row], strict=True) if e
             }
-        live = a.state[source].copy() if start else np.zeros(a.state.shape[1:], np.float32)
+        live = a.state[source].astype(np.float32) if start else np.zeros(a.state.shape[1:], np.float32)
         ring = a.conv_state[source].copy() if start else np.zeros(a.conv_state.shape[1:], dtype)
         # In pieces that end where a state is left; within one, one token after the other: the result does not depend
         # on how a row is cut into steps.
@@ -168,6 +168,7 @@ def _reference(a: DeltaArgs[Array]) -> None:
             v = c[:, 2 * key_heads * dk :].reshape(-1, heads, dv)
             for i in range(high - low):
                 o[low + i] = delta_rule(q[i], k[i], v[i], beta[low + i], g[low + i], live)
+                live = rounded(live, a.state.dtype)
             if start + high in ends:
                 block = ends[start + high]
                 a.state[block], a.conv_state[block] = live, ring
@@ -200,7 +201,7 @@ def _cost(workload: Workload, a: DeltaArgs[Tensor]) -> Cost:
     """The state of each row is read and written once; a token costs 8 dk dv FLOPs a head."""
     heads, key_dim, value_dim = a.state.shape[1:]
     states = (
-        4 * heads * key_dim * value_dim
+        a.state.itemsize * heads * key_dim * value_dim
         + a.conv_state.shape[1] * a.conv_state.shape[2] * a.conv_state.itemsize
     )
     columns = a.qkv.shape[1] + 2 * heads * value_dim + 2 * heads
