@@ -32,7 +32,7 @@ from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.blueprint import window_pages
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.model import Model
-from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import decide

@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 from module_files import module_at
 
-from openinfer.cli import bench
+from openinfer.cli import bench, explain
 from openinfer.cli.bench import fake as bench_fake
 from openinfer.cli.bench import gaps as bench_gaps
 from openinfer.cli.bench import host as bench_host
@@ -30,7 +30,6 @@ from openinfer.cli.bench import step as bench_step
 from openinfer.cli.bench.client import Client, LoadRun, StreamedAnswer, arrivals, run_load
 from openinfer.cli.bench.record import percentile
 from openinfer.cli.bench.serve import OfferedLoad, serve_summary
-from openinfer.cli.explain import command as explain
 from openinfer.cli.explain.ledger import CallRecorder, Machine, grouped, ledger_key
 from openinfer.cli.explain.segments import Outline
 from openinfer.graph.runner import Leader, LoneLeader, Writer

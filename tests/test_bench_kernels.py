@@ -9,7 +9,7 @@ import pytest
 from openinfer.cli.bench import kernels as bench_kernels
 from openinfer.cli.explain.ledger import Machine
 from openinfer.kernels import NullPack, Target
-from openinfer.kernels.measure.benchmark import Measurement
+from openinfer.kernels.measure import Measurement
 from openinfer.kernels.op.cases import Memory
 from openinfer.tensor import Device
 

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli import recipe_flags
-from openinfer.cli.explain import command as explain
+from openinfer.cli import explain, plan, recipe_flags
 from openinfer.cli.explain.ledger import Machine
 from openinfer.cli.explain.segments import SERVED, Outline
-from openinfer.cli.plan import command as plan
 from openinfer.cli.plan.load import PlannedServer
 from openinfer.kernels import GPUS, H200, CudaSpec, Parts, Workload
 from openinfer.recipes.engine import Source

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from openinfer.cli.explain import command as explain
-from openinfer.cli.explain.command import Line, table
+from openinfer.cli import explain
+from openinfer.cli.explain import Line, table
 from openinfer.cli.explain.segments import Outline
 from openinfer.cli.tune.command import shapes_of
 from openinfer.kernels import H200

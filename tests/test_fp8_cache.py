@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from openinfer.cli import recipes
-from openinfer.cli.explain import command as explain
+from openinfer.cli import explain, recipes
 from openinfer.kernels import Target
 from openinfer.recipes.engine import Options, SetupError, Source
 from openinfer.recipes.engine.blueprint import Blueprint

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from module_files import module_at
 
-from openinfer.cli import recipe_flags
+from openinfer.cli import plan, recipe_flags
 from openinfer.cli.bench import ops as bench_ops
 from openinfer.cli.bench.serve import OfferedLoad
-from openinfer.cli.plan import command as plan
 from openinfer.cli.plan import text as plan_text
 from openinfer.cli.plan.compare import Objectives, Variant, choice
 from openinfer.cli.plan.cost import PROMPT_STEP_S, StepCost

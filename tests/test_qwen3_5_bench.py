@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from openinfer.cli import explain
 from openinfer.cli.bench import ops as bench_ops
 from openinfer.cli.bench import step as bench_step
-from openinfer.cli.explain import command as explain
 from openinfer.cli.explain.segments import Segment
 
 TINY = Path(__file__).parent / "goldens" / "qwen3_5-tiny"

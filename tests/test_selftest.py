@@ -20,7 +20,7 @@ from openinfer.kernels import H200
 from openinfer.kernels.linear.choices import choose, cluster_choice
 from openinfer.kernels.op.cases import Memory
 from openinfer.kernels.ops import route
-from openinfer.kernels.packs.cpu import CpuPack
+from openinfer.kernels.packs import CpuPack
 from openinfer.recipes.deepseek_v4.ops.cases import cases as attention_cases
 from openinfer.recipes.engine.startup import build
 from openinfer.tensor import Device

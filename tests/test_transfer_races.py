@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from openinfer.frontend.contract import Finished
-from openinfer.frontend.kv_transfer import KVTransfer
+from openinfer.frontend.contract import Finished, KVTransfer
 from openinfer.kvpool.tiers.peers import lane
 from openinfer.kvpool.tiers.peers.link import Link
 from openinfer.kvpool.tiers.peers.shared import Shared

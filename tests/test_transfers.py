@@ -22,8 +22,14 @@ import pytest
 from module_files import module_at
 
 from openinfer.cli import recipes
-from openinfer.frontend.contract import Failed, Finished, Rejected, ResetPrefixCache, UpdateWeights
-from openinfer.frontend.kv_transfer import KVTransfer
+from openinfer.frontend.contract import (
+    Failed,
+    Finished,
+    KVTransfer,
+    Rejected,
+    ResetPrefixCache,
+    UpdateWeights,
+)
 from openinfer.kvpool import InvalidConfig
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.startup import build

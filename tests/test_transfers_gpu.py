@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.frontend.kv_transfer import KVTransfer
+from openinfer.frontend.contract import KVTransfer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 

@@ -368,7 +368,7 @@ def true_scores(args: Mapping[str, Any], t: int) -> Array:
 
 def index_query(args: Mapping[str, Any], t: int) -> Array:
     from openinfer.kernels.op.rounding import hadamard, q4
-    from openinfer.recipes.deepseek_v4.ops.common import rope
+    from openinfer.recipes.deepseek_v4.ops import rope
 
     one = slice(t, t + 1)
     query = (

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from openinfer.frontend.contract import Finished, Rejected, Request, TokenTable
-from openinfer.frontend.kv_transfer import KVTransfer
+from openinfer.frontend.contract import Finished, KVTransfer, Rejected, Request, TokenTable
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.qwen3 import RECIPE

@@ -6,10 +6,9 @@ import signal
 from collections.abc import Awaitable, Callable
 
 from openinfer.frontend import EngineSpec
-from openinfer.frontend.attached_driver import AttachedDriver
 from openinfer.frontend.client import Driver, OutputDelta
 from openinfer.frontend.contract import EngineStats, Failed, Request, ResetPrefixCache
-from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.process_driver import AttachedDriver, ProcessDriver
 from openinfer.frontend.wire import Submit, owner
 from openinfer.sampler import SamplingParams
 

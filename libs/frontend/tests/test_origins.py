@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from openinfer.frontend.http.cors import Cors
+from openinfer.frontend.http.guard import Cors
 
 DATA = Path(__file__).parent / "data"
 ORIGIN = "http://localhost:3000"

@@ -13,7 +13,7 @@ import pytest
 
 from openinfer.frontend.errors import FlagError
 from openinfer.frontend.flag_types import check_plan
-from openinfer.frontend.http.pages import page
+from openinfer.frontend.http import pages
 
 
 @pytest.mark.parametrize("path", ["/", "/plan"])
@@ -60,7 +60,7 @@ def test_a_file_that_is_no_plan_is_refused_before_the_start(tmp_path: Path) -> N
 
 
 NODE = shutil.which("node")
-PLAN_JS = Path(page.__file__).parent / "static" / "plan.js"
+PLAN_JS = Path(pages.__file__).parent / "static" / "plan.js"
 STUB = """
 const node = () => ({
   addEventListener() {}, setAttribute() {}, append() {}, viewBox: { baseVal: { width: 300, height: 150 } }, cells: [],

@@ -10,10 +10,9 @@ import pytest
 
 from openinfer.frontend import EngineDeadError, EngineSpec, Finished, Request
 from openinfer.frontend import restart as restart_module
-from openinfer.frontend.attached_driver import AttachedDriver
 from openinfer.frontend.contract import Command, LoadAdapter, Sleep, UnloadAdapter, WakeUp
 from openinfer.frontend.errors import Unsupported
-from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.process_driver import AttachedDriver, ProcessDriver
 from openinfer.frontend.restart import RestartingClient
 from openinfer.sampler import SamplingParams
 

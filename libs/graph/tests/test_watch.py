@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from openinfer.graph import SlowLoads, StepTrace, Watch
-from openinfer.graph.watch.watch import FINDINGS_KEPT, WARM, Bound
+from openinfer.graph.watch import FINDINGS_KEPT, WARM, Bound
 from openinfer.tensor import ClockReading, Device
 from openinfer.tensor.testing import fake_driver
 

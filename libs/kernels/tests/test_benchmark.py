@@ -18,7 +18,7 @@ from openinfer.kernels import (
     linear_add,
     ops,
 )
-from openinfer.kernels.measure.benchmark import measure
+from openinfer.kernels.measure import measure
 from openinfer.kernels.op.cases import CaseRows, Memory, OpCase
 from openinfer.kernels.testing import INTERPRETED
 from openinfer.tensor import Device, Stream, Tensor

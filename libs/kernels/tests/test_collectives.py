@@ -147,7 +147,7 @@ def test_a_slot_is_there_before_its_counter_says_so(memory, monkeypatch):
         if len(seen) == 2:
             ranks._slots[0, 0, 1] = 9  # it comes behind the counter
 
-    monkeypatch.setattr("openinfer.kernels.ranks.communicator.memory_fence", late)
+    monkeypatch.setattr("openinfer.kernels.ranks.memory_fence", late)
     (found,) = ranks.exchange(np.array([5, 6], np.uint8))
     assert seen == [(0, [5, 6]), (1, [5, 6])]
     assert found.tolist() == [5, 9]

@@ -8,8 +8,8 @@ from scipy import special, stats
 from openinfer.kernels import LaunchPack, NullPack
 from openinfer.sampler.gpu import sample
 from openinfer.sampler.gpu.device import sample as kernels
+from openinfer.sampler.gpu.ops import rows as tiles
 from openinfer.sampler.gpu.ops import sample as sample_module
-from openinfer.sampler.gpu.ops import tiles
 from openinfer.tensor import Tensor
 
 BASE = np.array([2.0, 1.5, 1.5, 0.7, 0.1, -0.4, -1.0, -1.1, -2.5, -4.0, -np.inf, 0.3], np.float32)

@@ -6,7 +6,7 @@ from scipy import special
 
 from openinfer.kernels import ContractError, CpuPack
 from openinfer.sampler.gpu import score
-from openinfer.sampler.gpu.ops import tiles
+from openinfer.sampler.gpu.ops import rows as tiles
 from openinfer.tensor import Tensor
 
 

@@ -6,7 +6,7 @@ import pytest
 from openinfer.kernels import ContractError, CpuPack
 from openinfer.sampler import sample_arrays
 from openinfer.sampler.gpu import top_logprobs
-from openinfer.sampler.gpu.ops import tiles
+from openinfer.sampler.gpu.ops import rows as tiles
 from openinfer.tensor import Tensor
 
 

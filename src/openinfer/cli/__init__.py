@@ -88,7 +88,7 @@ def _compile(argv: list[str]) -> int:
 
 
 def _selftest(argv: list[str]) -> int:
-    from openinfer.cli.selftest.command import main
+    from openinfer.cli.selftest import main
 
     return main(argv)
 
@@ -106,13 +106,13 @@ def _check(argv: list[str]) -> int:
 
 
 def _explain(argv: list[str]) -> int:
-    from openinfer.cli.explain.command import main
+    from openinfer.cli.explain import main
 
     return main(argv)
 
 
 def _plan(argv: list[str]) -> int:
-    from openinfer.cli.plan.command import main
+    from openinfer.cli.plan import main
 
     return main(argv)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from openinfer.cli import hub, recipe_flags, recipes
-from openinfer.cli.explain.command import memory_plan
+from openinfer.cli.explain import memory_plan
 from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.cli.recipe_flags import Asked
 from openinfer.frontend.chat import DeepSeekV4Renderer

@@ -22,7 +22,7 @@ from openinfer.cli.bench.ops import machine, machine_flags
 from openinfer.cli.bench.record import add_record_arguments, record, write
 from openinfer.cli.explain.ledger import Machine, entry_figures
 from openinfer.frontend.flag_parser import FlagParser
-from openinfer.kernels.measure.benchmark import Measurement, measure
+from openinfer.kernels.measure import Measurement, measure
 from openinfer.kernels.measure.tuner import DeviceMeter
 from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.tensor import Device, TensorError

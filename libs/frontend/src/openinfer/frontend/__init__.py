@@ -17,6 +17,7 @@ if typing.TYPE_CHECKING:
         EngineStats,
         Failed,
         Finished,
+        Recipe,
         Rejected,
         Request,
         ResetPrefixCache,
@@ -38,7 +39,6 @@ if typing.TYPE_CHECKING:
         is_users_error,
         one_line,
     )
-    from openinfer.frontend.recipe import Recipe
     from openinfer.frontend.thread_driver import ThreadDriver
 
 __all__ = [
@@ -73,7 +73,7 @@ __all__ = [
     "one_line",
 ]
 
-_MODULES = ("errors", "recipe", "contract", "client", "thread_driver")  # the cheap ones first
+_MODULES = ("errors", "contract", "client", "thread_driver")  # the cheap ones first
 
 
 def __getattr__(name: str) -> object:

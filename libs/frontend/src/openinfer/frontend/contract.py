@@ -12,15 +12,16 @@ ignores one.
 Times are `time.monotonic()` seconds, which the processes of one Linux machine share.
 """
 
+import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from openinfer.frontend.errors import EngineSpecError, InvalidRequest
-from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.form import Grammar
 
@@ -36,8 +37,10 @@ __all__ = [
     "EngineStats",
     "Failed",
     "Finished",
+    "KVTransfer",
     "LoadAdapter",
     "PromptLogprobs",
+    "Recipe",
     "Rejected",
     "Request",
     "ResetPrefixCache",
@@ -54,6 +57,39 @@ __all__ = [
     "UpdateWeights",
     "WakeUp",
 ]
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Block = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | str
+
+
+class KVTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """kv_transfer_params of a request or an answer: how KV goes from the engine that prefills to the one that decodes.
+
+    The keys are those of vLLM's NixlConnector, as its P/D proxies send them
+    (https://docs.vllm.ai/en/stable/features/nixl_connector_usage/, and toy_proxy_server.py in vLLM's tests). A proxy
+    sends a request to the prefill server with do_remote_decode and max_tokens 1, and puts the kv_transfer_params of
+    that answer into the request to the decode server. Other keys are ignored.
+    """
+
+    do_remote_decode: bool | None = None
+    """Another engine decodes: keep the prompt's blocks for it, and say in the answer where they are."""
+    do_remote_prefill: bool | None = None
+    """Another engine has computed the prompt: fetch its blocks."""
+    remote_engine_id: str | None = None
+    """The engine_id of that engine."""
+    remote_request_id: str | None = None
+    """The lease that keeps the blocks there."""
+    remote_host: str | None = None
+    remote_port: _Count | None = None
+    """Where that engine can be asked for them."""
+    remote_block_ids: list[list[_Block]] | None = None
+    """By group, names of blocks. This engine names the last block alone: a name stands for all tokens before it."""
+    remote_num_tokens: _Count | None = None
+    """Tokens of the prompt that the blocks hold."""
+    tp_size: _Count | None = None
+    """Ranks of that engine."""
+
 
 CONTRACT_VERSION = 1
 """Raised when a message changes meaning; both sides of a process driver must agree on it."""
@@ -423,3 +459,30 @@ class EngineSpec(msgspec.Struct, frozen=True):
         if function is None:
             raise EngineSpecError(f"engine target {self.target!r}: {module_name} has no {function_name!r}")
         return function(**self.kwargs)
+
+
+class Recipe(Protocol):
+    """Registered under the entry-point group `openinfer.recipes`: an object with these names.
+
+    Importing it must stay light (no driver, no GPU): `--help` imports it. The engine is built from the
+    EngineSpec, usually in another process.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short name, as in `openinfer.recipes.<name>`."""
+
+    def matches(self, config: Mapping[str, object]) -> bool:
+        """Whether this recipe serves checkpoints with this config.json. Never raises for a foreign config."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the engine's flags (`--max-model-len`, ...) to the parser that holds the frontend's already."""
+
+    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
+        """The engine for a checkpoint. Every flag of add_arguments ends up in the kwargs or is refused here.
+
+        Raises ValueError or OSError with a one-line message for the user's mistakes.
+        """
+
+    def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> Sequence[EngineSpec]:
+        """The engines of --data-parallel-size, each on devices of its own. Raises as engine_spec does."""

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from openinfer.frontend.attached_driver import AttachedDriver
 from openinfer.frontend.client import Driver, EngineClient
 from openinfer.frontend.errors import EngineStartError, is_users_error, one_line
 from openinfer.frontend.logs import set_up_logging
+from openinfer.frontend.process_driver import AttachedDriver
 from openinfer.frontend.restart import RestartingClient
 from openinfer.frontend.web import WebOptions, run_loop, serve_web
 from openinfer.frontend.wire import first_id

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.frontend import flag_types
+from openinfer.frontend.contract import Recipe
 from openinfer.frontend.flag_parser import FlagParser
-from openinfer.frontend.recipe import Recipe
 
 __all__ = ["build_parser", "server_parser"]
 

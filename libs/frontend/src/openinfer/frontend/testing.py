@@ -15,6 +15,7 @@ from openinfer.frontend.contract import (
     EngineStats,
     Failed,
     Finished,
+    KVTransfer,
     LoadAdapter,
     PromptLogprobs,
     Rejected,
@@ -29,7 +30,6 @@ from openinfer.frontend.contract import (
     WakeUp,
 )
 from openinfer.frontend.errors import FlagError, Unsupported
-from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["FakeEngine"]
 

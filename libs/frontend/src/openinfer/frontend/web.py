@@ -131,7 +131,7 @@ def _make_app(
     """The application of a client that has started."""
     from openinfer.frontend.http import SamplingDefaults, create_app
     from openinfer.frontend.http.admin.board import Board
-    from openinfer.frontend.http.cors import Cors
+    from openinfer.frontend.http.guard import Cors
 
     auto = options.generation_config == "auto"
     defaults = SamplingDefaults.load(Path(options.model_dir)) if auto else SamplingDefaults()

@@ -7,9 +7,9 @@ from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
 from openinfer.graph.rows import Delta, Field, Rows
 from openinfer.graph.steps import StepGraphs, bucket_for
+from openinfer.graph.watch import Finding, NoWatch, Watch
 from openinfer.graph.watch.loads import SlowLoads
 from openinfer.graph.watch.trace import NoTrace, StepTrace
-from openinfer.graph.watch.watch import Finding, NoWatch, Watch
 
 __all__ = [
     "Buckets",

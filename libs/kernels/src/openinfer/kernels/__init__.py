@@ -60,13 +60,13 @@ from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write
 from openinfer.kernels.ops.route import route
 from openinfer.kernels.ops.route_topk import route_topk
 from openinfer.kernels.ops.select_rows import select_rows
-from openinfer.kernels.packs.cpu import CpuPack
+from openinfer.kernels.packs import CpuPack
 from openinfer.kernels.packs.cublas import CublasLt, cublas_available
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import Call, NullPack, Repeated, one_of_each
-from openinfer.kernels.ranks.communicator import Communicator, SharedMemory
+from openinfer.kernels.ranks import Communicator, SharedMemory
 from openinfer.kernels.ranks.gpu_ranks import GpuRanks
 from openinfer.kernels.store.cubins import Compiled, Prepared, Store
 

@@ -97,7 +97,7 @@ from openinfer.kernels.op.target import CONSUMER_SHARED_BYTES, Target, shared_by
 from openinfer.kernels.ops.attend import require_attention
 from openinfer.kernels.ops.norm_rope_attend import QkvAttentionArgs
 from openinfer.kernels.ops.qk_norm_rope_write import write_launch
-from openinfer.kernels.ranks.communicator import Communicator, sum_over
+from openinfer.kernels.ranks import Communicator, sum_over
 from openinfer.kernels.ranks.exchange import NCCL, pushed_rows, sum_of_ranks, way_of
 
 __all__ = [

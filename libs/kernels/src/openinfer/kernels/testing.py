@@ -28,7 +28,7 @@ from openinfer.kernels.errors import ContractError, RankLost
 from openinfer.kernels.op.launch import PeerTable
 from openinfer.kernels.op.op import Op, Workload, leaves, mapped
 from openinfer.kernels.op.target import Target
-from openinfer.kernels.packs.cpu import CpuPack
+from openinfer.kernels.packs import CpuPack
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver

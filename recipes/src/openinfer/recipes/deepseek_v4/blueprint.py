@@ -16,12 +16,11 @@ from openinfer.kvpool import Eviction, Group
 from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.choices import choices
-from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.config import Config, DeepseekOptions
 from openinfer.recipes.deepseek_v4.layers import layers_alone
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.mtp import DraftingModel
-from openinfer.recipes.deepseek_v4.ops.common import PAGE
-from openinfer.recipes.deepseek_v4.options import DeepseekOptions
+from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.weights import Layer, Weights, validate
 from openinfer.recipes.engine.blueprint import Blueprint, Control

@@ -11,7 +11,7 @@ import numpy as np
 from openinfer.kernels.authoring import power_of_two
 from openinfer.kvpool import Eviction, Group, Lru, S3Fifo
 from openinfer.recipes.deepseek_v4.config import CSA, HCA, Config
-from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.tensor import Arena, Stream, Tensor, float32
 
 WINDOW, ENTRIES = 0, 1

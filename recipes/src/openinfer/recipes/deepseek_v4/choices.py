@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.authoring import Op, Pack, f32, hadamard, q4, rounded
-from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope
+from openinfer.recipes.deepseek_v4.ops import PAGE, rope
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.routing import chosen

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from openinfer.recipes.deepseek_v4.options import DeepseekOptions
+from openinfer.recipes.deepseek_v4.config import DeepseekOptions
 from openinfer.recipes.deepseek_v4.published import RELEASES, SIZES, config_json
 from openinfer.recipes.engine import Recipe, SetupError, Source
 

@@ -22,7 +22,7 @@ from openinfer.kernels.authoring import (
     require,
     shared_bytes,
 )
-from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.tensor import Tensor, bfloat16, float16, float32, int32
 
 _ATTEND = "openinfer.recipes.deepseek_v4.device.sparse_attend"

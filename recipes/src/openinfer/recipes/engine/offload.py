@@ -1,4 +1,4 @@
-"""Offload: the tiers behind the pool that the flags ask for, and the fingerprint of what their blocks depend on."""
+"""The tiers and peers behind the pool that the flags ask for, and the fingerprint of what their blocks depend on."""
 
 from __future__ import annotations
 
@@ -12,15 +12,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openinfer.kvpool import Eviction, Group, Pool
-from openinfer.kvpool.tiers import Disk, Tiers, parse_peers
+from openinfer.kvpool.tiers import Disk, Sharing, Tiers, TransferConfig, parse_peers
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.options import Options
-from openinfer.recipes.engine.transfer import open_sharing, transfer_config
 from openinfer.tensor import Device
 
 if TYPE_CHECKING:
     from openinfer.kvpool.publisher import EventPublisher
+
+
+def transfer_config(options: Options) -> TransferConfig | None:
+    """The configuration that the flags ask for; None for none. Raises SetupError, InvalidConfig."""
+    if options.kv_transfer_config is None and not options.kv_peer:
+        return None
+    flag = "--kv-transfer-config" if options.kv_transfer_config is not None else "--kv-peer"
+    if not options.enable_prefix_caching:
+        raise SetupError(f"{flag} shares cached prefixes; leave out --no-enable-prefix-caching")
+    if options.kv_transfer_config is None:
+        return TransferConfig("TcpConnector", kv_role="kv_consumer")
+    return TransferConfig.parse(options.kv_transfer_config)
+
+
+def open_sharing(options: Options, groups: Sequence[Group], about: dict[str, Any]) -> Sharing | None:
+    """The engine's part in sharing; None where no flag asks for it. Raises InvalidConfig.
+
+    about: of the engine's blocks. Its weights are left out, because names and times of files differ from host to host;
+    their digest is added once they are loaded.
+    """
+    config = transfer_config(options)
+    if config is None:
+        return None
+    about = {name: value for name, value in about.items() if name != "weights"}
+    return Sharing(config, groups, about, *parse_peers(options.kv_peer))
+
 
 STAGING_BYTES = 256 << 20
 """Host memory through which blocks go to the disk where --kv-offload-gb asks for none."""

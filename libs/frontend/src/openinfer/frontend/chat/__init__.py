@@ -6,8 +6,17 @@ Needs no web framework; a frontend of your own can use it with any text generato
 from openinfer.frontend.chat.deepseek_v4 import DeepSeekV4Renderer
 from openinfer.frontend.chat.formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat, default_formats
 from openinfer.frontend.chat.output import OutputParser
-from openinfer.frontend.chat.parts import Arguments, Content, Part, Reasoning, ToolCall
-from openinfer.frontend.chat.renderer import Message, Renderer, RendererSpec, text_of
+from openinfer.frontend.chat.parts import (
+    Arguments,
+    Content,
+    Message,
+    Part,
+    Reasoning,
+    Renderer,
+    RendererSpec,
+    ToolCall,
+    text_of,
+)
 
 __all__ = [
     "REASONING_FORMATS",

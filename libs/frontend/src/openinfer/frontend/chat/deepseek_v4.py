@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.frontend.chat.formats import DSML
-from openinfer.frontend.chat.renderer import Message, RendererSpec, text_of
+from openinfer.frontend.chat.parts import Message, RendererSpec, text_of
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.model_files import read_text
 

@@ -20,12 +20,11 @@ from openinfer.frontend.http.admin.board import Board
 from openinfer.frontend.http.admin.endpoints import Admin
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.http.anthropic.messages_shape import messages_error
-from openinfer.frontend.http.cors import Cors
 from openinfer.frontend.http.dialects import Dialects
 from openinfer.frontend.http.elsewhere import hint
-from openinfer.frontend.http.guard import ApiKeyGuard, PageGuard, RequestIds
+from openinfer.frontend.http.guard import ApiKeyGuard, Cors, PageGuard, RequestIds
 from openinfer.frontend.http.openapi import Endpoint, document, endpoints
-from openinfer.frontend.http.pages.page import Page, PlanPage
+from openinfer.frontend.http.pages import Page, PlanPage
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.http.shapes import package_version

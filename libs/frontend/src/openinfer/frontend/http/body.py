@@ -14,9 +14,9 @@ import msgspec
 from msgspec import inspect as info
 from starlette.requests import ClientDisconnect, Request
 
+from openinfer.frontend.contract import KVTransfer
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.elsewhere import instead
-from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.sampler.params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES
 
 __all__ = [

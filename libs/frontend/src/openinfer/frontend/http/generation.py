@@ -15,6 +15,7 @@ from openinfer.frontend.contract import (
     Drafts,
     Failed,
     Finished,
+    KVTransfer,
     Rejected,
     Request,
     TokenLogprobs,
@@ -24,7 +25,6 @@ from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.text.detokenizer import ContentStops, StopStrings
 from openinfer.frontend.http.tokenizer import Tokenizer
-from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["Choice", "Generation", "Usage"]
 

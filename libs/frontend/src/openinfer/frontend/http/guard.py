@@ -1,4 +1,7 @@
-"""ASGI middleware around all endpoints: it refuses strange web pages, checks the API key, gives each request its id."""
+"""ASGI middleware around all endpoints: it refuses strange web pages, checks the API key, gives each request its id.
+
+Cors says which pages of other origins may call.
+"""
 
 import hashlib
 import hmac
@@ -7,14 +10,18 @@ import uuid
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+import msgspec
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.logs import REQUEST_ID
 
-__all__ = ["OPEN_PATHS", "ApiKeyGuard", "PageGuard", "RequestIds"]
+__all__ = ["OPEN_PATHS", "ApiKeyGuard", "Cors", "PageGuard", "RequestIds"]
+
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/", "/plan", "/favicon.svg"})
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]*?)\.?(:[0-9]*)?")
@@ -137,3 +144,28 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class Cors(msgspec.Struct, frozen=True):
+    """The CORS rules for browsers. "*" stands for any; without an origin, pages of other origins may not call."""
+
+    origins: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+    """Cookies and Authorization of the browser's own may come along."""
+
+    def middleware(self) -> list[Middleware]:
+        """To stand around all others: a preflight has no API key."""
+        if not self.origins:
+            return []
+        return [
+            Middleware(
+                CORSMiddleware,
+                allow_origins=self.origins,
+                allow_methods=self.methods,
+                allow_headers=self.headers,
+                allow_credentials=self.credentials,
+                expose_headers=["x-request-id", "warning", "retry-after"],
+            )
+        ]

@@ -27,7 +27,7 @@ from openinfer.frontend.http.openai.chat_shape import ChatResponse
 from openinfer.frontend.http.openai.completions import CompletionBody, CompletionResponse
 from openinfer.frontend.http.openai.render import Render
 from openinfer.frontend.http.openai.responses_body import ResponsesBody
-from openinfer.frontend.http.pages.page import Page, PlanPage
+from openinfer.frontend.http.pages import Page, PlanPage
 from openinfer.frontend.http.params import MAX_LOGPROBS, MAX_N, MAX_SALT_CHARS, MAX_STOP_STRINGS
 from openinfer.frontend.http.service import Service
 

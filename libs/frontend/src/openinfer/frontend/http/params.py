@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 
 from openinfer.frontend.chat import OutputParser
-from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo
+from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo, KVTransfer
 from openinfer.frontend.errors import APIError, ModelFilesError, TooLong
 from openinfer.frontend.http.body import CommonBody
 from openinfer.frontend.http.text.structured import grammar_of, unkept
 from openinfer.frontend.http.tokenizer import Tokenizer
-from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.frontend.model_files import read_json
 from openinfer.sampler import InvalidParams, SamplingParams
 from openinfer.sampler.form import Grammar

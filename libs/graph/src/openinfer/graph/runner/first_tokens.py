@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from openinfer.graph.watch.watch import FLOOR_S, Bound, Watch
+from openinfer.graph.watch import FLOOR_S, Bound, Watch
 from openinfer.scheduler import Event, Finished, Scheduled, Stats, Tokens
 
 KEPT = 1024

@@ -24,8 +24,8 @@ from openinfer.graph.runner.scoring import Scores, Share, read_scores, write_sco
 from openinfer.graph.runner.segments import UPLOAD, segments
 from openinfer.graph.runner.verifying import read_verified, write_following, write_verified
 from openinfer.graph.steps import StepGraphs
+from openinfer.graph.watch import NoWatch, Watch
 from openinfer.graph.watch.trace import StepTrace
-from openinfer.graph.watch.watch import NoWatch, Watch
 from openinfer.kernels import Pack
 from openinfer.sampler.gpu import RowStatus, masks_after, values
 from openinfer.scheduler import FinishReason, Seq, Step, StepResult

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from openinfer.graph.watch.watch import FLOOR_S, Bound, Watch
+from openinfer.graph.watch import FLOOR_S, Bound, Watch
 
 FACTOR = 3.0
 """A load is slow above this many times the usual time of a block."""

@@ -17,7 +17,7 @@ from openinfer.kernels.op.launch import Launch, Spec
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
-from openinfer.kernels.ranks.communicator import SharedMemory
+from openinfer.kernels.ranks import SharedMemory
 from openinfer.kernels.ranks.exchange import NCCL, Normed, sum_of_ranks
 from openinfer.kernels.ranks.gpu_ranks import GpuRanks
 from openinfer.kernels.store.cubins import Store

@@ -1,1 +1,90 @@
-"""Mixtures of experts as commands."""
+"""A mixture of experts of any weights: the plan of its launches, the loop of its reference, the bytes of its cost.
+
+A pair is a token and one of its experts. Pairs are sorted by expert on the device, multiplied twice with the experts'
+weights, and added up by token. plain.py has the kernels for weights that a product takes unchanged,
+packed.py those for weights that a product unpacks or takes as codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.op.launch import Command, Scratch
+from openinfer.kernels.op.reference import Array
+from openinfer.tensor import Tensor, int32
+
+SORT_BLOCK = 4096
+"""Pairs that a sorting program looks at, at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of a step: `order` has them sorted by expert, expert e those from starts[e] to starts[e + 1]."""
+
+    tokens: int
+    chosen: int
+    experts: int
+    order: Scratch
+    starts: Scratch
+
+    @classmethod
+    def of(cls, expert_ids: Tensor, experts: int) -> Pairs:
+        """The pairs of expert_ids int32 [T, K]."""
+        tokens, chosen = expert_ids.shape
+        order, starts = Scratch((tokens * chosen,), int32), Scratch((experts + 1,), int32)
+        return cls(tokens, chosen, experts, order, starts)
+
+    @property
+    def count(self) -> int:
+        """How many pairs there are."""
+        return self.tokens * self.chosen
+
+    def few(self, places: int) -> bool:
+        """Whether a tile a pair is fewer tiles than `places` a tile and one more for each expert."""
+        return self.count < self.count // places + self.experts
+
+    def tiles(self, places: int) -> int:
+        """An upper bound of the number of tiles, with `places` places each."""
+        return min(self.count, self.count // places + self.experts)
+
+
+class Kernels(Protocol):
+    """The kernels for one kind of weights."""
+
+    def sort(self, pairs: Pairs) -> Command:
+        """Fill `order` and `starts`."""
+
+    def multiply(self, pairs: Pairs) -> Iterator[Command]:
+        """From tokens to a result a pair."""
+
+    def add(self, pairs: Pairs) -> Command:
+        """From results to tokens."""
+
+
+def mixture_launches(kernels: Kernels, pairs: Pairs) -> Iterator[Command]:
+    """The launches of one call."""
+    yield kernels.sort(pairs)
+    yield from kernels.multiply(pairs)
+    yield kernels.add(pairs)
+
+
+def results(expert_ids: Array, width: int, mlp: Callable[[int, Array, Array], Array]) -> Array:
+    """Float32 [T, K, width]: the result of each pair, zero for no expert. `mlp(expert, tokens, choices)` gives the rows
+    of the pairs of one expert."""
+    out = np.zeros((*expert_ids.shape, width), np.float32)
+    for expert in np.unique(expert_ids[expert_ids >= 0]):
+        token, choice = np.nonzero(expert_ids == expert)
+        out[token, choice] = mlp(int(expert), token, choice)
+    return out
+
+
+def weight_bytes(tokens: int, chosen: int, all_experts: int, *weights: Linear[Tensor] | Tensor) -> int:
+    """The bytes of these experts' weights that a call reads, as many experts as evenly random routing hits; tokens
+    choose among `all_experts`, some of which other ranks may have."""
+    hit = 1 - (1 - min(1, chosen / all_experts)) ** tokens
+    return int(sum(weight.nbytes for weight in weights) * hit)

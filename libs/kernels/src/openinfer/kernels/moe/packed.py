@@ -13,7 +13,7 @@ import numpy as np
 
 from openinfer.kernels.formats.linear import Linear, linear_of
 from openinfer.kernels.linear.mx import multiplies_codes
-from openinfer.kernels.moe.mixture import SORT_BLOCK, Pairs
+from openinfer.kernels.moe import SORT_BLOCK, Pairs
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.op import T
 from openinfer.kernels.op.target import Target, shared_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.moe.mixture import SORT_BLOCK, Pairs
+from openinfer.kernels.moe import SORT_BLOCK, Pairs
 from openinfer.kernels.op.launch import Aligned, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import Tensor

@@ -1,4 +1,4 @@
-"""The calls that an op is measured by (openinfer.kernels.measure.benchmark).
+"""The calls that an op is measured by (openinfer.kernels.measure).
 
 A module of ops may offer
 

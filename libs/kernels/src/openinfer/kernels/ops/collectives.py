@@ -18,7 +18,7 @@ from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.reference import normed as normed_of
 from openinfer.kernels.op.target import Target
-from openinfer.kernels.ranks.communicator import Communicator, sum_over
+from openinfer.kernels.ranks import Communicator, sum_over
 from openinfer.kernels.ranks.exchange import Normed, columns_of_ranks, sum_of_ranks
 from openinfer.tensor import Tensor
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from openinfer.kernels import moe
 from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.formats.mx import Mx
-from openinfer.kernels.moe import mixture
-from openinfer.kernels.moe.mixture import Pairs
+from openinfer.kernels.moe import Pairs
 from openinfer.kernels.moe.packed import ExpertsArgs, PackedExperts, kind_of, packed_expert_tile
 from openinfer.kernels.op.cases import Commands, Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, require
@@ -57,7 +57,7 @@ def _reference(a: ExpertsArgs[Array]) -> None:
         second = linear_of(a.down)[expert].values()
         return rounded(matmul_nt(hidden, second), a.x.dtype)
 
-    results = mixture.results(a.expert_ids, a.x.shape[1], mlp)
+    results = moe.results(a.expert_ids, a.x.shape[1], mlp)
     # One choice after the other: the sum must not depend on what numpy does with the other tokens.
     total = results[:, 0].copy()
     for j in range(1, a.expert_ids.shape[1]):
@@ -73,14 +73,14 @@ def _launches(target: Target, a: ExpertsArgs[Tensor]) -> Iterator[Command]:
     )
     count = a.gate_up.shape[0]
     found = packed_expert_tile(target, a.expert_ids.numel, count, kind_of(linear_of(a.gate_up)), a.quantized)
-    yield from mixture.mixture_launches(PackedExperts.of(target, found, a), Pairs.of(a.expert_ids, count))
+    yield from moe.mixture_launches(PackedExperts.of(target, found, a), Pairs.of(a.expert_ids, count))
 
 
 def _cost(workload: Workload, a: ExpertsArgs[Tensor]) -> Cost:
     count, width = a.gate_up.shape[0], a.x.shape[1]
     inter, tokens, chosen = a.gate_up.shape[1] // 2, workload.tokens, a.expert_ids.shape[1]
     every = a.all_experts or count
-    weights = mixture.weight_bytes(tokens, chosen, every, a.gate_up, a.down)
+    weights = moe.weight_bytes(tokens, chosen, every, a.gate_up, a.down)
     activations = tokens * (3 * width * a.x.itemsize + chosen * 8)
     return Cost(weights + activations, 6 * tokens * chosen * width * inter * count // every)
 
@@ -131,6 +131,6 @@ def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
 
         def commands(a: ExpertsArgs[Tensor], places: int = places) -> Iterator[Command]:
             kernels = PackedExperts.of(target, replace(chosen, bm=places), a)
-            return mixture.mixture_launches(kernels, Pairs.of(a.expert_ids, count))
+            return moe.mixture_launches(kernels, Pairs.of(a.expert_ids, count))
 
         yield f"{places} places", commands

@@ -8,12 +8,12 @@ from typing import Generic
 
 import numpy as np
 
+from openinfer.kernels import moe
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.linear.problem import expect_float8
-from openinfer.kernels.moe import mixture
-from openinfer.kernels.moe.mixture import Pairs
+from openinfer.kernels.moe import Pairs
 from openinfer.kernels.moe.plain import PlainExperts, expert_tile
 from openinfer.kernels.norms import norm
 from openinfer.kernels.op.cases import Memory, OpCase
@@ -88,7 +88,7 @@ def _reference(a: _Args[Array]) -> None:
         hidden = rounded(rounded(silu(gate), a.x.dtype) * up, a.x.dtype)
         return rounded(matmul_nt(hidden, second[expert].values()), a.x.dtype)
 
-    results = mixture.results(a.expert_ids, a.x.shape[1], mlp)
+    results = moe.results(a.expert_ids, a.x.shape[1], mlp)
     # One choice after the other: the sum must not depend on what numpy does with the other tokens.
     total = np.zeros(a.x.shape, np.float32)
     for j in range(a.expert_ids.shape[1]):
@@ -115,14 +115,14 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         second=expert_tile(target, pairs.count, experts, width, inter, first=False),
         results=Scratch((pairs.count, width), a.x.dtype),
     )  # fmt: skip
-    yield from mixture.mixture_launches(kernels, pairs)
+    yield from moe.mixture_launches(kernels, pairs)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     experts, hidden, inter = *a.down.shape[:2], a.gate_up.shape[1] // 2
     tokens, chosen = workload.tokens, a.expert_ids.shape[1]
     every = a.all_experts or experts
-    weights = mixture.weight_bytes(tokens, chosen, every, a.gate_up, a.down)
+    weights = moe.weight_bytes(tokens, chosen, every, a.gate_up, a.down)
     activations = tokens * (2 * hidden * a.x.itemsize + chosen * (a.x.itemsize + 4))
     norm_bytes = a.norm_weight.nbytes if a.norm_weight is not None else 0
     return Cost(weights + norm_bytes + activations, 6 * tokens * chosen * hidden * inter * experts // every)

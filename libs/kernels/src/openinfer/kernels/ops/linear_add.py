@@ -23,7 +23,7 @@ from openinfer.kernels.op.reference import Array, f32, matmul_nt, rounded
 from openinfer.kernels.op.reference import normed as normed_of
 from openinfer.kernels.op.rounding import coded
 from openinfer.kernels.op.target import Target
-from openinfer.kernels.ranks.communicator import Communicator, sum_over
+from openinfer.kernels.ranks import Communicator, sum_over
 from openinfer.kernels.ranks.exchange import Normed, sum_of_ranks
 from openinfer.tensor import Tensor, bfloat16, float32
 

@@ -17,7 +17,7 @@ from openinfer.kernels.errors import LaunchError, MissingExtra
 from openinfer.kernels.op.launch import Collective, CudaSpec, Matmul, PeerTable, Spec, TensorMap
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.ops.collectives import combine
-from openinfer.kernels.ranks.communicator import Communicator, member
+from openinfer.kernels.ranks import Communicator, member
 from openinfer.tensor import Device, Tensor
 
 SIZES = {"i32": (4, "<i"), "fp32": (4, "<f")}

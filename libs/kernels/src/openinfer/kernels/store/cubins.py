@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from openinfer.kernels.errors import CompileError, KernelMissing
 from openinfer.kernels.op.launch import CudaSpec, KernelSpec, Spec
-from openinfer.kernels.store.cache_folder import check_owner, digest, make_private, unfinished
+from openinfer.kernels.store import check_owner, digest, make_private, unfinished
 
 log = logging.getLogger("openinfer.kernels")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from openinfer.kernels.errors import InvalidTable
-from openinfer.kernels.store.cache_folder import check_owner, digest, make_private, unfinished
+from openinfer.kernels.store import check_owner, digest, make_private, unfinished
 from openinfer.kernels.store.cubins import default_cache
 
 Kind = Literal["gemv", "ring", "cluster", "small", "tma", "pointer", "cublas"]

@@ -1,1 +1,54 @@
 """The ops that only DeepSeek-V4 has: contract, numpy reference, launches, cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from openinfer.kernels.authoring import Array, Workload
+
+PAGE = 128
+"""Tokens of a page of either group: the least common multiple of the ratios 4 and 128."""
+
+
+class LiveRow(NamedTuple):
+    """A row that a step runs: tokens first .. last - 1 of the step are at positions start, start + 1, ..."""
+
+    slot: int
+    first: int
+    last: int
+    start: int
+
+
+def live_rows(slots: Array, q_starts: Array, seq_lens: Array, alive: Array) -> Iterator[LiveRow]:
+    """The rows of a step that have tokens and are alive (as in expand_rows)."""
+    for row, slot in enumerate(slots):
+        first, last = int(q_starts[row]), int(q_starts[row + 1])
+        if first < last and alive[slot]:
+            yield LiveRow(int(slot), first, last, int(seq_lens[slot]))
+
+
+def rope(x: Array, cos_sin: Array, positions: Array, *, back: bool = False) -> Array:
+    """Float32 x [T, ..., d] with its last r channels rotated in pairs (2i, 2i + 1) at `positions` [T]; `back`: by minus
+    the positions."""
+    half = cos_sin.shape[2]
+    cos, sin = cos_sin[positions, 0], cos_sin[positions, 1] * np.float32(-1 if back else 1)
+    spread = (len(positions), *(1,) * (x.ndim - 2), half)
+    cos, sin = cos.reshape(spread), sin.reshape(spread)
+    out = x.copy()
+    even, odd = x[..., -2 * half :: 2], x[..., 1 - 2 * half :: 2]
+    out[..., -2 * half :: 2] = even * cos - odd * sin
+    out[..., 1 - 2 * half :: 2] = odd * cos + even * sin
+    return out
+
+
+def unit(x: Array, eps: float) -> Array:
+    """Float32 x / rms(x) over the last axis."""
+    return np.asarray(x * (np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))))
+
+
+def seen(workload: Workload) -> float:
+    """Tokens that a query sees, on average."""
+    return workload.qk_pairs / max(1, workload.tokens)

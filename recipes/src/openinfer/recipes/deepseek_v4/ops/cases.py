@@ -11,7 +11,7 @@ import numpy as np
 
 from openinfer.kernels.authoring import Command, Commands, Memory, OpCase, Target, Workload
 from openinfer.recipes.deepseek_v4 import sparse
-from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write

@@ -34,7 +34,7 @@ from openinfer.kernels.authoring import (
     rounded,
     tensors,
 )
-from openinfer.recipes.deepseek_v4.ops.common import PAGE, LiveRow, live_rows, rope
+from openinfer.recipes.deepseek_v4.ops import PAGE, LiveRow, live_rows, rope
 from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 

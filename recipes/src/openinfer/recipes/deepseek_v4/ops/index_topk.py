@@ -23,7 +23,7 @@ from openinfer.kernels.authoring import (
     require,
     rounded,
 )
-from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope, seen
+from openinfer.recipes.deepseek_v4.ops import PAGE, rope, seen
 from openinfer.recipes.deepseek_v4.sparse import IndexTopkArgs
 from openinfer.tensor import Tensor, float32, int32
 

@@ -31,7 +31,7 @@ from openinfer.kernels.authoring import (
     rounded,
     tensors,
 )
-from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope
+from openinfer.recipes.deepseek_v4.ops import PAGE, rope
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 KV_BLOCK = 64

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from openinfer.frontend.contract import Failed, Finished, Rejected, Request
-from openinfer.frontend.kv_transfer import KVTransfer
+from openinfer.frontend.contract import Failed, Finished, KVTransfer, Rejected, Request
 from openinfer.graph.runner import Sampling
 from openinfer.kvpool import InvalidConfig, Pool
 from openinfer.kvpool.tiers import Tiers

@@ -8,8 +8,7 @@ pytest collects the tests of the subclass; nothing here imports pytest. Engines 
 """
 
 from openinfer.recipes.engine.testing.checkpoint import write_random_checkpoint
-from openinfer.recipes.engine.testing.planted import Planted
-from openinfer.recipes.engine.testing.restless import Restless
+from openinfer.recipes.engine.testing.restless import Planted, Restless
 from openinfer.recipes.engine.testing.session import Golden, Outcome, Session
 from openinfer.recipes.engine.testing.suite import EngineConformance
 

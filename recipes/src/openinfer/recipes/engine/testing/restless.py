@@ -1,7 +1,9 @@
-"""A scheduling policy for tests: it preempts rows whether there is need or not."""
+"""For tests: a policy that preempts rows whether there is need or not, and a drafter that is wrong at times."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 from openinfer.scheduler import Decision, Policy, Seq, View, make_policy
@@ -37,3 +39,21 @@ def fcfs(max_batched_tokens: int) -> Restless:
 def priority(max_batched_tokens: int) -> Restless:
     """Like fcfs, with priorities: twelve times, soon after the start."""
     return Restless(make_policy("priority", max_batched_tokens=max_batched_tokens))
+
+
+class Planted:
+    """A scheduler.Drafter. answers: prompts with their outputs. right: the chance that a token which it proposes is the
+    answer's; else it is another one."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], right: float = 0.75) -> None:
+        self._answers, self._right = answers, right
+
+    def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """The next tokens of the answer that begins with these tokens, some of them changed."""
+        length = len(tokens)
+        known = list(tokens)
+        right = next(
+            (list(answer[length:]) for answer in self._answers if list(answer[:length]) == known), []
+        )
+        rng = random.Random(length)
+        return [token if rng.random() < self._right else token ^ 1 for token in right[:count]]

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.frontend.contract import TERMINALS, Engine, Request, StepOutputs, TokenLogprobs
-from openinfer.frontend.kv_transfer import KVTransfer
+from openinfer.frontend.contract import TERMINALS, Engine, KVTransfer, Request, StepOutputs, TokenLogprobs
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.form import Grammar
 

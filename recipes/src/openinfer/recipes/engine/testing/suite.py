@@ -21,7 +21,7 @@ from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Room, decide
 from openinfer.recipes.engine.recipe import Recipe, Source
 from openinfer.recipes.engine.startup import build
-from openinfer.recipes.engine.testing.planted import Planted
+from openinfer.recipes.engine.testing.restless import Planted
 from openinfer.recipes.engine.testing.session import Golden, Outcome, Session, ensure
 from openinfer.sampler import SamplingParams, sample
 from openinfer.sampler.form import Grammar

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
+from openinfer.frontend.contract import KVTransfer
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.openai.completions import (
@@ -27,7 +28,6 @@ from openinfer.frontend.http.shapes import encode, error_body, fingerprint
 from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader, TextPiece, new_call_id, said
 from openinfer.frontend.http.tokenizer import Tokenizer
-from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["ChatResponse", "ChatShape"]
 

@@ -11,14 +11,13 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from openinfer.frontend.contract import TokenLogprobs
+from openinfer.frontend.contract import KVTransfer, TokenLogprobs
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import CommonBody
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body, fingerprint
 from openinfer.frontend.http.tokenizer import Tokenizer
-from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = [
     "CompletionBody",

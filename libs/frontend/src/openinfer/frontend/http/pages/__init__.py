@@ -1,1 +1,103 @@
-"""The server's own pages."""
+"""The page at `/` (a small chat and the engine's state) and the one at `/plan`. They ask only this server."""
+
+import base64
+import hashlib
+import importlib.resources
+import time
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.service import Service, json_response
+
+__all__ = ["Page", "PlanPage"]
+
+
+class Page:
+    """The page, and the numbers that it shows."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._html, self._headers = _whole("page.html", "page.css", ("markdown.js", "page.js"))
+        self._icon = _static("favicon.svg")
+
+    async def page(self, request: Request) -> Response:
+        """GET /."""
+        return Response(self._html, 200, self._headers, "text/html; charset=utf-8")
+
+    async def icon(self, request: Request) -> Response:
+        """GET /favicon.svg."""
+        return Response(self._icon, 200, {"cache-control": "max-age=86400"}, "image/svg+xml")
+
+    async def state(self, request: Request) -> Response:
+        """GET /state: gauges, and counters to take rates of."""
+        client = self._service.client
+        stats, info, health = client.stats(), client.info, client.health()
+        return json_response(
+            {
+                "model": info.model,
+                "healthy": health.ok,
+                "detail": health.detail,
+                "time": time.monotonic(),
+                "running": stats.running,
+                "waiting": stats.waiting,
+                "kv_used_tokens": stats.kv_used_tokens,
+                "kv_capacity_tokens": info.kv_capacity_tokens,
+                "prompt_tokens": stats.prompt_tokens,
+                "generation_tokens": stats.generation_tokens,
+                "steps": stats.steps,
+                "drafts": stats.drafts,
+                "draft_tokens": stats.draft_tokens,
+                "accepted_by_position": stats.accepted_by_position,
+            }
+        )
+
+
+class PlanPage:
+    """The curves of a plan over load, and where this server is now.
+
+    plan: the JSON of `openinfer plan --json FILE`; None: the page asks its reader for such a file.
+    """
+
+    def __init__(self, plan: bytes | None) -> None:
+        self._plan = plan
+        self._html, self._headers = _whole("plan.html", "page.css", ("plan.js",))
+
+    async def page(self, request: Request) -> Response:
+        """GET /plan."""
+        return Response(self._html, 200, self._headers, "text/html; charset=utf-8")
+
+    async def plan(self, request: Request) -> Response:
+        """GET /plan.json: the plan that the server was started with."""
+        if self._plan is None:
+            raise APIError("this server has no plan; start it with --plan FILE", status=404, code="no_plan")
+        return Response(self._plan, media_type="application/json")
+
+
+def _whole(html: str, style: str, scripts: Sequence[str]) -> tuple[bytes, dict[str, str]]:
+    """A page with its style and scripts inside, and the headers that let it run these alone and ask this server
+    alone."""
+    css, script = _static(style), b"".join(map(_static, scripts))
+    page = _static(html).replace(b"<style>", b"<style>" + css).replace(b"<script>", b"<script>" + script)
+    policy = (
+        f"default-src 'none'; connect-src 'self'; img-src 'self'; style-src {_hash(css)}; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    security = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return page, security
+
+
+def _static(name: str) -> bytes:
+    """A file of the page."""
+    return importlib.resources.files(__package__).joinpath("static", name).read_bytes()
+
+
+def _hash(text: bytes) -> str:
+    """How a policy names a text within the page."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"

@@ -83,7 +83,7 @@ def _reference(a: _Args[Array]) -> None:
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     rows = a.slots.shape[0]
     yield launch(
-        "openinfer.sampler.gpu.device.accept",
+        "openinfer.sampler.gpu.device.advance",
         "accept",
         (1,),
         {**tensors(a), "rows": rows, "width": a.drafts.shape[1], "place": a.place},

@@ -20,10 +20,9 @@ from openinfer.kernels.authoring import (
     launch,
     tensors,
 )
-from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Array
+from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Array, Tiles
 from openinfer.sampler.gpu.ops.state import GREEDY_FIELDS, expect_state
 from openinfer.sampler.gpu.ops.step import STEP, ChoiceArgs, expect_step, sampling_rows
-from openinfer.sampler.gpu.ops.tiles import Tiles
 from openinfer.tensor import Tensor, float32, int32
 
 _MODULE = "openinfer.sampler.gpu.device.greedy"

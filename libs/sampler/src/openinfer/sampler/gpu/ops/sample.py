@@ -23,10 +23,9 @@ from openinfer.kernels.authoring import (
     tensors,
 )
 from openinfer.sampler.gpu.ops.adjustments import AdjustArgs, adjust_row
-from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array
+from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array, Tiles
 from openinfer.sampler.gpu.ops.state import ADJUSTMENTS, SAMPLE_FIELDS, expect_state
 from openinfer.sampler.gpu.ops.step import STEP, expect_step, sampling_rows
-from openinfer.sampler.gpu.ops.tiles import Tiles
 from openinfer.sampler.params import GREEDY_TEMPERATURE
 from openinfer.sampler.reference import choose_tokens, log_sum_exp
 from openinfer.tensor import Tensor, float32, int32

@@ -20,12 +20,11 @@ from openinfer.kernels.authoring import (
     launch,
     tensors,
 )
-from openinfer.sampler.gpu.ops.rows import Array
-from openinfer.sampler.gpu.ops.tiles import Tiles
+from openinfer.sampler.gpu.ops.rows import Array, Tiles
 from openinfer.sampler.reference import log_sum_exp
 from openinfer.tensor import Tensor, float32, int32
 
-_MODULE = "openinfer.sampler.gpu.device.score"
+_MODULE = "openinfer.sampler.gpu.device.top_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

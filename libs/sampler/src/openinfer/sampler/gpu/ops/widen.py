@@ -40,7 +40,7 @@ def _reference(a: _Args[Array]) -> None:
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     rows, vocabulary = a.out.shape
     yield launch(
-        "openinfer.sampler.gpu.device.widen",
+        "openinfer.sampler.gpu.device.propose",
         "widen",
         (rows, -(-vocabulary // BLOCK)),
         {**tensors(a), "vocabulary": vocabulary, "width": a.logits.shape[1]},
