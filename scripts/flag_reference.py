@@ -43,7 +43,9 @@ def reference() -> str:
     for recipe in ours():
         own = {field.name for field in dataclasses.fields(recipe.options)} - common
         refused = [
-            f"- `{flag_of(name)}` is not possible: {why}" for name, why in recipe.options.refused.items()
+            f"- `{flag_of(name)}` is not possible{where}: {why}"
+            for reasons, where in ((recipe.options.refused, ""), (recipe.options.refused_on_gpu, " on a GPU"))
+            for name, why in reasons.items()
         ]
         if own or refused:
             parts.append(f"## {recipe.name}\n")

@@ -297,17 +297,3 @@ def test_a_hub_that_does_not_answer_ends_in_one_line_that_says_what_to_do(
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert ("pip install 'openinfer[hub]'" if source else "hf download Some/Mamba --local-dir Mamba") in line
-
-
-@pytest.mark.parametrize(("given", "threads"), [({}, "1"), ({"OPENBLAS_NUM_THREADS": "3"}, "3")])
-def test_commands_compute_with_one_thread_unless_told_otherwise(given: dict[str, str], threads: str) -> None:
-    code = (
-        "import os; from openinfer import cli; "
-        "cli.COMMANDS['serve'] = ('', lambda argv: print(os.environ['OPENBLAS_NUM_THREADS']) or 0); "
-        "cli.main(['serve'])"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**environment, **given}, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == threads

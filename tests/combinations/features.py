@@ -156,9 +156,6 @@ REFUSED = {
 OWN = dict.fromkeys(("FP8 cache", "FP8 weights"), "the tokens of an engine that has this alone")
 """Features that change tokens, and what stays the same with any other."""
 
-MISSING = {("batch invariance", "qwen3_5"): "--batch-invariant is not possible with qwen3_5"}
-"""What one model's engine cannot do."""
-
 
 @functools.cache
 def tokenizer() -> Tokenizer:
@@ -222,22 +219,12 @@ def holds(name: str, answer: Answer, plain: Answer, prompt: str, asked: Body) ->
 def table() -> str:
     """Markdown: the features that go with all others, and the pairs that are refused."""
     every = {**REQUEST, **ENGINE, **SERVER}
-    free = (
-        every.keys()
-        - {name for pair in REFUSED for name in pair}
-        - {name for name, _ in MISSING}
-        - OWN.keys()
-    )
+    free = every.keys() - {name for pair in REFUSED for name in pair} - OWN.keys()
     lines = ["With each other, the same tokens:", ""]
     lines += [f"- {name}: {feature.how}" for name, feature in every.items() if name in free]
     lines += ["", "| feature | how | with each of the others |", "| --- | --- | --- |"]
     for name in (name for name in every if name not in free):
         no = [f'not with {b}: "{words}"' for (a, b), words in REFUSED.items() if name == a]
-        no += [
-            f'not supported by {model}: "{words}"'
-            for (lacks, model), words in MISSING.items()
-            if lacks == name
-        ]
         lines.append(f"| {name} | {every[name].how} | {'; '.join(no) or OWN.get(name, 'see above')} |")
     return "\n".join(lines)
 

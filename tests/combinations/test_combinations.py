@@ -289,18 +289,13 @@ def test_two_asked_for_at_once_keep_both_promises(model: str) -> None:
                 assert answer.first.tokens == singles(model)[other, at].first.tokens, pair
 
 
-def flags_that(model: str) -> list[str]:
-    """The engine's features that a model has."""
-    return [name for name in F.ENGINE if (name, model) not in F.MISSING]
-
-
 SHARE = 13
 """Two flags meet every thirteenth of the PAIRS; in its several companies a flag meets all that can be asked."""
 
 CASES = [
     (model, turn, names)
     for model in F.MODELS
-    for turn, names in enumerate(itertools.combinations(flags_that(model), 2))
+    for turn, names in enumerate(itertools.combinations(F.ENGINE, 2))
     if names not in F.REFUSED
 ]
 
@@ -314,7 +309,7 @@ def test_every_flag_meets_everything_that_can_be_asked() -> None:
         for asked in PAIRS[n]
     }
     for model in F.MODELS:
-        assert met >= {(model, *pair) for pair in itertools.product(flags_that(model), F.REQUEST)}
+        assert met >= {(model, *pair) for pair in itertools.product(F.ENGINE, F.REQUEST)}
 
 
 TODAY = datetime.date.today().toordinal()
@@ -389,8 +384,6 @@ def test_four_ranks_change_no_token(model: str, late: None) -> None:
 def test_blocks_of_a_peer_change_no_token(model: str, name: str) -> None:
     """An engine that forgets its blocks at once asks another one with the same flags, which has them in its host
     memory."""
-    if (name, model) in F.MISSING:
-        pytest.skip(F.MISSING[name, model])
     plainly = (name,) if name in F.OWN else ()
     found, mine, names = alone(model, plainly), range(0, len(PAIRS), SHARE), (name, "shared KV")
     bodies = [body_of(model, n, found.asked(PAIRS[n], n)) for n in mine]
@@ -500,7 +493,7 @@ def test_a_server_with_every_flag_changes_no_token(
 ) -> None:
     flags = ["--max-num-seqs", "8", *server_flags(features)]
     alien = {name for pair in F.REFUSED for name in pair if set(features) & set(pair)}
-    names = [name for name in flags_that(model) if name not in without | alien]
+    names = [name for name in F.ENGINE if name not in without | alien]
     if OTHER_SUMS & set(names) and "FP8 weights" in names:
         names.append(PLAIN_ACTIVATIONS)
     plainly = tuple(name for name in names if name in {*F.OWN, PLAIN_ACTIVATIONS})
@@ -567,11 +560,6 @@ def test_what_cannot_be_together_is_refused_by_name(one: str, other: str) -> Non
         servers = server_flags([name for name in (one, other) if name in F.SERVER])
         message = refusal("qwen3", [*engine_flags(flags), *servers])
     assert F.REFUSED[one, other] in message
-
-
-@pytest.mark.parametrize(("name", "model"), F.MISSING)
-def test_a_flag_that_an_engine_has_not_is_refused_by_name(name: str, model: str) -> None:
-    assert F.MISSING[name, model] in refusal(model, engine_flags(F.ENGINE[name].kwargs))
 
 
 def refusal(model: str, flags: list[str]) -> str:

@@ -63,9 +63,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return 0
     if name not in COMMANDS:
         return _unknown(name)
-    # numpy reads it when it is imported, and so do the processes started here. Threads of OpenBLAS wait by spinning:
-    # beside other programs an answer took ten times as long with several as with one.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # What OpenBLAS takes where OPENBLAS_NUM_THREADS is not set. Its threads wait by spinning, so an engine has its own.
+    os.environ.setdefault("GOTO_NUM_THREADS", "1")
     return COMMANDS[name][1](rest)
 
 

@@ -142,7 +142,7 @@ def workspace(op: Op[Any], args: Mapping[str, Any], target: Target) -> tuple[int
 def run_reference(op: Op[Any], args: Mapping[str, Any]) -> Arrays:
     """The arrays of a call after its reference has run. `args` has numpy arrays for tensors; they are not changed."""
     arrays, tensors = copied(args)
-    op(CpuPack(), **tensors)
+    op(CpuPack(batch_invariant=True), **tensors)
     return arrays
 
 

@@ -235,6 +235,8 @@ class DeepseekOptions(Options):
         "block_size": "its pages have 128 tokens, as many as one heavily compressed entry covers",
         "enable_lora": "no op adds an adapter to its grouped and packed projections yet",
         "kv_cache_dtype": "it caches latents in the model's dtype, whose values are rounded to FP8 as published",
+    }
+    refused_on_gpu: ClassVar[dict[str, str]] = {
         "batch_invariant": "its kernels split their sums by the number of tokens",
     }
 

@@ -123,7 +123,7 @@ class Engine:
                 *["kv_transfer"] * (self._transfers.sharing is not None),
             ],
             max_adapters=self._adapters.places,
-            hang_timeout_s=10.0 if runner.stream.device.kind == "cuda" else 60.0,
+            hang_timeout_s=10.0 if runner.stream.device.kind == "cuda" else 300.0,
         )
 
     @property

@@ -80,11 +80,10 @@ class Followers:
             os.close(ring)
 
     def _start(self, boot: dict[str, Any]) -> None:
-        cores = max(1, len(os.sched_getaffinity(0)) // self.ranks.size)
         process = subprocess.Popen(
             [sys.executable, "-m", "openinfer.recipes.engine.follower_process"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={"OPENBLAS_NUM_THREADS": str(cores), **os.environ},
+            env={"GOTO_NUM_THREADS": "1", **os.environ},
             pass_fds=[boot[file] for file in ("memory", "ring", "bell", "link")],
             start_new_session=True,  # Ctrl-C is for the server, which drains first
         )  # fmt: skip

@@ -55,6 +55,7 @@ class Options:
         "quantization": "its weights are taken as they are published",
         "activation_quantization": "its checkpoints have no quantised activations",
     }
+    refused_on_gpu: ClassVar[Mapping[str, str]] = {}
     draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "suffix", "custom_class")
     lone_tokens: ClassVar[int] = 0
 
@@ -126,8 +127,8 @@ class Options:
     )
     batch_invariant: bool = option(
         False,
-        "one kernel an op and no splits, so that other rows of a step change no bit of a row's logits; "
-        "slower on a GPU, and always so on a CPU",
+        "one kernel an op and no splits, so that other rows of a step change no bit of a row's logits; slower, "
+        "on a CPU two to four times",
         kind=bool,
     )
     enable_lora: bool = option(False, "serve adapters (LoRA) of the model beside it", kind=bool)

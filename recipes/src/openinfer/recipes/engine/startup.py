@@ -29,6 +29,7 @@ from openinfer.kernels import (
     Target,
     cublas_available,
     predictions,
+    usable_cores,
 )
 from openinfer.kernels.authoring import Adapter
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
@@ -275,7 +276,9 @@ class Builder(Generic[O]):
         sharing = tiers.sharing if tiers is not None else None
         digests = worker.submit(_digests, checkpoint, options) if sharing is not None else None
         predicted = worker.submit(predictions, plan.steps, target, ranks.size)
-        pack: Pack = HostPack(CpuPack(ranks.shared), self.trace, repeats=not options.enforce_eager)
+        cores = max(1, usable_cores() // ranks.size)
+        cpu = CpuPack(ranks.shared, batch_invariant=options.batch_invariant, threads=cores)
+        pack: Pack = HostPack(cpu, self.trace, repeats=not options.enforce_eager)
         if target is not None and self.store is not None:
             pack = make_pack(device, target, stream, self.store, arena, plan, ranks)
         buckets, graphs = (
@@ -328,6 +331,10 @@ def options_target(options: Options, target: Target) -> Target:
         )
     if not options.batch_invariant:
         return target
+    if reason := options.refused_on_gpu.get("batch_invariant"):
+        raise SetupError(
+            f"--batch-invariant is not possible with this model on a GPU: {reason}; leave the flag out"
+        )
     return dataclasses.replace(target, batch_invariant=True, cublas=False)
 
 

@@ -16,7 +16,8 @@ CHUNK = 64
 class HybridOptions(Options):
     """The options of every engine, and how often snapshots of recurrent states are kept."""
 
-    refused: ClassVar[dict[str, str]] = {
+    refused: ClassVar[dict[str, str]] = {}
+    refused_on_gpu: ClassVar[dict[str, str]] = {
         "batch_invariant": "how a prompt is cut into steps changes what the delta rule's kernels round"
     }
 

@@ -66,13 +66,7 @@ def widened(
         "capacity": capacity,
         "kv_heads": kv_heads,
     }
-    constants = {
-        "D": dim,
-        "PAGE": page_size,
-        "BLOCK": BLOCK,
-        "ROWS": power_of_two(rows),
-        "PAIRS": pairs,
-    }
+    constants = {"D": dim, "PAGE": page_size, "BLOCK": BLOCK, "ROWS": power_of_two(rows), "PAIRS": pairs}
     items = min(programs, capacity * 2 * kv_heads)
     return Widened(
         launch(_DEVICE, "widen_pages", (items,), given, constants, num_warps=8),

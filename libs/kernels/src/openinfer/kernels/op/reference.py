@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from openinfer.kernels.op.cores import HOST_WAY, together
+
 Array = np.ndarray[Any, Any]
 
 ROW_TILE = 8
+FEW_ROWS = 6
+"""Up to so many rows are multiplied one by one: BLAS takes as long for two rows as for eight."""
+WEIGHT_BYTES = 1 << 19
+"""Of a weight that several rows are multiplied with while it is in a core's cache."""
+ALONE = 1 << 17
+"""A weight of fewer numbers is not divided among cores: waking one takes as long."""
 
 
 def f32(x: Array) -> Array:
@@ -22,19 +31,38 @@ def rounded(x: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def matmul_nt(x: Array, weight: Array) -> Array:
-    """x[M, K] @ weight[N, K]^T in float32, with each row's result independent of the other rows and of M.
-
-    BLAS picks kernels by shape, so rows go through products of one fixed shape, ROW_TILE rows at a time. The weight is
-    the left operand, because BLAS takes less time for a tall one.
-    """
+    """x[M, K] @ weight[N, K]^T in float32. Where HOST_WAY says batch_invariant, each row's result is independent of the
+    other rows and of M."""
     x, weight = f32(x), f32(weight)
-    out = np.empty((x.shape[0], weight.shape[0]), np.float32)
+    way, out = HOST_WAY.get(), np.empty((x.shape[0], weight.shape[0]), np.float32)
+    product = _by_tiles if way.batch_invariant else _by_rows if len(x) <= FEW_ROWS else _at_once
+    parts = 2 * way.threads if way.threads > 1 and weight.size >= ALONE else 1
+    size = -(-len(weight) // parts)
+    together(
+        [partial(product, x, weight[n : n + size], out[:, n : n + size]) for n in range(0, len(weight), size)]
+    )
+    return out
+
+
+def _by_tiles(x: Array, weight: Array, out: Array) -> None:
+    """BLAS picks kernels by shape, so rows go through products of one fixed shape, ROW_TILE rows at a time. The weight
+    is the left operand, because BLAS takes less time for a tall one."""
     tile = np.zeros((ROW_TILE, x.shape[1]), np.float32)
     for start in range(0, x.shape[0], ROW_TILE):
         rows = x[start : start + ROW_TILE]
         tile[: len(rows)] = rows
         out[start : start + len(rows)] = (weight @ tile.T).T[: len(rows)]
-    return out
+
+
+def _by_rows(x: Array, weight: Array, out: Array) -> None:
+    size = max(1, len(weight) if len(x) == 1 else WEIGHT_BYTES // (4 * weight.shape[1]))
+    for start in range(0, len(weight), size):
+        for row, result in zip(x, out, strict=True):
+            np.matmul(weight[start : start + size], row, out=result[start : start + size])
+
+
+def _at_once(x: Array, weight: Array, out: Array) -> None:
+    np.matmul(x, weight.T, out=out)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -44,7 +72,8 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     product is rounded again. (Of a float32 x nothing is rounded.)
     """
     wide = f32(x)
-    scale = np.float32(1.0) / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
+    squares = np.add.reduce(wide * wide, axis=-1, keepdims=True)
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(x.shape[-1]) + np.float32(eps))
     unit = wide * scale if weight.dtype == np.float32 else rounded(wide * scale, x.dtype)
     return rounded(unit * f32(weight), x.dtype)
 
@@ -56,4 +85,7 @@ def normed(x: Array, weight: Array | None, eps: float | None) -> Array:
 
 def silu(x: Array) -> Array:
     """x * sigmoid(x), in float32, without overflow for large negative x."""
-    return np.asarray(x * np.float32(0.5) * (np.float32(1) + np.tanh(x * np.float32(0.5))), np.float32)
+    half = x * np.float32(0.5)
+    gate = np.tanh(half)
+    gate += np.float32(1)  # in place: new memory takes longer than the arithmetic
+    return np.asarray(np.multiply(gate, half, out=gate), np.float32)

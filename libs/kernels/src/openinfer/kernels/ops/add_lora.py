@@ -81,8 +81,5 @@ def cases(memory: Memory) -> Iterator[OpCase]:
             "add": True,
         }
         yield OpCase(
-            f"{tokens} tokens",
-            add_lora,
-            memory.copies(args, "lora"),
-            Workload(tokens, tokens, 0, 0),
+            f"{tokens} tokens", add_lora, memory.copies(args, "lora"), Workload(tokens, tokens, 0, 0)
         )

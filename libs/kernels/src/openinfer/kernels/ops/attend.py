@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from openinfer.kernels.attention.kv_cache import FP8_CACHE, CacheForm, KvLayout,
 from openinfer.kernels.attention.tiles import Tile
 from openinfer.kernels.op.cases import CaseRows, Commands, Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
+from openinfer.kernels.op.cores import HOST_WAY, together
 from openinfer.kernels.op.launch import Command, Launch
 from openinfer.kernels.op.op import Cost, Op, Workload
 from openinfer.kernels.op.reference import Array, f32
@@ -36,10 +38,14 @@ def _check(a: AttendArgs[Tensor]) -> None:
     expect_max_q_len(a.max_q_len, tokens, rows)
 
 
+QUERIES = 32
+"""Tokens whose scores are computed together; one by one where the result must not depend on the chunk."""
+
+
 def _reference(a: AttendArgs[Array]) -> None:
-    _, heads, dim = a.q.shape
-    kv_heads, page_size = a.kv.shape[2:4]
+    page_size, size = a.kv.shape[3], 1 if HOST_WAY.get().batch_invariant else QUERIES
     a.out[:] = 0
+    jobs = []
     for row, slot in enumerate(a.slots):
         start, end = int(a.q_starts[row]), int(a.q_starts[row + 1])
         if start == end or not a.alive[slot]:
@@ -47,16 +53,33 @@ def _reference(a: AttendArgs[Array]) -> None:
         first = int(a.seq_lens[slot])
         length = first + end - start
         pages = a.block_tables[slot, : -(-length // page_size)]
-        keys, values = (_cached(a.kv, a.kv_scales, pages, part, length) for part in range(2))
-        for token in range(start, end):  # one query at a time: the result must not depend on the chunk
-            position = first + token - start
-            low = max(0, position + 1 - a.window) if a.window else 0
-            query = f32(a.q[token]).reshape(kv_heads, heads // kv_heads, dim)
-            scores = np.matmul(query, keys[:, low : position + 1].transpose(0, 2, 1)) * np.float32(a.scale)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            total = weights.sum(axis=-1, keepdims=True)
-            weights = weights if a.q.dtype == np.float32 else f32(weights.astype(a.q.dtype))
-            a.out[token] = (np.matmul(weights, values[:, low : position + 1]) / total).reshape(-1)
+        cached = [_cached(a.kv, a.kv_scales, pages, part, length) for part in range(2)]
+        jobs += [
+            partial(_attend, a, *cached, slice(at, min(at + size, end)), first + at - start)
+            for at in range(start, end, size)
+        ]
+    together(jobs[::-1])  # the longest first
+
+
+def _attend(a: AttendArgs[Array], keys: Array, values: Array, tokens: slice, position: int) -> None:
+    """Of some tokens of a row, the first of which is at `position`. keys, values: float32 [G, length, d]."""
+    (kv_heads, _, dim), count = keys.shape, tokens.stop - tokens.start
+    low, high = max(0, position + 1 - a.window) if a.window else 0, position + count
+    query = f32(a.q[tokens]).reshape(count, kv_heads, -1, dim).swapaxes(0, 1).reshape(kv_heads, -1, dim)
+    scores = np.matmul(query, keys[:, low:high].transpose(0, 2, 1))
+    scores *= np.float32(a.scale)
+    if count > 1:
+        edge = low if a.window else position + 1  # all see what is before
+        seen = np.arange(edge, high) - np.arange(position, high)[:, None]
+        hidden = (seen > 0) | (seen <= -a.window if a.window else False)
+        by_token = scores.reshape(kv_heads, count, -1, high - low)[..., edge - low :]
+        np.copyto(by_token, -np.inf, where=hidden[:, None])
+    scores -= scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores, out=scores)
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights if a.q.dtype == np.float32 else f32(weights.astype(a.q.dtype))
+    found = np.matmul(weights, values[:, low:high]) / total
+    a.out[tokens] = found.reshape(kv_heads, count, -1, dim).swapaxes(0, 1).reshape(count, -1)
 
 
 def _cached(kv: Array, kv_scales: Array | None, pages: Array, part: int, length: int) -> Array:

@@ -249,10 +249,7 @@ def cases(memory: Memory) -> Iterator[OpCase]:
                 "groups": groups, "rounded_x": codes, "quantized": False,
             }  # fmt: skip
             yield OpCase(
-                f"V4-Flash {name}, {tokens} tokens",
-                project,
-                memory.copies(args, "weight"),
-                workload,
+                f"V4-Flash {name}, {tokens} tokens", project, memory.copies(args, "weight"), workload
             )
         args = {
             "out": memory.empty(tokens, 2048), "x": memory.rounded(tokens, 4096), "weight": weight(4096, 4096, True),

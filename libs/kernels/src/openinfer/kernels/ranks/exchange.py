@@ -202,13 +202,7 @@ def columns_of_ranks(target: Target, out: Tensor, x: Tensor, ranks: int) -> Iter
         return
     parts = Scratch((ranks * rows, width), x.dtype)
     yield Collective("all_gather", parts, x, ranks)
-    args: dict[str, Arg] = {
-        "out": out,
-        "parts": parts,
-        "rows": rows,
-        "width": aligned(width),
-        "ranks": ranks,
-    }
+    args: dict[str, Arg] = {"out": out, "parts": parts, "rows": rows, "width": aligned(width), "ranks": ranks}
     grid = (rows * ranks, -(-width // _BLOCK))
     yield launch("openinfer.kernels.device.rows", "join_columns", grid, args, {"BLOCK": _BLOCK})
 
