@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from test_lora import ADAPTERS, weights_of, write_adapter
 
-from openinfer.llm import LLM, PromptRefused, SamplingParams
+from openinfer.llm import LLM, Grammar, PromptRefused, SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -83,3 +88,52 @@ def test_it_works_in_a_thread_where_no_event_loop_is(llm: LLM) -> None:
     thread.start()
     thread.join()
     assert "Paris" in found[0]
+
+
+def test_log_probabilities_come_with_the_tokens(llm: LLM) -> None:
+    (plain,) = llm.chat(FRANCE, GREEDY)
+    (answer,) = llm.chat(FRANCE, SamplingParams(temperature=0, logprobs=3), stop=["Par"])
+    assert plain.logprobs is None
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.token_ids)
+    for token, one in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert token == one.top_token_ids[0]  # greedy
+        assert one.logprob == one.top_logprobs[0] <= 0
+        assert sum(map(math.exp, one.top_logprobs)) <= 1.001
+    (own,) = llm.generate("The", SamplingParams(temperature=0, logprobs=0), max_tokens=2)
+    assert [one.top_token_ids for one in own.logprobs or ()] == [[], []]
+    with pytest.raises(PromptRefused, match="logprobs: stream yields text"):
+        next(llm.stream(FRANCE, SamplingParams(logprobs=1)))
+
+
+def test_an_answer_has_the_form_of_its_grammar(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    forms = [
+        Grammar.of_schema(schema),
+        Grammar("choice", json.dumps(["yes", "no"])),
+        Grammar("regex", "[ab]{3}"),
+    ]
+    for _ in range(2):  # the engine has the tokens from the first on
+        texts = [llm.chat(FRANCE, GREEDY, grammar=form, max_tokens=40)[0].text for form in forms]
+        assert json.loads(texts[0]).keys() == {"n"}
+        assert texts[1] in ("yes", "no")
+        assert len(texts[2]) == 3
+        assert set(texts[2]) <= set("ab")
+    assert "".join(llm.stream(FRANCE, GREEDY, grammar=forms[2])) == texts[2]
+    with pytest.raises(PromptRefused, match="regex"):
+        llm.generate("a", grammar=Grammar("regex", "(?=a)"))
+
+
+def test_an_adapter_is_honoured_or_refused_by_name(llm: LLM, tmp_path: Path) -> None:
+    path = "demo/qwen3"
+    write_adapter(weights_of(Path(path)), tmp_path / "own", *ADAPTERS["all"], seed=3)
+    flags: dict[str, Any] = {"enable_lora": True, "lora_modules": [f"own={tmp_path / 'own'}"]}
+    with LLM(path, device="cpu", kv_cache_memory_bytes=64 << 20, **flags) as adapted:
+        (other,) = adapted.generate("The capital", GREEDY, max_tokens=8, adapter="own")
+        (plain,) = adapted.generate("The capital", GREEDY, max_tokens=8)
+        with pytest.raises(PromptRefused, match="none"):
+            adapted.generate("The", adapter="none")
+    assert plain == llm.generate("The capital", GREEDY, max_tokens=8)[0]
+    assert plain.token_ids != other.token_ids
+    with pytest.raises(PromptRefused, match="no adapters; start it with --enable-lora"):
+        llm.generate("The", adapter="own")

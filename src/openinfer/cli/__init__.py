@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import sys
@@ -68,70 +69,27 @@ def _run(argv: Sequence[str] | None) -> int:
     return COMMANDS[name][1](rest)
 
 
-def _serve(argv: list[str]) -> int:
-    from openinfer.cli.serve import main
+def _main_of(module: str) -> Callable[[list[str]], int]:
+    def main(argv: list[str]) -> int:
+        code: int = importlib.import_module(f"openinfer.cli.{module}").main(argv)
+        return code
 
-    return main(argv)
-
-
-def _chat(argv: list[str]) -> int:
-    from openinfer.cli.chat import main
-
-    return main(argv)
-
-
-def _compile(argv: list[str]) -> int:
-    from openinfer.cli.compile import main
-
-    return main(argv)
-
-
-def _selftest(argv: list[str]) -> int:
-    from openinfer.cli.selftest import main
-
-    return main(argv)
-
-
-def _bench(argv: list[str]) -> int:
-    from openinfer.cli.bench import main
-
-    return main(argv)
-
-
-def _check(argv: list[str]) -> int:
-    from openinfer.cli.check import main
-
-    return main(argv)
-
-
-def _explain(argv: list[str]) -> int:
-    from openinfer.cli.explain import main
-
-    return main(argv)
-
-
-def _plan(argv: list[str]) -> int:
-    from openinfer.cli.plan import main
-
-    return main(argv)
-
-
-def _tune(argv: list[str]) -> int:
-    from openinfer.cli.tune.command import main
-
-    return main(argv)
+    return main
 
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
-    "serve": ("serve a checkpoint over an OpenAI-compatible HTTP API", _serve),
-    "chat": ("talk to a model in the terminal", _chat),
-    "compile": ("compile a checkpoint's kernels ahead of time; needs no GPU", _compile),
-    "bench": ("measure: a server, steps, ops, the host, answers", _bench),
-    "tune": ("measure which kernels are fastest for a checkpoint on this GPU", _tune),
-    "plan": ("a server's latencies and throughput over load, before there is one; needs no GPU", _plan),
-    "check": ("what a checkpoint is, whether it loads, its memory; reads headers only", _check),
-    "explain": ("a step op by op: floor, cost, memory plan; needs no GPU", _explain),
-    "selftest": ("check this machine's GPU: tests, accuracy, speed", _selftest),
+    "serve": ("serve a checkpoint over an OpenAI-compatible HTTP API", _main_of("serve")),
+    "chat": ("talk to a model in the terminal", _main_of("chat")),
+    "compile": ("compile a checkpoint's kernels ahead of time; needs no GPU", _main_of("compile")),
+    "bench": ("measure: a server, steps, ops, the host, answers", _main_of("bench")),
+    "tune": ("measure which kernels are fastest for a checkpoint on this GPU", _main_of("tune")),
+    "plan": (
+        "a server's latencies and throughput over load, before there is one; needs no GPU",
+        _main_of("plan"),
+    ),
+    "check": ("what a checkpoint is, whether it loads, its memory; reads headers only", _main_of("check")),
+    "explain": ("a step op by op: floor, cost, memory plan; needs no GPU", _main_of("explain")),
+    "selftest": ("check this machine's GPU: tests, accuracy, speed", _main_of("selftest")),
 }
 
 

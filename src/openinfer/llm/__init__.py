@@ -8,10 +8,12 @@
         for piece in llm.stream([{"role": "user", "content": "What is the capital of France?"}]):
             print(piece, end="", flush=True)
 
-`generate` continues prompts, `chat` answers conversations, and `stream` yields one answer piece by piece.
+`generate` continues prompts, `chat` answers conversations, and `stream` yields one answer piece by piece. `Grammar`
+gives answers a form: `llm.chat(asked, grammar=Grammar.of_schema({"type": "object"}))`.
 """
 
 from openinfer.llm.model import LLM, Answer, PromptRefused
 from openinfer.sampler import SamplingParams
+from openinfer.sampler.form import Grammar
 
-__all__ = ["LLM", "Answer", "PromptRefused", "SamplingParams"]
+__all__ = ["LLM", "Answer", "Grammar", "PromptRefused", "SamplingParams"]

@@ -14,11 +14,12 @@ import msgspec
 
 from openinfer.cli import hub, recipes
 from openinfer.frontend.chat import DeepSeekV4Renderer, Message, Renderer
-from openinfer.frontend.contract import Engine, Finished, Request, Scheduled, Update
+from openinfer.frontend.contract import Engine, Finished, Request, Scheduled, TokenLogprobs, Update
 from openinfer.frontend.http import ChatTemplate, SamplingDefaults, Tokenizer, find_templates
 from openinfer.frontend.http.text.detokenizer import Detokenizer, StopStrings
 from openinfer.frontend.model_files import read_json
 from openinfer.sampler import SamplingParams
+from openinfer.sampler.form import Grammar
 from openinfer.tensor import ProgressBar
 
 __all__ = ["LLM", "Answer", "PromptRefused"]
@@ -36,12 +37,25 @@ class PromptRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a prompt. finish_reason: "stop" (EOS, a stop id or a stop string) or "length"."""
+    """The answer to a prompt. finish_reason: "stop" (EOS, a stop id or a stop string) or "length". logprobs: of each of
+    token_ids, where SamplingParams.logprobs asks for them."""
 
     text: str
     token_ids: list[int]
     prompt_token_ids: list[int]
     finish_reason: str
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked of each answer of a call."""
+
+    sampling: SamplingParams | None
+    max_tokens: int | None
+    stop: Sequence[str]
+    grammar: Grammar | None
+    adapter: str
 
 
 @dataclass(slots=True)
@@ -51,15 +65,18 @@ class _Sequence:
     prompt: list[int]
     detokenizer: Detokenizer
     stops: StopStrings | None
+    asks_logprobs: bool
     ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     reason: str = ""
     refusal: str = ""
 
-    def push(self, token_id: int) -> None:
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take a token, unless a stop string ended the text already."""
         if not self.reason:
             self.ids.append(token_id)
+            self.logprobs += [] if logprobs is None else [logprobs]
             self._show(self.detokenizer.push([token_id]))
 
     def _show(self, text: str) -> None:
@@ -108,6 +125,7 @@ class LLM:
         self._engine: Engine = spec.build()
         self._ids = itertools.count(1)
         self._live: dict[int, _Sequence] = {}
+        self._takes_grammars = False
 
     def __enter__(self) -> Self:
         return self
@@ -131,18 +149,21 @@ class LLM:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        adapter: str = "",
         progress: bool = False,
     ) -> list[Answer]:
         """Continue every prompt; all run in one batch. The answers are in the order of the prompts.
 
         sampling: default: as generation_config.json says. max_tokens: of each answer; default: as many as fit.
-        stop: strings that end an answer and are not in it. progress: a bar on stderr.
-        Raises PromptRefused for a prompt that is empty or too long; no prompt is run then.
+        stop: strings that end an answer and are not in it. grammar: the form of each answer, from its first token, such
+        as Grammar.of_schema({...}). adapter: one of the flag lora_modules. progress: a bar on stderr.
+        Raises PromptRefused for a prompt that is empty or too long (no prompt is run then), and for what the engine
+        cannot honour, by name.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        return self._answers(
-            [self._encode(text, True) for text in texts], sampling, max_tokens, stop, progress
-        )
+        asked = _Asked(sampling, max_tokens, stop, grammar, adapter)
+        return self._answers([self._encode(text, True) for text in texts], asked, progress)
 
     def chat(
         self,
@@ -151,6 +172,8 @@ class LLM:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        adapter: str = "",
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
     ) -> list[Answer]:
@@ -164,7 +187,7 @@ class LLM:
         first = messages[0] if messages else {}
         chats: Any = [messages] if isinstance(first, Mapping) else messages
         prompts = [self._rendered(chat, template_kwargs) for chat in chats]
-        return self._answers(prompts, sampling, max_tokens, stop, progress)
+        return self._answers(prompts, _Asked(sampling, max_tokens, stop, grammar, adapter), progress)
 
     def stream(
         self,
@@ -173,13 +196,18 @@ class LLM:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        grammar: Grammar | None = None,
+        adapter: str = "",
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[str]:
-        """The answer to a prompt or a conversation, piece by piece. Closing the iterator ends the request."""
+        """The answer to a prompt or a conversation, piece by piece. Closing the iterator ends the request. Raises
+        PromptRefused as generate does, and for logprobs, which pieces of text do not have."""
+        if sampling is not None and sampling.logprobs is not None:
+            raise PromptRefused("logprobs: stream yields text; generate and chat return log-probabilities")
         ids = (
             self._encode(prompt, True) if isinstance(prompt, str) else self._rendered(prompt, template_kwargs)
         )
-        (request_id,) = self._submit([ids], sampling, max_tokens, stop)
+        (request_id,) = self._submit([ids], _Asked(sampling, max_tokens, stop, grammar, adapter))
         sequence, shown = self._live[request_id], 0
         try:
             while shown < len(sequence.pieces) or request_id in self._live:
@@ -194,15 +222,8 @@ class LLM:
         if sequence.refusal:
             raise PromptRefused(sequence.refusal)
 
-    def _answers(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: SamplingParams | None,
-        max_tokens: int | None,
-        stop: Sequence[str],
-        progress: bool,
-    ) -> list[Answer]:
-        request_ids = self._submit(prompts, sampling, max_tokens, stop)
+    def _answers(self, prompts: Sequence[list[int]], asked: _Asked, progress: bool) -> list[Answer]:
+        request_ids = self._submit(prompts, asked)
         sequences = [self._live[request_id] for request_id in request_ids]
         bar = ProgressBar("generating", things="prompts") if progress else None
         try:
@@ -217,23 +238,23 @@ class LLM:
         for number, sequence in enumerate(sequences):
             if sequence.refusal:
                 raise PromptRefused(f"prompt {number}: {sequence.refusal}")
-        return [Answer("".join(s.pieces), s.ids, s.prompt, s.reason) for s in sequences]
+        return [
+            Answer("".join(s.pieces), s.ids, s.prompt, s.reason, s.logprobs if s.asks_logprobs else None)
+            for s in sequences
+        ]
 
-    def _submit(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: SamplingParams | None,
-        max_tokens: int | None,
-        stop: Sequence[str],
-    ) -> list[int]:
+    def _submit(self, prompts: Sequence[list[int]], asked: _Asked) -> list[int]:
         """The ids of the requests. Raises PromptRefused before the first is submitted."""
-        sampling = sampling or SamplingParams(
-            **{
-                name: value
-                for name, value in msgspec.structs.asdict(self._defaults).items()
-                if value is not None
-            }
-        )
+        defaults = msgspec.structs.asdict(self._defaults).items()
+        sampling = asked.sampling or SamplingParams(**{k: v for k, v in defaults if v is not None})
+        if asked.grammar is not None and not self._takes_grammars:
+            table = self._tokenizer.token_table("")
+            if table is None:
+                raise PromptRefused(
+                    "grammar: a token of this tokenizer is no fixed bytes, which grammars need"
+                )
+            self._engine.control(table)
+            self._takes_grammars = True
         for number, prompt in enumerate(prompts):
             if not 1 <= len(prompt) < self.max_model_len:
                 raise PromptRefused(
@@ -243,27 +264,28 @@ class LLM:
         for prompt in prompts:
             request_id, room = next(self._ids), self.max_model_len - len(prompt)
             self._live[request_id] = _Sequence(
-                prompt, self._tokenizer.detokenizer(True), StopStrings(stop, False) if stop else None
+                prompt,
+                self._tokenizer.detokenizer(True),
+                StopStrings(asked.stop, False) if asked.stop else None,
+                sampling.logprobs is not None,
             )
-            limit = room if max_tokens is None else min(max_tokens, room)
+            limit = room if asked.max_tokens is None else min(asked.max_tokens, room)
             self._engine.submit(
                 Request(
-                    id=request_id,
-                    prompt_token_ids=prompt,
-                    sampling=sampling,
-                    max_tokens=limit,
-                    arrival=time.monotonic(),
+                    id=request_id, prompt_token_ids=prompt, sampling=sampling, max_tokens=limit,
+                    arrival=time.monotonic(), grammar=asked.grammar, adapter=asked.adapter,
                 )
-            )
+            )  # fmt: skip
             found.append(request_id)
         return found
 
     def _step(self) -> None:
         """One step of the engine, for all requests that run."""
         outputs = self._engine.step(wait=1.0)
-        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+        logprobs = outputs.logprobs or [None] * len(outputs.token_ids)
+        for request_id, token_id, one in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=True):
             if sequence := self._live.get(request_id):
-                sequence.push(token_id)
+                sequence.push(token_id, one)
                 if sequence.reason:
                     self._drop([request_id])
         for update in outputs.updates:
