@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -272,6 +273,37 @@ def test_policies_are_made_by_name_by_place_and_with_options():
 def test_what_cannot_be_made_is_refused(spec, complaint):
     with pytest.raises(InvalidSetup, match=complaint):
         make_policy(spec)
+
+
+class Starving(FirstCome):
+    """Admits nobody whose priority is not 0."""
+
+    def plan(self, view):
+        decision = super().plan(view)
+        return replace(decision, admit=[one for one in decision.admit if one.priority == 0])
+
+
+class Overrunning(FirstCome):
+    def __init__(self, max_batched_tokens):
+        super().__init__(max_batched_tokens + 2)
+
+
+class Forgetful(FirstCome):
+    """Forgets whoever is preempted."""
+
+    def on_preempt(self, seq):
+        pass
+
+
+class Raising(FirstCome):
+    def plan(self, view):
+        raise KeyError("price")
+
+
+@pytest.mark.parametrize("broken", [Starving, Overrunning, Forgetful, Raising])
+def test_a_policy_that_breaks_a_rule_is_refused_with_its_name(broken):
+    with pytest.raises(InvalidSetup, match=rf"{broken.__name__}' fails test_\w+ of .*PolicyConformance"):
+        make_policy(f"{__name__}:{broken.__name__}", max_batched_tokens=64)
 
 
 def test_a_sorted_queue_is_sorted_and_lets_go_of_anyone():

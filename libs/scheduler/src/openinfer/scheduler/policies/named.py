@@ -43,8 +43,9 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 def make_policy(spec: str, **options: Any) -> Policy:
     """The policy that `spec` says: NAME or MODULE:FUNCTION, then perhaps options: "deadline,ttft_s=0.2,tpot_s=0.02".
 
-    The class or function gets the keyword arguments `options`; numbers in the spec override them. Raises InvalidSetup
-    for an unknown name, an unknown option, or a function that cannot be found. Other exceptions of the function pass
+    The class or function gets the keyword arguments `options`; numbers in the spec override them. Your own passes
+    `testing.PolicyConformance` here, in about a second. Raises InvalidSetup for an unknown name, an unknown option, a
+    function that cannot be found, and a policy that breaks a rule of the suite. Other exceptions of the function pass
     through.
     """
     name, *pairs = spec.split(",")
@@ -64,7 +65,28 @@ def make_policy(spec: str, **options: Any) -> Policy:
         if math.isnan(number):
             raise InvalidSetup(f"{pair!r} in the policy {spec!r} is not OPTION=NUMBER")
     try:
-        return factory(**options)
+        policy = factory(**options)
     except TypeError as error:
         known = ", ".join(inspect.signature(factory).parameters)
         raise InvalidSetup(f"the policy {spec!r} cannot be made: {error}; its options are {known}") from error
+    if name not in POLICIES:
+        _check(spec, lambda most: factory(**{**options, "max_batched_tokens": most}))
+    return policy
+
+
+def _check(spec: str, make: Callable[[int], Policy]) -> None:
+    from ..testing import PolicyConformance  # costs as much as the rest of the library, and few need it
+
+    class Suite(PolicyConformance):
+        def make_policy(self, max_batched_tokens: int) -> Policy:
+            return make(max_batched_tokens)
+
+    suite = Suite()
+    for name in sorted(name for name in dir(suite) if name.startswith("test_")):
+        try:
+            getattr(suite, name)()
+        except Exception as error:  # the policy is not ours and may raise anything
+            raise InvalidSetup(
+                f"the policy {spec!r} fails {name} of openinfer.scheduler.testing.PolicyConformance: "
+                f"{type(error).__name__}: {error}; run that suite on it"
+            ) from error

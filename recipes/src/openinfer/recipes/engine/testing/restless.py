@@ -10,7 +10,8 @@ from openinfer.scheduler import Decision, Policy, Seq, View, make_policy
 
 
 class Restless:
-    """A wrapped policy that also preempts its last row at every `every`-th change, `most` times in all."""
+    """A wrapped policy that also preempts its last row after `every` changes, then after one more each time, `most`
+    times in all."""
 
     def __init__(self, policy: Policy, every: int = 3, most: int = 12) -> None:
         self._policy, self._every, self._most = policy, every, most
@@ -20,7 +21,7 @@ class Restless:
         return getattr(self._policy, name)
 
     def on_preempt(self, seq: Seq[Any]) -> None:
-        self._changes, self._preempted = 0, self._preempted + 1
+        self._changes, self._every, self._preempted = 0, self._every + 1, self._preempted + 1
         self._policy.on_preempt(seq)
 
     def plan(self, view: View) -> Decision:
