@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 
-from openinfer.frontend.contract import (
-    Command,
-    EngineSpec,
-    Finished,
-    LoadAdapter,
-    Rejected,
-    UnloadAdapter,
-)
+from openinfer.frontend.contract import Command, EngineSpec, Finished, LoadAdapter, Rejected, UnloadAdapter
 from openinfer.frontend.errors import FlagError, Unsupported
 from openinfer.frontend.http import create_app
 from openinfer.frontend.process_driver import ProcessDriver

@@ -14,10 +14,7 @@ from openinfer.frontend.thread_driver import ThreadDriver
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-WEATHER = {
-    "name": "weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "NAME", "arguments": {"city": "Bonn"}}\n</tool_call>'
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 TEMPLATE = (Path(__file__).parent / "data" / "agents.jinja").read_text()
@@ -543,8 +540,7 @@ def test_an_item_that_was_cut_says_so(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("before_the_end", "statuses"),
-    [(6, ["incomplete"]), (0, ["completed"]), (-9, ["completed"])],
+    ("before_the_end", "statuses"), [(6, ["incomplete"]), (0, ["completed"]), (-9, ["completed"])]
 )
 def test_a_call_that_was_cut_says_so(
     speak: Any, tokenizer: Any, before_the_end: int, statuses: list[str], stream: bool

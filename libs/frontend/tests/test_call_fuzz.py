@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from openinfer.frontend.chat import TOOL_FORMATS, Arguments, Content, OutputParser, Part, Reasoning, ToolCall
-from openinfer.frontend.chat.formats import JsonFormat
+from openinfer.frontend.chat.formats import JsonFormat, PythonFormat, TagFormat
 
 SCHEMAS: dict[str, Any] = {
     "write": {
@@ -67,7 +67,7 @@ class Writer:
     def quote(self) -> str:
         form = self.form
         marks = [form.opening, form.closing, "</think>", "<think>", '{"name": "write"', "\\u00e9", "日本"]
-        if not isinstance(form, JsonFormat):
+        if isinstance(form, TagFormat):
             marks += [
                 form.end_parameter,
                 form.end_call,
@@ -90,6 +90,9 @@ class Writer:
             head = form.call.replace("{name}", json.dumps(name) if form.wrapped else name)
             body = f"{head}{json.dumps(values, ensure_ascii=rng.random() < 0.5)}{'}' * form.wrapped}"
             return f"{form.opening}{form.line}{'[' * form.listed}{body}{']' * form.listed}{form.line}{form.closing}"
+        if isinstance(form, PythonFormat):
+            texts = [f"{key}={rng.choice([json.dumps, repr])(value)}" for key, value in values.items()]
+            return f"{rng.choice(['', form.opening])}[{name}({', '.join(texts)})]"
         written = ""
         for key, value in values.items():
             text = value if isinstance(value, str) else rng.choice([json.dumps(value), str(value)])

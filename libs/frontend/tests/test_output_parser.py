@@ -358,6 +358,7 @@ def test_defaults_by_model_type() -> None:
         ("{% if tools %}[TOOL_CALLS] [{{ c }}]{% endif %}", ("mistral", None)),
         ("{% if tools %}[TOOL_CALLS]{{ n }}[ARGS]{{ a }}{% endif %}", ("mistral_args", None)),
         ('{% if tools %}{"name": "{{ n }}", "parameters": {{ a }}}{% endif %}', ("llama3_json", None)),
+        ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", ("pythonic", None)),
         ("{{ messages }}", (None, None)),
     ],
 )
@@ -391,9 +392,29 @@ def test_formats_are_found_in_templates(template: str, found: tuple[str | None, 
             '[TOOL_CALLS]weather[ARGS]{"days": 2}[TOOL_CALLS]weather[ARGS]{}',
             [{"days": 2}, {}],
         ),
+        (
+            "pythonic",
+            "[weather(city='a, (b\\'', days=2.0, wet=True), weather()]",
+            [{"city": "a, (b'", "days": 2, "wet": True}, {}],
+        ),
+        (
+            "pythonic",
+            '[weather(any={"x": [null, 1]}, wet=false, ),]',
+            [{"any": {"x": [None, 1]}, "wet": False}],
+        ),
+        ("pythonic", "<|python_start|>[other.tool(a=-1)]", [{"a": -1}]),
     ],
 )
 def test_formats_of_other_models(name: str, text: str, calls: list[object]) -> None:
     assert read([text], name) == read(text, name)
     assert [json.loads(part.arguments) for part in read([text], name) if isinstance(part, ToolCall)] == calls
     assert all(isinstance(part, ToolCall) for part in read([text], name))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1] a source", "x = [weather(days=1)]", "[weather(1)]", "[other(a=1)]", "[weather(days=one)]", "[weather(days=1", "[]",
+     "[weather(days=1) or more]", "[weather(city='a)]"],
+)  # fmt: skip
+def test_what_is_no_list_of_calls_stays_text(text: str) -> None:
+    assert read([text], "pythonic") == read(text, "pythonic") == [Content(text)]

@@ -20,13 +20,7 @@ def test_a_chat_is_rendered_as_it_would_be_answered(live: Any) -> None:
     assert rendered["model"] == "fake"
     assert (
         rendered["sampling_params"]
-        | {
-            "temperature": 0.5,
-            "max_tokens": 3,
-            "n": 1,
-            "stop": ["x"],
-            "logit_bias": {"5": 1.0},
-        }
+        | {"temperature": 0.5, "max_tokens": 3, "n": 1, "stop": ["x"], "logit_bias": {"5": 1.0}}
         == rendered["sampling_params"]
     )
     assert live.post("/v1/chat/completions/render", messages=[]).status_code == 400

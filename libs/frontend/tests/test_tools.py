@@ -422,6 +422,19 @@ def test_a_history_with_arguments_that_are_no_json_goes_on(
     answer = live.post("/v1/chat/completions", messages=messages, max_tokens=1)
     assert answer.status_code == 200
     assert "raw_arguments" in answer.headers["warning"]
+
+
+@pytest.mark.parametrize("with_tools", [None, TEMPLATE])
+def test_a_template_without_tools_warns(start: Any, with_tools: str | None) -> None:
+    app = {"template": ChatTemplate("{{ messages[0].content }}", {}, with_tools), "tool_parser": "pythonic"}
+    live = start({}, app)
+    asked = {"messages": ASK, "max_tokens": 2}
+    answer = live.post("/v1/chat/completions", **asked, tools=[WEATHER])
+    assert ("the model does not see the tools" in answer.headers.get("warning", "")) == (with_tools is None)
+    assert (
+        "warning"
+        not in live.post("/v1/chat/completions", **asked, tools=[WEATHER], tool_choice="none").headers
+    )
     ids = live.post("/tokenize", messages=messages).json()["tokens"]
     assert tokenizer.decode(ids, False) == json.dumps({"raw_arguments": arguments})
 

@@ -42,36 +42,12 @@ if typing.TYPE_CHECKING:
     from openinfer.frontend.thread_driver import ThreadDriver
 
 __all__ = [
-    "APIError",
-    "Engine",
-    "EngineClient",
-    "EngineDeadError",
-    "EngineInfo",
-    "EngineSpec",
-    "EngineSpecError",
-    "EngineStartError",
-    "EngineStats",
-    "Failed",
-    "Finished",
-    "FlagError",
-    "FrontendError",
-    "Health",
-    "InvalidRequest",
-    "MissingExtraError",
-    "ModelFilesError",
-    "OutputDelta",
-    "Recipe",
-    "Rejected",
-    "Request",
-    "ResetPrefixCache",
-    "Scheduled",
-    "StepOutputs",
-    "ThreadDriver",
-    "TokenLogprobs",
-    "Unsupported",
-    "is_users_error",
-    "one_line",
-]
+    "APIError", "Engine", "EngineClient", "EngineDeadError", "EngineInfo", "EngineSpec", "EngineSpecError",
+    "EngineStartError", "EngineStats", "Failed", "Finished", "FlagError", "FrontendError", "Health",
+    "InvalidRequest", "MissingExtraError", "ModelFilesError", "OutputDelta", "Recipe", "Rejected", "Request",
+    "ResetPrefixCache", "Scheduled", "StepOutputs", "ThreadDriver", "TokenLogprobs", "Unsupported",
+    "is_users_error", "one_line",
+]  # fmt: skip
 
 _MODULES = ("errors", "contract", "client", "thread_driver")  # the cheap ones first
 

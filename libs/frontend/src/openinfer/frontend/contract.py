@@ -26,37 +26,12 @@ from openinfer.sampler import SamplingParams
 from openinfer.sampler.form import Grammar
 
 __all__ = [
-    "CONTRACT_VERSION",
-    "TERMINALS",
-    "AdapterState",
-    "Command",
-    "Drafts",
-    "Engine",
-    "EngineInfo",
-    "EngineSpec",
-    "EngineStats",
-    "Failed",
-    "Finished",
-    "KVTransfer",
-    "LoadAdapter",
-    "PromptLogprobs",
-    "Recipe",
-    "Rejected",
-    "Request",
-    "ResetPrefixCache",
-    "Scheduled",
-    "Sleep",
-    "SlowTraces",
-    "StepOutputs",
-    "StepTimes",
-    "Terminal",
-    "TokenLogprobs",
-    "TokenTable",
-    "UnloadAdapter",
-    "Update",
-    "UpdateWeights",
+    "CONTRACT_VERSION", "TERMINALS", "AdapterState", "Command", "Drafts", "Engine", "EngineInfo",
+    "EngineSpec", "EngineStats", "Failed", "Finished", "KVTransfer", "LoadAdapter", "PromptLogprobs",
+    "Recipe", "Rejected", "Request", "ResetPrefixCache", "Scheduled", "Sleep", "SlowTraces", "StepOutputs",
+    "StepTimes", "Terminal", "TokenLogprobs", "TokenTable", "UnloadAdapter", "Update", "UpdateWeights",
     "WakeUp",
-]
+]  # fmt: skip
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

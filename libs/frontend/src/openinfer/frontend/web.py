@@ -192,6 +192,8 @@ async def _start_texts(
         return tokenizer, None
     renderer = render_pool.RenderPool(template, process)
     await renderer.start()
+    if options.tool_call_parser is not None and "tools" not in renderer.variables:
+        say("tools: the chat template has no place for them, so the model will not see them")
     return tokenizer, renderer
 
 

@@ -19,19 +19,7 @@ from openinfer.frontend.chat.parts import (
 )
 
 __all__ = [
-    "REASONING_FORMATS",
-    "TOOL_FORMATS",
-    "Arguments",
-    "Content",
-    "DeepSeekV4Renderer",
-    "Message",
-    "OutputParser",
-    "Part",
-    "Reasoning",
-    "Renderer",
-    "RendererSpec",
-    "ToolCall",
-    "ToolFormat",
-    "default_formats",
-    "text_of",
-]
+    "REASONING_FORMATS", "TOOL_FORMATS", "Arguments", "Content", "DeepSeekV4Renderer", "Message",
+    "OutputParser", "Part", "Reasoning", "Renderer", "RendererSpec", "ToolCall", "ToolFormat",
+    "default_formats", "text_of",
+]  # fmt: skip

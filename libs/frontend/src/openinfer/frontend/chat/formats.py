@@ -13,18 +13,15 @@ from typing import Any
 from openinfer.frontend.chat.forced import HELD, any_arguments, bare_value, each_argument
 from openinfer.frontend.chat.json_calls import JsonReader
 from openinfer.frontend.chat.parts import Schemas
+from openinfer.frontend.chat.python_calls import PythonReader
 from openinfer.frontend.chat.tag_calls import TagReader
+from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.lark import Lark
 
 __all__ = [
-    "DSML",
-    "REASONING_FORMATS",
-    "TOOL_FORMATS",
-    "JsonFormat",
-    "TagFormat",
-    "ToolFormat",
+    "DSML", "REASONING_FORMATS", "TOOL_FORMATS", "JsonFormat", "PythonFormat", "TagFormat", "ToolFormat",
     "default_formats",
-]
+]  # fmt: skip
 
 DSML = "｜DSML｜"
 NAME, TEXT = "{name}", "{text}"
@@ -246,7 +243,35 @@ class TagFormat:
         return f'{before}([^">\\n]+){after}'
 
 
-ToolFormat = JsonFormat | TagFormat
+class PythonFormat:
+    """Calls as a list of Python's, `[f(a=1), g(b="x")]`, at the beginning of a line or behind a marker."""
+
+    opening, closing, bare_start = "<|python_start|>", "", "["
+    bare = re.compile(r"^[ \t]*(?=\[)", re.MULTILINE)
+    between, end = re.compile(r"\s*"), re.compile(r"(?!)")
+
+    def reader(self, schemas: Schemas, *, bare: bool, marked: bool) -> PythonReader:
+        """As JsonFormat.reader."""
+        return PythonReader(schemas, bare=bare)
+
+    def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
+        """As JsonFormat.grammar. Values are JSON, with a comma behind each."""
+
+        def write(name: str, schema: Mapping[str, Any]) -> str:
+            if not name.isidentifier():
+                raise InvalidGrammar(f"the parameter {name!r} cannot be written in this model's calls")
+            return f"{lark.text(name + '=')} {lark.json(schema)} {lark.text(', ')}"
+
+        calls = [
+            f"{lark.text(name + '(')} {each_argument(lark, name, schema, write)} {lark.text(')')}"
+            for name, schema in schemas.items()
+        ]
+        call = lark.any_of(calls)
+        more = lark.rule(f"{lark.text(', ')} {call}") + f"{{0,{MAX_CALLS - 1}}}" if many else ""
+        return f'"[" {call} {more} "]"'
+
+
+ToolFormat = JsonFormat | TagFormat | PythonFormat
 MAX_TAG = 256
 MAX_CALLS = 16
 """Of a forced answer: a model that repeats itself comes to an end."""
@@ -276,6 +301,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "llama3_json": JsonFormat(opening="<|python_tag|>", line="", call='{"name": {name}, "parameters": '),
         "mistral": JsonFormat(opening="[TOOL_CALLS]", line="", listed=True),
         "mistral_args": JsonFormat(opening="[TOOL_CALLS]", line="", call="{name}[ARGS]"),
+        "pythonic": PythonFormat(),
         "qwen3_coder": _QWEN_XML,
         "qwen3_xml": _QWEN_XML,
     }
@@ -295,6 +321,8 @@ _IN_TEMPLATES = (
     ("<tool_call>", "hermes"),
     ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<|python_start|>", "pythonic"),
+    ("(params_name1=", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": ', "llama3_json"),
 )

@@ -18,6 +18,7 @@ import re
 from openinfer.frontend.chat.formats import ToolFormat
 from openinfer.frontend.chat.json_calls import JsonReader
 from openinfer.frontend.chat.parts import Arguments, Content, Part, Reasoning, Schemas, ToolCall, overlap
+from openinfer.frontend.chat.python_calls import PythonReader
 from openinfer.frontend.chat.tag_calls import TagReader
 
 __all__ = ["OutputParser"]
@@ -61,7 +62,7 @@ class OutputParser:
         self._at_line = True  # held text begins a line
         self._streams = streams
         self._whole: list[str] = []  # the call that is not streamed: its name and arguments so far
-        self._reader: TagReader | JsonReader | None = None  # of the call that is being read
+        self._reader: TagReader | JsonReader | PythonReader | None = None  # of the call that is being read
         self._raw: list[str] = []  # text of a call that may turn out to be none
         self._before = self._marker = ""  # whitespace and marker before it
         self._bare = False  # it must be whole, and of a tool on offer

@@ -5,7 +5,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Malformed", "child", "decode", "encode", "escaped", "fitted", "kinds", "resolved", "written_as"]
+__all__ = [
+    "Malformed", "child", "decode", "encode", "escaped", "fitted", "kinds", "read_value", "resolved", "written_as",
+]  # fmt: skip
 
 MAX_HOPS = 8
 MAX_LITERAL_CHARS = 1 << 16
@@ -56,11 +58,11 @@ def written_as(
 def _typed(text: str, schema: Mapping[str, Any], root: Mapping[str, Any], says_json: bool) -> Any:
     wanted = kinds(schema, root)
     if wanted <= {"string"}:
-        value = _read(text) if says_json else text
+        value = read_value(text) if says_json else text
         return value if isinstance(value, str) or not wanted else text
-    value = _read(text.strip())
+    value = read_value(text.strip())
     if isinstance(value, str) and "string" not in wanted:
-        value = _read(value.strip())  # a number in quotes, JSON within JSON
+        value = read_value(value.strip())  # a number in quotes, JSON within JSON
     value = fitted(value, schema, root)
     return value if _kind(value) & wanted else text
 
@@ -131,7 +133,7 @@ def kinds(schema: Mapping[str, Any], root: Mapping[str, Any], hops: int = MAX_HO
     return found
 
 
-def _read(text: str) -> Any:
+def read_value(text: str) -> Any:
     """JSON, else a word or literal of Python's, else the text."""
     word = {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
     if word is not text:

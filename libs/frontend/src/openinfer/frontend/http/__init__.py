@@ -14,11 +14,6 @@ except ModuleNotFoundError as error:
     raise MissingExtraError(f"the HTTP server ({error.name} is missing)", "http") from error
 
 __all__ = [
-    "ChatTemplate",
-    "SamplingDefaults",
-    "Tokenizer",
-    "create_app",
-    "find_templates",
-    "run_server",
+    "ChatTemplate", "SamplingDefaults", "Tokenizer", "create_app", "find_templates", "run_server",
     "template_spec",
-]
+]  # fmt: skip

@@ -21,16 +21,9 @@ from openinfer.sampler.form import Grammar
 from openinfer.sampler.params import MAX_STOP_TOKEN_IDS
 
 __all__ = [
-    "MAX_LOGPROBS",
-    "Plan",
-    "SamplingDefaults",
-    "check_grammars",
-    "check_size",
-    "make_plan",
-    "max_tokens_for",
-    "prompt_ids",
-    "with_echo",
-]
+    "MAX_LOGPROBS", "Plan", "SamplingDefaults", "check_grammars", "check_size", "make_plan", "max_tokens_for",
+    "prompt_ids", "with_echo",
+]  # fmt: skip
 
 MAX_N = 128
 MAX_SEQUENCES = 1024

@@ -29,14 +29,8 @@ from openinfer.frontend.http.shapes import encode
 from openinfer.frontend.http.text.thoughts import thinking_options
 
 __all__ = [
-    "ENCRYPTED",
-    "KeptItems",
-    "ResponsesBody",
-    "carried",
-    "flattened",
-    "responses_chat",
-    "responses_common",
-]
+    "ENCRYPTED", "KeptItems", "ResponsesBody", "carried", "flattened", "responses_chat", "responses_common",
+]  # fmt: skip
 
 _TEXT_KINDS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"

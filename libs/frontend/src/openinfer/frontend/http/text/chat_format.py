@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from openinfer.frontend.chat import OutputParser, ToolFormat, text_of
+from openinfer.frontend.chat.formats import TOOL_FORMATS
 from openinfer.frontend.chat.output import END_THINK, THINK
 from openinfer.frontend.chat.parts import Schemas
 from openinfer.frontend.errors import APIError
@@ -50,6 +51,8 @@ class ChatFormat:
         if self.renderer is None:
             raise APIError("this server has no chat template; use /v1/completions", param="messages")
         tools = self._tools_on_offer(chat)
+        if tools and "tools" not in self.renderer.variables:
+            chat.warnings.append("the model does not see the tools: its chat template has no place for them")
         marker = f"<{uuid.uuid4().hex}>" if chat.continue_final else ""
         messages = _with_marker(chat.messages, marker) if marker else chat.messages
         call = {
@@ -155,8 +158,10 @@ class ChatFormat:
                 param="tool_choice",
             )
         if self.tools is None:
+            names = ", ".join(TOOL_FORMATS)
             raise APIError(
-                "tools are not supported by this server: start it with --tool-call-parser", param="tools"
+                f"tools are not supported by this server: start it with --tool-call-parser, and one of {names}",
+                param="tools",
             )
         return chat.tools
 
