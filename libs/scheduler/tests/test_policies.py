@@ -288,19 +288,7 @@ class Overrunning(FirstCome):
         super().__init__(max_batched_tokens + 2)
 
 
-class Forgetful(FirstCome):
-    """Forgets whoever is preempted."""
-
-    def on_preempt(self, seq):
-        pass
-
-
-class Raising(FirstCome):
-    def plan(self, view):
-        raise KeyError("price")
-
-
-@pytest.mark.parametrize("broken", [Starving, Overrunning, Forgetful, Raising])
+@pytest.mark.parametrize("broken", [Starving, Overrunning])
 def test_a_policy_that_breaks_a_rule_is_refused_with_its_name(broken):
     with pytest.raises(InvalidSetup, match=rf"{broken.__name__}' fails test_\w+ of .*PolicyConformance"):
         make_policy(f"{__name__}:{broken.__name__}", max_batched_tokens=64)
