@@ -422,19 +422,6 @@ def test_a_history_with_arguments_that_are_no_json_goes_on(
     answer = live.post("/v1/chat/completions", messages=messages, max_tokens=1)
     assert answer.status_code == 200
     assert "raw_arguments" in answer.headers["warning"]
-
-
-@pytest.mark.parametrize("with_tools", [None, TEMPLATE])
-def test_a_template_without_tools_warns(start: Any, with_tools: str | None) -> None:
-    app = {"template": ChatTemplate("{{ messages[0].content }}", {}, with_tools), "tool_parser": "pythonic"}
-    live = start({}, app)
-    asked = {"messages": ASK, "max_tokens": 2}
-    answer = live.post("/v1/chat/completions", **asked, tools=[WEATHER])
-    assert ("the model does not see the tools" in answer.headers.get("warning", "")) == (with_tools is None)
-    assert (
-        "warning"
-        not in live.post("/v1/chat/completions", **asked, tools=[WEATHER], tool_choice="none").headers
-    )
     ids = live.post("/tokenize", messages=messages).json()["tokens"]
     assert tokenizer.decode(ids, False) == json.dumps({"raw_arguments": arguments})
 
@@ -446,3 +433,12 @@ def test_arguments_that_are_no_text_are_a_400(start: Any, arguments: Any) -> Non
     answer = start().post("/v1/chat/completions", messages=messages, max_tokens=1)
     assert answer.status_code == 400
     assert "messages[1].tool_calls[0].function.arguments" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("with_tools", [None, TEMPLATE])
+def test_a_template_without_tools_warns(start: Any, with_tools: str | None) -> None:
+    app = {"template": ChatTemplate("{{ messages[0].content }}", {}, with_tools), "tool_parser": "pythonic"}
+    post, asked = start({}, app).post, {"messages": ASK, "max_tokens": 2, "tools": [WEATHER]}
+    warned = post("/v1/chat/completions", **asked).headers.get("warning", "")
+    assert ("the model does not see the tools" in warned) == (with_tools is None)
+    assert "warning" not in post("/v1/chat/completions", **asked, tool_choice="none").headers

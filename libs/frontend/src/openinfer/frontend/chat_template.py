@@ -38,8 +38,7 @@ _CHATS: Sequence[Sequence[tuple[str, dict[str, Any]]]] = (
     (("user", {}), ("assistant", {}), ("user", {})),
 )
 """Chats of roles and further fields, of which a template takes at least one."""
-_OURS_ALONE = frozenset({"messages", "documents", "add_generation_prompt"})
-_OURS = _OURS_ALONE | {"tools"}
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class ChatTemplate:
@@ -67,9 +66,7 @@ class ChatTemplate:
         self.spec = template_spec(source, special_tokens, with_tools)
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
-        self.variables = (
-            frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source))) - _OURS_ALONE
-        )
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source))) - _OURS
         self._systems_anywhere = self._said(_SYSTEMS) is not None
         self._takes_parts: Callable[[str], bool] = functools.cache(self._joins_parts)
         self._with_tools = None if with_tools is None else ChatTemplate(with_tools, special_tokens)

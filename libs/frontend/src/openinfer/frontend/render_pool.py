@@ -36,6 +36,9 @@ class RenderPool:
         self._first = first
         self.variables: frozenset[str] = frozenset()
         """Names of the options that the renderer heeds; known once it has started."""
+        sources = [spec.kwargs.get(name) or "" for name in ("source", "with_tools")]
+        self.shows_tools = "source" not in spec.kwargs or any("tools" in source for source in sources)
+        """Whether the model sees a chat's tools; code does without a source."""
         self._idle: list[asyncio.subprocess.Process] = []
         self._lanes = [asyncio.Semaphore(size) for size in LANES]
 

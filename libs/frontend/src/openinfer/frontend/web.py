@@ -192,7 +192,7 @@ async def _start_texts(
         return tokenizer, None
     renderer = render_pool.RenderPool(template, process)
     await renderer.start()
-    if options.tool_call_parser is not None and "tools" not in renderer.variables:
+    if options.tool_call_parser is not None and not renderer.shows_tools:
         say("tools: the chat template has no place for them, so the model will not see them")
     return tokenizer, renderer
 

@@ -80,7 +80,7 @@ class DeepSeekV4Renderer:
     left out where the model thinks.
     """
 
-    variables = frozenset({"thinking", "enable_thinking", "reasoning_effort", "tools"})
+    variables = frozenset({"thinking", "enable_thinking", "reasoning_effort"})
 
     def __init__(self, efforts: Mapping[str, str] = EFFORTS, default: str = "low") -> None:
         self._efforts, self._default = dict(efforts), default

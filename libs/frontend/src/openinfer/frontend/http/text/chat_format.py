@@ -51,7 +51,7 @@ class ChatFormat:
         if self.renderer is None:
             raise APIError("this server has no chat template; use /v1/completions", param="messages")
         tools = self._tools_on_offer(chat)
-        if tools and "tools" not in self.renderer.variables:
+        if tools and not self.renderer.shows_tools:
             chat.warnings.append("the model does not see the tools: its chat template has no place for them")
         marker = f"<{uuid.uuid4().hex}>" if chat.continue_final else ""
         messages = _with_marker(chat.messages, marker) if marker else chat.messages
