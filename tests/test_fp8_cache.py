@@ -30,7 +30,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 MODELS = ("qwen3-tiny", "qwen3_5-tiny")
 FLAGS: dict[str, Any] = {
     "device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512,
-    "kv_cache_memory_bytes": 16 << 20,
+    "kv_cache_memory_bytes": 16 << 20, "batch_invariant": True,
 }  # fmt: skip
 MEAN_NAT, P99_NAT = 0.35, 1.0
 """How far log-probabilities of likely tokens may be from those without the flag, in these random models."""
