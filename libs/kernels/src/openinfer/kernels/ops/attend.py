@@ -53,9 +53,9 @@ def _reference(a: AttendArgs[Array]) -> None:
         first = int(a.seq_lens[slot])
         length = first + end - start
         pages = a.block_tables[slot, : -(-length // page_size)]
-        cached = [_cached(a.kv, a.kv_scales, pages, part, length) for part in range(2)]
+        keys, values = (_cached(a.kv, a.kv_scales, pages, part, length) for part in range(2))
         jobs += [
-            partial(_attend, a, *cached, slice(at, min(at + size, end)), first + at - start)
+            partial(_attend, a, keys, values, slice(at, min(at + size, end)), first + at - start)
             for at in range(start, end, size)
         ]
     together(jobs[::-1])  # the longest first

@@ -158,9 +158,9 @@ class ChatFormat:
                 param="tool_choice",
             )
         if self.tools is None:
-            names = ", ".join(TOOL_FORMATS)
+            formats = ", ".join(TOOL_FORMATS)
             raise APIError(
-                f"tools are not supported by this server: start it with --tool-call-parser, and one of {names}",
+                f"tools are not supported by this server: start it with --tool-call-parser, and one of {formats}",
                 param="tools",
             )
         return chat.tools
