@@ -9,14 +9,16 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from openinfer import cli
 from openinfer.cli import recipes
 from openinfer.frontend import is_users_error
+from openinfer.kernels.store import cubins
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 
@@ -234,20 +236,54 @@ def test_another_distributions_recipe_is_found(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].endswith("7 toys wanted")
 
 
-def test_compile_fills_a_cache_once(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    few = ["--max-num-seqs", "1", "--max-num-batched-tokens", "1", "--out", str(tmp_path / "cache")]
+FEW = ["--max-num-seqs", "1", "--max-num-batched-tokens", "1"]
+
+
+def compiled_twice(run: Callable[[str], str], folder: Path) -> None:
+    """`openinfer compile` by `run`, which is given the cache and returns what was printed: twice, the second time
+    without work."""
     found = []
     for _ in range(2):
-        done = openinfer("compile", str(TINY), "--arch", "90", *few)
-        assert done.returncode == 0, done.stderr
-        line = re.search(r"^(\d+) kernels for sm_90 in .*, (\d+) of them compiled now", done.stdout, re.M)
+        line = re.search(
+            r"^(\d+) kernels for sm_90 in .*, (\d+) of them compiled now", run(str(folder)), re.M
+        )
         assert line is not None
         found.append((int(line[1]), int(line[2])))
     kernels = found[0][0]
     assert kernels > 0
     assert found == [(kernels, kernels), (kernels, 0)]
-    assert len(list((tmp_path / "cache").rglob("*.cubin"))) == kernels
+    assert len(list(folder.rglob("*.cubin"))) == kernels
+
+
+def test_compile_fills_a_cache_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With workers that answer without compiling."""
+    pytest.importorskip("triton")
+    facts = {"name": "f", "shared": 0, "num_warps": 4, "num_ctas": 1, "tensor_maps": []}
+
+    def answers(keys: Mapping[str, Any], arch: int) -> Iterator[dict[str, Any]]:
+        assert arch == 90
+        return ({"key": key, "meta": facts, "cubin": "AAAA"} for key in keys)
+
+    def run(folder: str) -> str:
+        assert cli.main(["compile", str(TINY), "--arch", "90", *FEW, "--out", folder]) == 0
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(cubins, "_run_workers", answers)
+    compiled_twice(run, tmp_path / "cache")
+
+
+@pytest.mark.slow
+def test_compile_compiles(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+
+    def run(folder: str) -> str:
+        done = openinfer("compile", str(TINY), "--arch", "90", *FEW, "--out", folder)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    compiled_twice(run, tmp_path / "cache")
 
 
 def test_a_selftest_without_a_driver_says_so_in_one_line(tmp_path: Path) -> None:

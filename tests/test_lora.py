@@ -184,7 +184,7 @@ def test_an_mtp_layer_has_no_adapter_and_changes_no_token(made: Made) -> None:
     check_drafts(made, '{"method": "mtp", "num_speculative_tokens": 2}')
 
 
-@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("places", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_more_adapters_than_places_take_turns(made: Made, places: int) -> None:
     session = made.serving(
         *ADAPTERS, max_loras=places, scheduling_policy="openinfer.recipes.engine.testing.restless:fcfs"

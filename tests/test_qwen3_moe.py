@@ -124,8 +124,18 @@ def expected(tensors: dict[str, Any]) -> Any:
     return log_probabilities(tensors, PROMPT)[np.arange(len(PROMPT) - 1), PROMPT[1:]]
 
 
-@pytest.mark.parametrize("form", [dict, fused], ids=["unfused", "fused"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("form", "ranks"),
+    [
+        (dict, 1),
+        (fused, 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((dict, 2), (dict, 4), (fused, 1), (fused, 2))
+        ),
+    ],
+    ids=["unfused-1", "fused-4", "unfused-2", "unfused-4", "fused-1", "fused-2"],
+)
 def test_experts_are_those_of_the_definition(form: Any, ranks: int, tensors: Any, tmp_path: Path) -> None:
     """On 4 ranks pairs have the same key-value head."""
     folder = saved(tmp_path, form(tensors))

@@ -452,7 +452,14 @@ class NoFlags:
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("fails", ["_make_engine", "_start_engine", "_spawn"])
+@pytest.mark.parametrize(
+    "fails",
+    [
+        pytest.param("_make_engine", marks=pytest.mark.slow),
+        pytest.param("_start_engine", marks=pytest.mark.slow),
+        "_spawn",
+    ],
+)
 def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(
     model_dir: Path, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -306,7 +306,7 @@ def test_a_block_has_at_most_two_projections(arena: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "n"), of_the_day([(rank, n) for rank in (16, 32, 64) for n in (8, 64, 128)], 2)
+    ("rank", "n"), of_the_day([(rank, n) for rank in (16, 32, 64) for n in (8, 64, 128)])
 )
 def test_clusters_with_adapters_compile_without_spills(
     arena: Any, cubins: Any, resources: Any, rank: int, n: int

@@ -132,7 +132,7 @@ def test_clusters_of_published_sizes_compile_without_spills(arena, cubins, resou
         assert used["REG"] * spec.threads <= 65536
 
 
-@pytest.mark.parametrize("coding", [None, "block"])
+@pytest.mark.parametrize("coding", of_the_day([None, "block"]))
 def test_sums_of_few_tokens_cross_blocks_without_a_fence(arena, cubins, fences, coding):
     """A fence of the GPU waits while others' weights are copied. The control: sums of 64 tokens have one."""
     found = {tokens: launches(arena, tokens, coding=coding)["o"][-1].spec for tokens in (8, 64)}

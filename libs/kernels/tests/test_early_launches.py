@@ -23,7 +23,7 @@ from openinfer.kernels.norms import norm
 from openinfer.kernels.op.reference import normed
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.interp import InterpDriver
-from openinfer.kernels.testing import INTERPRETED
+from openinfer.kernels.testing import INTERPRETED, of_the_day
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
 
 TARGET = dataclasses.replace(H200, nvrtc=True)
@@ -79,8 +79,8 @@ def test_each_kernel_that_may_start_early_waits(arena, norm_rope_args, rows, dra
             assert f"    if {flag}:\n        gdc_launch_dependents()\n        gdc_wait()\n" in text
 
 
-@pytest.mark.parametrize("coding", ["block", "token"])
-def test_kernels_that_make_codes_wait_too(arena, tmp_path, coding):
+@pytest.mark.parametrize("coding", of_the_day(["block", "token"]))
+def test_kernels_that_make_codes_wait_too(arena, cubins, coding):
     pack, tokens, n, k = NullPack(TARGET), 8, 6144, 2560
     x, gain, out = (arena.alloc(shape, bfloat16) for shape in ((tokens, k), (k,), (tokens, n)))
     blocks = (n // 128, k // 128) if coding == "block" else (n, 1)
@@ -92,13 +92,13 @@ def test_kernels_that_make_codes_wait_too(arena, tmp_path, coding):
     assert names == ["norm_codes", "cluster_product", "code_rows", "cluster_product"]
     for spec in specs[::2]:
         assert "    if EARLY:\n        gdc_launch_dependents()\n        gdc_wait()\n" in source_of(spec)
-    assert Store(90, tmp_path, folders=[]).prepare(specs[::2]) == (2, 2)
+    assert Store(90, cubins, folders=[]).prepare(specs[::2])[0] == 2
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_the_norm_compiles_either_way(arena, tmp_path, early):
+def test_the_norm_compiles_either_way(arena, cubins):
     x, gain = arena.alloc((8, 2560), bfloat16), arena.alloc((2560,), bfloat16)
-    assert Store(90, tmp_path, folders=[]).prepare([norm(x, x, gain, 1e-6, early=early).spec]) == (1, 1)
+    specs = [norm(x, x, gain, 1e-6, early=early).spec for early in (False, True)]
+    assert Store(90, cubins, folders=[]).prepare(specs)[0] == 2
 
 
 def test_a_norm_that_starts_early_is_the_norm(normal, monkeypatch):

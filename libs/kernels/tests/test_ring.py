@@ -34,7 +34,7 @@ from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.packs import cuda_driver
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.store import cubins as store
-from openinfer.kernels.testing import copied, run_on_gpu, run_reference
+from openinfer.kernels.testing import copied, of_the_day, run_on_gpu, run_reference
 from openinfer.tensor import Device, Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 RINGS = dataclasses.replace(H200, nvrtc=True)
@@ -331,7 +331,7 @@ def test_codes_that_no_ring_takes_are_multiplied_as_before(normal):
         )
 
 
-@pytest.mark.parametrize("kind", ["block", "token", "int4"])
+@pytest.mark.parametrize("kind", of_the_day(["block", "token", "int4"]))
 def test_rings_of_codes_of_published_sizes_compile(kind, arena, cubins, resources):
     pack = NullPack(RINGS)
     for hidden, qkv, heads, inter in MODELS[1:2]:

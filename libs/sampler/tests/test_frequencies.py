@@ -210,7 +210,10 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in ("bfloat16", "peaks") else pytest.mark.slow) for kind in LOGITS],
+)
 def test_the_brackets_of_a_large_vocabulary_hold(
     run_cpu, run_interpreter, step, check_tokens, monkeypatch, kind
 ):
