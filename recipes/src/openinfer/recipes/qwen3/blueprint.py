@@ -103,10 +103,8 @@ class Qwen3(Blueprint[Model]):
         )
 
     def memory(self, model: Model) -> Mapping[str, int]:
-        weights = Arena(Device("null"), None)
-        Weights.allocate(self.config, weights, model.buffers.x.dtype)
-        activations = nbytes_of(model.buffers)
-        uses = {"weights": weights.used, "activations": activations, "rotary table": model.cos_sin.nbytes}
+        weights, activations = model.weights.nbytes, nbytes_of(model.buffers)
+        uses = {"weights": weights, "activations": activations, "rotary table": model.cos_sin.nbytes}
         if isinstance(model, DraftingModel):
             uses["EAGLE-3 head"] = model.drafter.nbytes
         return uses

@@ -47,12 +47,13 @@ class Weights:
     layers: tuple[Layer, ...]
     norm: Tensor  # [H]
     lm_head: Tensor  # [V of the rank, H]
+    nbytes: int
     places: LinearPlaces
 
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any]) -> Weights:
         """Uninitialised weights in `arena`."""
-        p, hidden = LinearPlaces(arena, dtype), config.hidden_size
+        p, hidden, before = LinearPlaces(arena, dtype), config.hidden_size, arena.used
         embed = p.plain("model.embed_tokens.weight", config.vocab_size, hidden)
         layers = [_layer(p, config, f"model.layers.{n}.") for n in range(config.num_layers)]
         norm, rows = p.plain("model.norm.weight", hidden), config.part.slice(config.vocab_size)
@@ -61,7 +62,7 @@ class Weights:
         head = embed[rows] if tied else p.plain("lm_head.weight", count, hidden, source=(rows,))
         norms = [*(layer.input_norm for layer in layers[1:]), norm]
         linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
-        return cls(embed, tuple(linked), norm, head, p)
+        return cls(embed, tuple(linked), norm, head, arena.used - before, p)
 
     def adapted(self) -> Iterator[Tensor]:
         """The weights that adapters may change: all linear layers but routers and experts."""

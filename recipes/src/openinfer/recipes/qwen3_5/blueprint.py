@@ -137,10 +137,8 @@ class Qwen35(Blueprint[Model]):
         return dataclasses.replace(model, weights=weights)
 
     def memory(self, model: Model) -> Mapping[str, int]:
-        weights, dtype = Arena(Device("null"), None), model.buffers.x.dtype
-        Weights.allocate(self.config, weights, dtype, self.form)
         return {
-            "weights": weights.used,
+            "weights": model.weights.nbytes,
             "activations": nbytes_of(model.buffers),
             "rotary table": model.cos_sin.nbytes,
             "inputs of drafts": model.recent.nbytes if model.recent is not None else 0,

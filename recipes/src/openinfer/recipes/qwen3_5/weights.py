@@ -151,12 +151,13 @@ class Weights:
     norm: Tensor
     lm_head: Tensor  # [V of the rank, H]
     mtp: Mtp | None
+    nbytes: int
     places: LinearPlaces
 
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
         """Uninitialised weights in `arena`. Raises UnsupportedModel where projections cannot be stacked."""
-        p, rows = _Places(arena, dtype, form=form), config.part.slice(config.vocab_size)
+        p, rows, before = _Places(arena, dtype, form=form), config.part.slice(config.vocab_size), arena.used
         embed = p.plain(form.prefix + "embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_layer(p, config, f"{form.prefix}layers.{n}.", full) for n, full in enumerate(config.full)]
         norm = p.gain(form.prefix + "norm.weight", config.hidden_size)
@@ -167,7 +168,7 @@ class Weights:
         mtp = _mtp(p, config, head) if form.mtp else None
         norms = [*(layer.input_norm for layer in layers[1:]), norm]
         linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
-        return cls(embed, tuple(linked), norm, head, mtp, p)
+        return cls(embed, tuple(linked), norm, head, mtp, arena.used - before, p)
 
     def adapted(self) -> Iterator[Tensor]:
         """The weights that adapters may change: all linear layers but the router and its experts."""
