@@ -208,8 +208,8 @@ def test_a_fault_of_one_rank_changes_tokens(recipe, name, config, flags, golden_
     """The comparison with goldens, and its negative controls: few tokens show each."""
     golden, own, pack = golden_of(name), config.of_rank, Faulty(CpuPack(), "none")
 
-    def faulty(communicator):
-        pack.inner = CpuPack(communicator)
+    def faulty(communicator, **way):
+        pack.inner = CpuPack(communicator, **way)
         return pack
 
     monkeypatch.setattr(startup, "CpuPack", faulty)
