@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from openinfer.cli import chat
-from openinfer.cli.api import AnswerDelta
+from openinfer.cli.api import AnswerDelta, ApiError
 
 
 class Heard:
@@ -61,6 +62,49 @@ def test_help_names_every_command_and_an_unknown_one_is_not_sent(
     assert "system message: be kind" in said
 
 
+def test_set_changes_every_later_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard = Heard()
+    lines = "a\n/set top_k 5\n/set temperature 0.2\nb\n/set\n/set temperature\nc\n/set colour 1\n/set top_p high\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    monkeypatch.setattr("openinfer.cli.chat.Api", lambda *_: heard)
+    assert chat.main(["http://x", "--temperature", "0.7"]) == 0
+    sent = [{name: body[name] for name in ("temperature", "top_k") if name in body} for body in heard.bodies]
+    assert sent == [{"temperature": 0.7}, {"temperature": 0.2, "top_k": 5}, {"top_k": 5}]
+    said = capsys.readouterr().err
+    assert "top_k 5, temperature 0.2" in said
+    assert said.count("/set takes one of temperature, top_p") == 2
+
+
+def test_text_of_several_lines_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = '"""a\n\n/exit\n"""\n"""/clear"""\n"""not ended\n'
+    assert talk(lines, monkeypatch) == [
+        ["be kind", "a\n\n/exit"],
+        ["be kind", "a\n\n/exit", "yes", "/clear"],
+    ]
+
+
+def test_a_refused_request_leaves_the_chat_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard = Heard()
+
+    def refusing(body: dict[str, Any]) -> Iterator[AnswerDelta]:
+        if "temperature" in body:
+            refusal = ApiError("temperature is 9")
+            refusal.status = 400
+            raise refusal
+        yield from Heard.stream(heard, body)
+
+    monkeypatch.setattr(heard, "stream", refusing)
+    monkeypatch.setattr("sys.stdin", io.StringIO("/set temperature 9\na\n/set temperature\nb\n"))
+    monkeypatch.setattr("openinfer.cli.chat.Api", lambda *_: heard)
+    assert chat.main(["http://x"]) == 0
+    assert "refused: temperature is 9" in capsys.readouterr().err
+    assert [[one["content"] for one in body["messages"]] for body in heard.bodies] == [["b"]]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -84,3 +128,30 @@ def test_no_model_and_no_server_commands_the_terminal(monkeypatch: pytest.Monkey
         shown.count("one\ttwo\n\\x1b]52;c;ZWNobw==\\x07 \\x1b[2J \\x9b2J") == 2
     )  # a thought, and the answer
     assert shown.count("日本\u3000 👩\u200d🔬 é\xa0") == 2
+
+
+@pytest.mark.parametrize("cut", [1, 3, 200])
+def test_lines_break_at_words(cut: int) -> None:
+    text = "The capital of Norway is Oslo.\n\nA wordthatislongerthanaline, 東京 東京 東京 and  two blanks "
+    terminal = io.StringIO()
+    out = chat._Wrapped(terminal, 12)
+    for start in range(0, len(text), cut):
+        out.write(text[start : start + cut])
+    out.sign("")
+    assert terminal.getvalue() == (
+        "The capital \nof Norway is\nOslo.\n\nA \nwordthatislongerthanaline,\n東京 東京 \n東京 and  \ntwo blanks "
+    )
+
+
+def test_the_speed_follows_an_answer_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, heard = Terminal(), Heard()
+
+    def counted(body: dict[str, Any]) -> Iterator[AnswerDelta]:
+        assert body["stream_options"] == {"include_usage": True}
+        yield from (AnswerDelta(content="yes"), AnswerDelta(tokens=7))
+
+    monkeypatch.setattr(heard, "stream", counted)
+    monkeypatch.setattr("sys.stderr", terminal)
+    chat._answer(heard, {}, terminal)  # type: ignore[arg-type]
+    assert "yes" in terminal.getvalue()
+    assert re.search(r"7 tokens, [\d.]+ a second; first after [\d.]+ s", terminal.getvalue())

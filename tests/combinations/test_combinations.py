@@ -436,7 +436,7 @@ def test_one_row_that_is_drawn_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch
     found = alone("qwen3")
     mine = range(0, len(PAIRS), SHARE)
     bodies, wanted = [body_of("qwen3", n, found.asked(PAIRS[n], n)) for n in mine], found.pairs(mine)
-    monkeypatch.setattr(startup, "CpuPack", lambda communicator: WarmSlot(CpuPack()))
+    monkeypatch.setattr(startup, "CpuPack", lambda communicator, **way: WarmSlot(CpuPack(**way)))
     answers, _ = run("qwen3", 8, (), bodies, 5)
     assert not all(same(answer, right) for answer, right in zip(answers, wanted, strict=True))
 

@@ -111,6 +111,7 @@ def test_the_state_is_the_engines(start: Any) -> None:
     before = live.http.get("/state").json()
     assert (before["model"], before["healthy"], before["detail"]) == ("fake", True, "ok")
     assert (before["running"], before["waiting"], before["kv_capacity_tokens"]) == (0, 0, 4 * 4096)
+    assert before["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     live.post("/v1/completions", prompt=[5], max_tokens=7)
     after = live.http.get("/state").json()
     assert after["generation_tokens"] - before["generation_tokens"] == 7

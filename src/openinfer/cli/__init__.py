@@ -11,16 +11,9 @@ from collections.abc import Callable, Sequence
 __all__ = ["main"]
 
 DISTRIBUTIONS = (
-    "openinfer",
-    "openinfer-recipes",
-    "openinfer-tensor",
-    "openinfer-kernels",
-    "openinfer-graph",
-    "openinfer-kvpool",
-    "openinfer-sampler",
-    "openinfer-scheduler",
-    "openinfer-frontend",
-)
+    "openinfer", "openinfer-recipes", "openinfer-tensor", "openinfer-kernels", "openinfer-graph", "openinfer-kvpool",
+    "openinfer-sampler", "openinfer-scheduler", "openinfer-frontend",
+)  # fmt: skip
 
 
 INTERRUPTED = 128 + 2
@@ -94,20 +87,16 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
 
 
 def _help() -> str:
-    lines = [f"  {name:<10} {what}" for name, (what, _) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: openinfer COMMAND ...",
-            "",
-            "LLM inference without PyTorch.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "  openinfer COMMAND --help   the flags of a command",
-            "  openinfer --version        the versions of all parts",
-        ]
-    )
+    lines = "\n".join(f"  {name:<10} {what}" for name, (what, _) in COMMANDS.items())
+    return f"""usage: openinfer COMMAND ...
+
+LLM inference without PyTorch.
+
+commands:
+{lines}
+
+  openinfer COMMAND --help   the flags of a command
+  openinfer --version        the versions of all parts"""
 
 
 def _versions() -> str:

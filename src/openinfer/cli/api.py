@@ -31,14 +31,21 @@ class AnswerDelta(msgspec.Struct):
     reasoning: str | None = None
     reasoning_content: str | None = None
     """The same as `reasoning`, in the words of other servers."""
+    tokens: int | None = None
+    """Of the whole answer, at its end, where the request asked for usage."""
 
 
 class _Choice(msgspec.Struct):
     delta: AnswerDelta | None = None
 
 
+class _Usage(msgspec.Struct):
+    completion_tokens: int
+
+
 class _Chunk(msgspec.Struct):
     choices: list[_Choice]
+    usage: _Usage | None = None
 
 
 class _Model(msgspec.Struct):
@@ -50,9 +57,10 @@ class _Models(msgspec.Struct):
 
 
 class ApiError(RuntimeError):
-    """The server is not there, or refused the request; the message has the server's words."""
+    """The server is not there, or refused the request; the message has its words. status: 0 without an answer."""
 
     user_can_mend = True
+    status = 0
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +134,8 @@ class Api:
             raise ApiError(
                 f"{self._parts.geturl()} sends what is no chunk of an answer: {error}: {_shown(data)}"
             ) from error
-        return [choice.delta for choice in chunk.choices if choice.delta is not None]
+        usage = [] if chunk.usage is None else [AnswerDelta(tokens=chunk.usage.completion_tokens)]
+        return [choice.delta for choice in chunk.choices if choice.delta is not None] + usage
 
     def _read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
         connection, response = self._open(method, path, body)
@@ -168,7 +177,9 @@ class Api:
         if response.status != 200:
             with contextlib.closing(connection), self._reading():
                 text = response.read(MAX_REFUSAL_BYTES)
-            raise ApiError(_message(text) or f"HTTP status {response.status}: {_shown(text)}")
+            refusal = ApiError(_message(text) or f"HTTP status {response.status}: {_shown(text)}")
+            refusal.status = response.status
+            raise refusal
         return connection, response
 
 

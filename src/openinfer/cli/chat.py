@@ -1,7 +1,7 @@
 """`openinfer chat [MODEL_DIR | URL]`: talk to a model in the terminal.
 
 A checkpoint is served while the chat lasts; a URL, by default http://127.0.0.1:8000, names a server that runs. Ctrl-C
-stops an answer, Ctrl-D ends the chat, /help names the commands.
+stops an answer, Ctrl-D ends the chat, /help names the commands. Text of several lines stands between two \"\"\".
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
+import re
+import shutil
 import sys
 import tempfile
+import time
 import unicodedata
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,8 +30,15 @@ LOCAL = "http://127.0.0.1:8000"
 COMMANDS = """\
 /clear          begin another chat, with the same system message
 /system TEXT    begin another chat, with this system message; without TEXT: show it
+/set NAME VALUE a number for each request: {}
+                without VALUE: the server's again; /set alone: show what is set
 /help           these lines
 /exit           end, as Ctrl-D does"""
+SETTINGS = (
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty",
+)  # fmt: skip
+QUOTES = '"""'
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -53,14 +64,13 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = FlagParser(
-        PROG,
-        usage=f"{PROG} [MODEL_DIR | URL] [flags] [-- SERVER FLAGS]",
-        description=__doc__,
+        PROG, usage=f"{PROG} [MODEL_DIR | URL] [flags] [-- SERVER FLAGS]", description=__doc__
     )
     parser.add_argument(
         "model", nargs="?", default=LOCAL, metavar="MODEL_DIR | URL", help=f"default: {LOCAL}"
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: the server's; /set has more")
     parser.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
@@ -76,7 +86,9 @@ def _talk(api: Api, args: argparse.Namespace) -> int:
         if isinstance(stream, io.TextIOWrapper):  # what an encoding does not have ends no chat
             stream.reconfigure(errors="replace")
     model = api.first_model()
-    messages = _begun(args.system)
+    messages, settings = _begun(args.system), dict[str, float]()
+    if args.temperature is not None:
+        settings["temperature"] = args.temperature
     shown = sys.stdin.isatty()
     if shown:
         print(
@@ -85,22 +97,37 @@ def _talk(api: Api, args: argparse.Namespace) -> int:
         )
     while True:
         try:
-            text = input("> " if shown else "").strip()
+            text, several = _read(shown)
         except (EOFError, KeyboardInterrupt):
             return 0
         if text == "/exit":
             return 0
-        if text.startswith("/"):
-            messages = _command(text, messages)
+        if text.startswith("/") and not several:
+            messages = _command(text, messages, settings)
         elif text:
-            body: dict[str, Any] = {
-                "model": model,
-                "messages": [*messages, {"role": "user", "content": text}],
-            }
+            asked = [*messages, {"role": "user", "content": text}]
+            body: dict[str, Any] = {"model": model, "messages": asked, **settings}
             if args.thinking is not None:
                 body["chat_template_kwargs"] = {"enable_thinking": args.thinking}
-            answer = _answer(api, body, sys.stdout)
-            messages = [*body["messages"], {"role": "assistant", "content": answer}]
+            try:
+                answer = _answer(api, body, sys.stdout)
+            except ApiError as error:
+                if error.status != 400:
+                    raise
+                print(f"refused: {one_line(error)}", file=sys.stderr)
+            else:
+                messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _read(shown: bool) -> tuple[str, bool]:
+    """What the user says, and whether it stood between two \"\"\"."""
+    text = input("> " if shown else "").strip()
+    if not text.startswith(QUOTES):
+        return text, False
+    text = text.removeprefix(QUOTES)
+    while not text.endswith(QUOTES):
+        text += "\n" + input("... " if shown else "").rstrip()
+    return text.removesuffix(QUOTES).strip(), True
 
 
 def _begun(system: str | None) -> list[dict[str, Any]]:
@@ -108,7 +135,7 @@ def _begun(system: str | None) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _command(text: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _command(text: str, messages: list[dict[str, Any]], settings: dict[str, float]) -> list[dict[str, Any]]:
     """Carry out a line that begins with a slash; the chat's messages after it."""
     name, _, rest = text.partition(" ")
     before = next((message["content"] for message in messages if message["role"] == "system"), None)
@@ -118,37 +145,92 @@ def _command(text: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if rest.strip():
             return _begun(rest.strip())
         print(f"system message: {before or 'none'}", file=sys.stderr)
+    elif name == "/set":
+        _set(rest.split(), settings)
     elif name == "/help":
-        print(COMMANDS, file=sys.stderr)
+        print(COMMANDS.format(", ".join(SETTINGS)), file=sys.stderr)
     else:
         print(f"{name} is no command, and was not sent; /help names the commands", file=sys.stderr)
     return messages
 
 
-def _answer(api: Api, body: dict[str, Any], out: TextIO) -> str:
-    """Write the answer as it comes, with control characters written out; its content as it came. Thoughts are dim on a
-    terminal and left out elsewhere."""
-    said, dim = "", out.isatty()
-    deltas = api.stream(body)
+def _set(words: list[str], settings: dict[str, float]) -> None:
+    """Carry out /set."""
+    said = f"/set takes one of {', '.join(SETTINGS)}, and a number"
+    if not words or (len(words) <= 2 and words[0] in SETTINGS):
+        with contextlib.suppress(ValueError):
+            value = {name: json.loads(one) for name, one in [words] if one} if len(words) == 2 else {}
+            settings.pop(words[0] if words else "", None)
+            settings.update(value)
+            said = (
+                ", ".join(f"{name} {value}" for name, value in settings.items()) or "all as the server has it"
+            )
+    print(said, file=sys.stderr)
+
+
+def _answer(api: Api, body: dict[str, Any], terminal: TextIO) -> str:
+    """Write the answer as it comes, with control characters written out; its content as it came. On a terminal lines
+    break at words, thoughts are dim, and the speed follows; elsewhere thoughts are left out."""
+    said, dim = "", terminal.isatty()
+    out = _Wrapped(terminal, shutil.get_terminal_size().columns if dim else 0)
+    deltas = api.stream({**body, "stream_options": {"include_usage": True}} if dim else body)
+    began, first, tokens = time.monotonic(), 0.0, 0
     try:
         thinking = False
         for delta in deltas:
+            first, tokens = first or time.monotonic(), delta.tokens or tokens
             thought, content = delta.reasoning or delta.reasoning_content, delta.content
             if dim and thought:
                 shown = printable(thought, _is_text)
-                out.write(shown if thinking else DIM + shown)
+                out.sign("" if thinking else DIM)
+                out.write(shown)
                 thinking = True
             if content:
                 shown = printable(content, _is_text)
-                out.write(f"{PLAIN}\n{shown}" if thinking else shown)
+                out.sign(PLAIN if thinking else "")
+                out.write(f"\n{shown}" if thinking else shown)
                 thinking, said = False, said + content
-            out.flush()
+            terminal.flush()
     except KeyboardInterrupt:
         pass
     finally:
         deltas.close()  # type: ignore[attr-defined]
-        out.write(f"{PLAIN}\n" if dim else "\n")
+        out.sign(PLAIN if dim else "")
+        terminal.write("\n")
+    if tokens > 1:
+        speed = (tokens - 1) / max(time.monotonic() - first, 1e-6)
+        print(
+            f"{DIM}{tokens} tokens, {speed:.1f} a second; first after {first - began:.2f} s{PLAIN}",
+            file=sys.stderr,
+        )
     return said
+
+
+class _Wrapped:
+    """Breaks lines at words, in `width` columns; 0: nowhere. A word is written when it is over."""
+
+    def __init__(self, out: TextIO, width: int) -> None:
+        self._out, self._width, self._column, self._word = out, width, 0, ""
+
+    def write(self, text: str) -> None:
+        *over, self._word = re.split(r"(?<=[ \n])", self._word + text) if self._width else (text, "")
+        for word in over:
+            self._put(word)
+
+    def sign(self, sequence: str) -> None:
+        """Write what is left, then a sequence that takes no column."""
+        self._put(self._word)
+        self._word = ""
+        self._out.write(sequence)
+
+    def _put(self, word: str) -> None:
+        cells = sum(1 + (unicodedata.east_asian_width(one) in "WF") for one in word.rstrip(" \n"))
+        if self._column and self._width < self._column + cells:
+            self._out.write("\n")
+            self._column = 0
+        full = word.endswith(" ") and self._width and self._width <= self._column + cells
+        self._out.write(f"{word[:-1]}\n" if full else word)
+        self._column = 0 if full or word.endswith("\n") else self._column + cells + word.endswith(" ")
 
 
 def _is_text(char: str) -> bool:

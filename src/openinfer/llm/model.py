@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import msgspec
-
 from openinfer.cli import hub, recipes
 from openinfer.frontend.chat import DeepSeekV4Renderer, Message, Renderer
 from openinfer.frontend.contract import Engine, Finished, Request, Scheduled, TokenLogprobs, Update
@@ -143,16 +141,9 @@ class LLM:
         return self._engine.info.max_model_len
 
     def generate(
-        self,
-        prompts: str | Sequence[str],
-        sampling: SamplingParams | None = None,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        grammar: Grammar | None = None,
-        adapter: str = "",
-        progress: bool = False,
-    ) -> list[Answer]:
+        self, prompts: str | Sequence[str], sampling: SamplingParams | None = None, *, max_tokens: int | None = None,
+        stop: Sequence[str] = (), grammar: Grammar | None = None, adapter: str = "", progress: bool = False,
+    ) -> list[Answer]:  # fmt: skip
         """Continue every prompt; all run in one batch. The answers are in the order of the prompts.
 
         sampling: default: as generation_config.json says. max_tokens: of each answer; default: as many as fit.
@@ -166,17 +157,10 @@ class LLM:
         return self._answers([self._encode(text, True) for text in texts], asked, progress)
 
     def chat(
-        self,
-        messages: Chat | Sequence[Chat],
-        sampling: SamplingParams | None = None,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        grammar: Grammar | None = None,
-        adapter: str = "",
-        template_kwargs: Mapping[str, Any] | None = None,
-        progress: bool = False,
-    ) -> list[Answer]:
+        self, messages: Chat | Sequence[Chat], sampling: SamplingParams | None = None, *, max_tokens: int | None = None,
+        stop: Sequence[str] = (), grammar: Grammar | None = None, adapter: str = "",
+        template_kwargs: Mapping[str, Any] | None = None, progress: bool = False,
+    ) -> list[Answer]:  # fmt: skip
         """Answer a conversation, or each of several. A message is {"role": ..., "content": ...}.
 
         An answer's text begins with the model's thoughts, if it thinks.
@@ -190,16 +174,10 @@ class LLM:
         return self._answers(prompts, _Asked(sampling, max_tokens, stop, grammar, adapter), progress)
 
     def stream(
-        self,
-        prompt: str | Chat,
-        sampling: SamplingParams | None = None,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        grammar: Grammar | None = None,
-        adapter: str = "",
+        self, prompt: str | Chat, sampling: SamplingParams | None = None, *, max_tokens: int | None = None,
+        stop: Sequence[str] = (), grammar: Grammar | None = None, adapter: str = "",
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[str]:
+    ) -> Iterator[str]:  # fmt: skip
         """The answer to a prompt or a conversation, piece by piece. Closing the iterator ends the request. Raises
         PromptRefused as generate does, and for logprobs, which pieces of text do not have."""
         if sampling is not None and sampling.logprobs is not None:
@@ -245,8 +223,7 @@ class LLM:
 
     def _submit(self, prompts: Sequence[list[int]], asked: _Asked) -> list[int]:
         """The ids of the requests. Raises PromptRefused before the first is submitted."""
-        defaults = msgspec.structs.asdict(self._defaults).items()
-        sampling = asked.sampling or SamplingParams(**{k: v for k, v in defaults if v is not None})
+        sampling = asked.sampling or self._defaults.params()
         if asked.grammar is not None and not self._takes_grammars:
             table = self._tokenizer.token_table("")
             if table is None:

@@ -69,9 +69,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = FlagParser(
-        PROG,
-        usage=f"{PROG} (MODEL_DIR | URL) [flags] [-- SERVER FLAGS]",
-        description=__doc__,
+        PROG, usage=f"{PROG} (MODEL_DIR | URL) [flags] [-- SERVER FLAGS]", description=__doc__
     )
     add = parser.add_argument
     add("model", metavar="MODEL_DIR | URL", help="checkpoint to serve, or the URL of a running server")

@@ -27,11 +27,7 @@ POOL_TOKENS, POOL_REPEATS = 16384, 20
 
 def main(argv: list[str]) -> int:
     """Measure; returns 0, 1 if the frontend did not start or lost a request, 2 for wrong arguments."""
-    parser = FlagParser(
-        "openinfer bench host",
-        usage="openinfer bench host [flags]",
-        description=__doc__,
-    )
+    parser = FlagParser("openinfer bench host", usage="openinfer bench host [flags]", description=__doc__)
     add_record_arguments(parser)
     args = parser.parse_args(argv)
     try:

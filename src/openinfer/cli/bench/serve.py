@@ -124,9 +124,7 @@ def _rate(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = FlagParser(
-        PROG,
-        usage=f"{PROG} (MODEL_DIR | --base-url URL) [flags] [-- SERVER FLAGS]",
-        description=__doc__,
+        PROG, usage=f"{PROG} (MODEL_DIR | --base-url URL) [flags] [-- SERVER FLAGS]", description=__doc__
     )
     add = parser.add_argument
     add("model_dir", type=Path, nargs="?", metavar="MODEL_DIR", help="checkpoint to serve")

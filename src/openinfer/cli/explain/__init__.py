@@ -52,12 +52,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="a decode step of ROWS sequences of CONTEXT tokens each; default: %(default)s")  # fmt: skip
     what.add_argument("--prefill", type=int, metavar="TOKENS", help="the steps of one prompt instead")
     add = parser.add_argument
-    add(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="the part of one of N GPUs; default: --tensor-parallel-size",
-    )
+    add("--ranks", type=int, metavar="N", help="the part of one of N GPUs; default: --tensor-parallel-size")
     add("--ledger", type=Path, metavar="FILE", help="the file of `openinfer bench ops --json FILE`")
     add("--plot", type=Path, metavar="FILE.png", help="draw the step into this file; needs openinfer[plot]")
     add(

@@ -255,26 +255,14 @@ def _serve(work: Path) -> Result:
 
 
 STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
-    "device": (device, 5),
-    "ops": (ops, 60),
-    "packed": (_packed, 60),
-    "model_gates": (model_gates, 120),
-    "model_serve": (model_serve, 60),
-    "kernels": (kernels, 120),
-    "reference": (reference, 120),
-    "gates": (gates, 120),
-    "bench": (bench, 60),
-    "serve": (_serve, 60),
-    "libraries": (libraries, 200),
-    "long": (long, 150),
-    "hybrid_reference": (hybrid_reference, 150),
-    "hybrid_gates": (hybrid_gates, 120),
-    "hybrid_bench": (hybrid_bench, 60),
-    "deepseek_reference": (deepseek_reference, 150),
-    "deepseek_gates": (deepseek_gates, 120),
-    "deepseek_rounded": (deepseek_rounded, 120),
-    "deepseek_bench": (deepseek_bench, 90),
-}
+    "device": (device, 5), "ops": (ops, 60), "packed": (_packed, 60), "model_gates": (model_gates, 120),
+    "model_serve": (model_serve, 60), "kernels": (kernels, 120), "reference": (reference, 120), "gates":
+    (gates, 120), "bench": (bench, 60), "serve": (_serve, 60), "libraries": (libraries, 200), "long":
+    (long, 150), "hybrid_reference": (hybrid_reference, 150), "hybrid_gates": (hybrid_gates, 120),
+    "hybrid_bench": (hybrid_bench, 60), "deepseek_reference": (deepseek_reference, 150), "deepseek_gates":
+    (deepseek_gates, 120), "deepseek_rounded": (deepseek_rounded, 120), "deepseek_bench": (deepseek_bench,
+    90),
+}  # fmt: skip
 """Name: the stage, and about how many seconds it takes. In order of worth."""
 OF_MODEL = ("model_gates", "model_serve")
 """Stages that get the folder of --model."""

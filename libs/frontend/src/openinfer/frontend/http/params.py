@@ -78,6 +78,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
             raise ModelFilesError(f"{path}: {error}") from error
         return cls(**given)
 
+    def params(self) -> SamplingParams:
+        """Those of a request that gives none."""
+        given = msgspec.structs.asdict(self).items()
+        return SamplingParams(**{name: value for name, value in given if value is not None})
+
 
 class Plan(msgspec.Struct, frozen=True):
     """How to generate for one HTTP request; the same for each of its prompts."""

@@ -77,7 +77,7 @@ class Service:
         self.active: set[Generation] = set()
         self.tokenizer = tokenizer
         self.chat_format = chat_format
-        self._defaults = defaults
+        self.defaults = defaults
         self._model_names = list(model_names)
         self._log_requests = log_requests
         self._created = int(time.time())
@@ -279,7 +279,7 @@ class Service:
         if why := self.client.stats().refusal:
             raise APIError(why, status=503, code="sleeping")
         model = self.known(body.model)
-        plan = make_plan(body, logprobs, self._defaults, self.client.info, self.tokenizer, format_field)
+        plan = make_plan(body, logprobs, self.defaults, self.client.info, self.tokenizer, format_field)
         return model, msgspec.structs.replace(plan, adapter="" if model in self.names() else model)
 
     async def _prompts(self, request: Request, body: CompletionBody) -> list[list[int]]:

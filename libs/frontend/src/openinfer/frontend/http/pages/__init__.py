@@ -35,11 +35,13 @@ class Page:
         """GET /state: gauges, and counters to take rates of."""
         client = self._service.client
         stats, info, health = client.stats(), client.info, client.health()
+        usual = self._service.defaults.params()
         return json_response(
             {
                 "model": info.model,
                 "healthy": health.ok,
                 "detail": health.detail,
+                "sampling": {name: getattr(usual, name) for name in ("temperature", "top_p", "top_k")},
                 "time": time.monotonic(),
                 "running": stats.running,
                 "waiting": stats.waiting,

@@ -21,6 +21,7 @@ async function state() {
     $("running").textContent = now.running;
     $("waiting").textContent = now.waiting;
     $("cache").textContent = (100 * now.kv_used_tokens / Math.max(now.kv_capacity_tokens, 1)).toFixed(1) + " %";
+    for (const name in now.sampling) $("form").elements[name].placeholder = now.sampling[name] || (name === "top_k" ? "all" : 0);
     if (now.drafts) drafts(now);
     if (last && now.time > last.time) rate(now, now.time - last.time);
     last = now;
