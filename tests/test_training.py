@@ -38,7 +38,7 @@ TINY = GOLDENS / "qwen3-tiny"
 PROMPT = [5, 9, 17, 3, 8, 8, 250, 31, 4, 4, 19, 2, 60, 61, 62, 63, 5, 9]
 FLAGS: dict[str, Any] = {
     "device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256,
-    "kv_cache_memory_bytes": 30_000_000,
+    "kv_cache_memory_bytes": 30_000_000, "batch_invariant": True,
 }  # fmt: skip
 IDS = itertools.count(1)
 
