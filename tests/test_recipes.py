@@ -85,6 +85,12 @@ class TestQwen35Fp8Cache(Suite):
     flags = {"snapshot_interval": 64, "kv_cache_dtype": "fp8"}  # noqa: RUF012
 
 
+@pytest.mark.slow
+class TestQwen35Bf16States(Suite):
+    recipe, checkpoint, compared = QWEN3_5, FOLDER / "qwen3_5-tiny", False
+    flags = {"snapshot_interval": 64, "mamba_ssm_cache_dtype": "bfloat16", "batch_invariant": True}  # noqa: RUF012
+
+
 @pytest.mark.slow  # its two ranks are not
 class TestQwen35Mixture(Suite):
     recipe, checkpoint = QWEN3_5, FOLDER / "qwen3_5-moe-tiny"
