@@ -15,8 +15,8 @@ from openinfer.kernels import (
     Store,
     Target,
     attend,
+    attention,
 )
-from openinfer.kernels.attention import choose as attention
 from openinfer.kernels.attention import long as long_attention
 from openinfer.kernels.attention.tiles import Tile
 from openinfer.kernels.op.target import shared_bytes

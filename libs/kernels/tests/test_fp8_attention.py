@@ -16,9 +16,9 @@ from openinfer.kernels import (
     Store,
     Target,
     Workload,
+    attention,
     norm_rope_attend,
 )
-from openinfer.kernels.attention import choose as attention
 from openinfer.kernels.attention import long as long_attention
 from openinfer.kernels.attention import widened
 from openinfer.kernels.attention.tiles import HopperTile, Tile

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, CpuPack, NullPack, Target, norm_rope_attend
-from openinfer.kernels.attention import choose as attention
+from openinfer.kernels import ContractError, CpuPack, NullPack, Target, attention, norm_rope_attend
 from openinfer.kernels.testing import paged_places
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 

@@ -11,7 +11,7 @@ from openinfer.kernels import ContractError, CpuPack
 from openinfer.sampler import SamplingParams
 from openinfer.sampler import sample as sample_rows
 from openinfer.sampler.gpu import advance, sample
-from openinfer.sampler.gpu.ops import rows as tiles
+from openinfer.sampler.gpu import ops as tiles
 from openinfer.sampler.gpu.ops import sample as sample_module
 from openinfer.sampler.gpu.ops.adjustments import adjustment_fields, adjustment_values
 from openinfer.tensor import Tensor

@@ -6,9 +6,9 @@ import pytest
 from scipy import special, stats
 
 from openinfer.kernels import LaunchPack, NullPack
+from openinfer.sampler.gpu import ops as tiles
 from openinfer.sampler.gpu import sample
 from openinfer.sampler.gpu.device import sample as kernels
-from openinfer.sampler.gpu.ops import rows as tiles
 from openinfer.sampler.gpu.ops import sample as sample_module
 from openinfer.tensor import Tensor
 

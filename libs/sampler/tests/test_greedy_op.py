@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from openinfer.sampler.gpu import greedy, sample
-from openinfer.sampler.gpu.ops import rows as tiles
+from openinfer.sampler.gpu import ops as tiles
 from openinfer.sampler.gpu.ops.state import GREEDY_FIELDS
 from openinfer.sampler.gpu.ops.step import STEP
 

@@ -5,8 +5,8 @@ import pytest
 
 from openinfer.kernels import ContractError, CpuPack
 from openinfer.sampler import sample_arrays
+from openinfer.sampler.gpu import ops as tiles
 from openinfer.sampler.gpu import sample
-from openinfer.sampler.gpu.ops import rows as tiles
 from openinfer.sampler.gpu.ops import sample as sample_module
 from openinfer.sampler.noise import gumbel, hash_u32
 from openinfer.sampler.reference import _threshold

@@ -5,8 +5,8 @@ import pytest
 from scipy import special
 
 from openinfer.kernels import ContractError, CpuPack
+from openinfer.sampler.gpu import ops as tiles
 from openinfer.sampler.gpu import score
-from openinfer.sampler.gpu.ops import rows as tiles
 from openinfer.tensor import Tensor
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from openinfer.kernels import ContractError, CpuPack
 from openinfer.sampler import sample_arrays
+from openinfer.sampler.gpu import ops as tiles
 from openinfer.sampler.gpu import top_logprobs
-from openinfer.sampler.gpu.ops import rows as tiles
 from openinfer.tensor import Tensor
 
 

@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from openinfer.cli.bench.ops import machine, machine_flags
 from openinfer.cli.bench.record import add_record_arguments, record, write
-from openinfer.cli.explain.ledger import Machine, entry_figures
+from openinfer.cli.explain.ledger import Machine, entry_figures, machine, machine_flags
 from openinfer.frontend.flag_parser import FlagParser
 from openinfer.kernels.measure import Measurement, measure
 from openinfer.kernels.measure.tuner import DeviceMeter

@@ -17,7 +17,15 @@ from openinfer.cli import recipe_flags
 from openinfer.cli.bench import against
 from openinfer.cli.bench.record import add_record_arguments, percentile, progress, record, write
 from openinfer.cli.explain import ledger
-from openinfer.cli.explain.ledger import CallRecorder, Machine, OpCall, entry_figures, grouped
+from openinfer.cli.explain.ledger import (
+    CallRecorder,
+    Machine,
+    OpCall,
+    entry_figures,
+    grouped,
+    machine,
+    machine_flags,
+)
 from openinfer.cli.explain.segments import Segment, engine_segments
 from openinfer.cli.recipe_flags import Asked, without_prefix_cache
 from openinfer.graph import StepGraphs
@@ -48,20 +56,6 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="with --against: compare this ledger instead of measuring; needs no GPU")  # fmt: skip
     machine_flags(parser)
     add_record_arguments(parser)
-
-
-def machine_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags for the floor; the defaults are what was measured on an H200."""
-    default, add = Machine(), parser.add_argument
-    add("--bandwidth", type=float, default=default.bytes_per_s / 1e12, metavar="TB/S",
-        help="bandwidth of device memory; default: %(default)s")  # fmt: skip
-    add("--tflops", type=float, default=default.flops_per_s / 1e12, metavar="N",
-        help="speed of the matrix units in bf16; default: %(default)s")  # fmt: skip
-
-
-def machine(args: argparse.Namespace) -> Machine:
-    """The machine that the flags describe."""
-    return Machine(args.bandwidth * 1e12, args.tflops * 1e12)
 
 
 def _measure(args: argparse.Namespace, asked: Asked) -> int:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.cli import recipe_flags
-from openinfer.cli.bench.ops import machine, machine_flags
 from openinfer.cli.explain import ledger
-from openinfer.cli.explain.ledger import Machine, OpCall
+from openinfer.cli.explain.ledger import Machine, OpCall, machine, machine_flags
 from openinfer.cli.explain.segments import SERVED, Outline, Steps
 from openinfer.cli.plan import tiers
 from openinfer.cli.recipe_flags import Asked

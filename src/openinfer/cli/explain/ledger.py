@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
@@ -114,3 +115,17 @@ def entries(path: Path) -> dict[str, dict[str, Any]]:
 
 def _shape(tensor: Tensor) -> str:
     return "[" + "x".join(map(str, tensor.shape)) + "]"
+
+
+def machine_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags for the floor; the defaults are what was measured on an H200."""
+    default, add = Machine(), parser.add_argument
+    add("--bandwidth", type=float, default=default.bytes_per_s / 1e12, metavar="TB/S",
+        help="bandwidth of device memory; default: %(default)s")  # fmt: skip
+    add("--tflops", type=float, default=default.flops_per_s / 1e12, metavar="N",
+        help="speed of the matrix units in bf16; default: %(default)s")  # fmt: skip
+
+
+def machine(args: argparse.Namespace) -> Machine:
+    """The machine that the flags describe."""
+    return Machine(args.bandwidth * 1e12, args.tflops * 1e12)

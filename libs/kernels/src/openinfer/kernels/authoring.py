@@ -33,8 +33,8 @@ openinfer.kernels.testing tests an op.
 
 from __future__ import annotations
 
+from openinfer.kernels.attention import MERGED_AT_ONCE, NEW_PAIRS, attention_launches, choose_attention
 from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
-from openinfer.kernels.attention.choose import MERGED_AT_ONCE, NEW_PAIRS, attention_launches, choose_attention
 from openinfer.kernels.attention.kv_cache import (
     FP8_CACHE,
     PUBLISHED_SCALES,

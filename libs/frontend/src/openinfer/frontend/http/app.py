@@ -16,8 +16,8 @@ from openinfer.frontend.chat import TOOL_FORMATS, Renderer, RendererSpec
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.errors import APIError, FlagError
 from openinfer.frontend.http.access import AccessLog
+from openinfer.frontend.http.admin import Admin
 from openinfer.frontend.http.admin.board import Board
-from openinfer.frontend.http.admin.endpoints import Admin
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.http.anthropic.messages_shape import messages_error
 from openinfer.frontend.http.dialects import Dialects

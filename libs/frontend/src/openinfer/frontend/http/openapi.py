@@ -7,7 +7,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openinfer.frontend.http.admin.endpoints import (
+from openinfer.frontend.http.admin import (
     AdapterEndpoints,
     Admin,
     LoadBody,

@@ -1,1 +1,199 @@
-"""Attention as commands, and the cache that it reads."""
+"""Attention as commands: the division of a step's queries and keys among a GPU's programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
+from openinfer.kernels.attention.coded import attend_codes, takes
+from openinfer.kernels.attention.long import hopper_tile, in_parts, long_rows, single_tokens
+from openinfer.kernels.attention.tiles import Tile, coded_attention_tile, long_tile, short_tile
+from openinfer.kernels.linear.choices import RING_TOKENS, releases
+from openinfer.kernels.op.contract import require
+from openinfer.kernels.op.launch import (
+    Arg,
+    Launch,
+    Scratch,
+    beside,
+    launch,
+    power_of_two,
+)
+from openinfer.kernels.op.target import Target
+from openinfer.tensor import float32, int32
+
+SHORT_PAIRS = 64
+"""A row of this many (token, query head) pairs or fewer is split over its keys. After a prefix hit, a prompt has few
+tokens left, and these look back on very many keys."""
+
+MERGED_AT_ONCE = 8192
+"""Float32 numbers of the parts of a split row that a program holds while it merges them: 64 registers a thread."""
+MERGED_BY_FEW = 16384
+"""The same where rows leave SMs idle, and nothing hides a second turn of a merge (docs/lessons/attention.md)."""
+RELEASING_STAGES = 3
+"""The compiler's stages of decode attention that has a ring beside it: the ring then has more memory."""
+
+NEW_PAIRS = 64
+"""Query heads that share a key head, at most, for the kernel that does a decode step's whole attention."""
+
+_DEVICE = "openinfer.kernels.device.attention"
+_DECODE = "openinfer.kernels.device.decode_attention"
+
+
+MOST_PARTS = 16
+LARGE_PART = 4096
+"""Keys of a part where the rows alone fill the GPU. Only long rows are split then, because other rows would wait."""
+SPARE_PARTS = 32
+"""Extra parts for long rows in a decode step whose rows fill the GPU already. They must be few, because a program
+without work still takes one of the few places on an SM for a while (docs/lessons/attention.md)."""
+FEWEST_SPARE_PARTS = 8
+
+
+def spare_parts(choice: AttentionChoice, call: AttentionCall) -> int:
+    """Extra parts of a decode step: those that make one wave of three programs an SM, if they are enough."""
+    places = 3 * choice.num_sms // call.kv_heads - call.rows
+    return places if FEWEST_SPARE_PARTS <= places < SPARE_PARTS else SPARE_PARTS
+
+
+def _split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) -> tuple[int, int]:
+    """(the most parts of a short row's keys, the fewest keys of a part).
+
+    Two programs an SM fill the GPU once; more than MOST_PARTS cost more to merge than they gain. Where the rows alone
+    fill it, a split costs up to 10 %, and so may parts that do not exist (docs/lessons/attention.md).
+    """
+    filling = min(2 * target.num_sms // (rows * kv_heads), MOST_PARTS)
+    if filling > 1:
+        return min(filling, -(-table_tokens // bn)), bn
+    return min(MOST_PARTS, -(-table_tokens // LARGE_PART)), LARGE_PART
+
+
+def choose_attention(target: Target, call: AttentionCall) -> AttentionChoice:
+    """The choice for a call. The choice depends on static sizes, never on lengths. Raises ContractError for an FP8
+    cache on a GPU that has no instructions for it."""
+    require(
+        target.arch >= call.form.arch,
+        f"the cache is FP8; that takes sm_{call.form.arch} or newer, and this is sm_{target.arch}",
+    )
+    of_short = coded_attention_tile if call.form.scaled else short_tile
+    short = of_short(target, call.rows * call.kv_heads, call.group, call.dim)
+    parts = _split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
+    codes = long_tile(target, call.group, call.dim)
+    long = hopper_tile(target, call) or codes
+    # For sm_100 Triton 3.6.0 does not compile products whose operand is made by assembly ("PassManager::run failed").
+    assembly = target.arch >= 90 and target.arch // 10 != 10 and not target.interpreted
+    pairs = call.form.scaled and assembly
+    release = releases(target, call.tokens)
+    decode = attend_codes(target, call) if takes(target, call) else None
+    return AttentionChoice(
+        short, long, codes, *parts, target.num_sms, target.batch_invariant, pairs, release, decode
+    )
+
+
+def attention_launches(call: AttentionCall, choice: AttentionChoice, max_q_len: int) -> list[Launch]:
+    """The launches of a call.
+
+    Where all rows have few tokens, one kernel splits their keys. Else rows of one token and other rows are two launches
+    side by side, of which the second zeroes the tokens after the last row. Programs for prompts take a whole SM each.
+    So programs of decode rows go first, and programs of prompts take the SMs that the last wave of these leaves.
+    Parts of long rows go first instead, because they take longest, and programs of decode rows fit beside them.
+    """
+    if choice.only_long:
+        return long_rows(call, choice, short=0)
+    if max_q_len == 1 and choice.decode is not None:
+        return [choice.decode]
+    pairs = power_of_two(max_q_len * call.group)
+    if pairs <= SHORT_PAIRS:
+        tile = dataclasses.replace(choice.short, bm=max(choice.short.bm, pairs))
+        return [_short_rows(call, choice, tile, short=max_q_len, tokens=call.tokens)]
+    if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
+        return long_rows(call, choice, short=0)
+    short, long = [single_tokens(call, choice)], long_rows(call, choice, short=1)
+    return list(beside(long, short) if in_parts(call, choice) else beside(short, long))
+
+
+def _short_rows(
+    call: AttentionCall, choice: AttentionChoice, tile: Tile, *, short: int, tokens: int
+) -> Launch:
+    """Rows of at most `short` tokens, and the tokens from the last row's end to `tokens`."""
+    splits = choice.splits
+    pairs = short * call.group
+    merged = power_of_two(pairs)
+    heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, pairs)
+    return launch(
+        _DEVICE,
+        "attend_short",
+        (*heads, splits),
+        {
+            **call.args,
+            "partial": Scratch((*parts, call.dim), float32),
+            "weight": Scratch(parts, float32),
+            "arrived": Scratch(heads, int32, zeroed=True),
+            "tokens": tokens,
+            "short": short,
+            "part_size": choice.part_size,
+        },
+        {
+            **call.constants(tile),
+            "MR": merged,
+            "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
+            **call.without,
+            "PAIRS": choice.pairs,
+            "RELEASE": choice.release,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        early=choice.release,
+    )
+
+
+def new_tokens(
+    call: AttentionCall,
+    choice: AttentionChoice,
+    new: Mapping[str, Arg],
+    left_out: Mapping[str, None],
+    eps: float,
+) -> Launch:
+    """All of a decode step's attention: `new` has qkv, q_norm, k_norm and cos_sin; `left_out` the norms that are None.
+
+    Rows that fill the GPU have a part each. If a row can be longer than a part, long ones share SPARE_PARTS more. Where
+    rows do not fill it, each has its parts.
+    """
+    group, merged = call.group, power_of_two(call.group)
+    filling = choice.part_size == LARGE_PART and choice.splits > 1
+    items = (call.rows + spare_parts(choice, call), 1) if filling else (call.rows, choice.splits)
+    at_once = max(1, MERGED_AT_ONCE // (merged * call.dim))
+    if choice.part_size != LARGE_PART:
+        at_once = max(at_once, min(MOST_PARTS, MERGED_BY_FEW // (merged * call.dim)))
+    parts = (call.kv_heads, math.prod(items), group)
+    args = {
+        "out": call.args["out"],
+        **call.cache,
+        **new,
+        **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
+        **{name: call.args[name] for name in ("table_width", "page_stride", "window", "scale")},
+        "eps": eps,
+        "partial": Scratch((*parts, call.dim), float32),
+        "weight": Scratch(parts, float32),
+        "arrived": Scratch((call.rows, call.kv_heads), int32, zeroed=True),
+        "tokens": call.tokens,
+        "rows": call.rows,
+        "part_size": choice.part_size,
+    }
+    constants = {
+        **call.constants(choice.short),
+        "MR": merged,
+        "MERGE": at_once,
+        "WINDOWED": call.windowed,
+        "SEARCH": power_of_two(call.rows) if filling else 0,
+        **left_out,
+        **call.without,
+        "PAIRS": choice.pairs,
+        "RELEASE": choice.release,
+    }
+    tile, grid = choice.short, (call.kv_heads, *items)
+    beside_ring = choice.release and call.tokens <= RING_TOKENS
+    warps, stages = tile.warps, RELEASING_STAGES if beside_ring else tile.stages
+    if (tile.bn, tile.stages) == (64, 5) and choice.splits == 1 and call.dim <= 128:
+        warps = 2  # half of the threads are enough between one and two programs an SM (docs/lessons)
+    return launch(_DECODE, "attend_new", grid, args, constants, num_warps=warps, num_stages=stages)

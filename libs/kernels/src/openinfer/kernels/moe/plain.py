@@ -121,7 +121,7 @@ class PlainExperts:
         own: dict[str, int | bool]
         form, scales = weight.form, weight.scales
         if isinstance(form, Int4Groups):
-            module, kernel, words = "openinfer.kernels.device.int4_experts", "experts_product_int4", "words"
+            module, kernel, words = "openinfer.kernels.device.experts", "experts_product_int4", "words"
             tile = ExpertTile(min(64, tile.bm), 64, 0, True)
             own = {"GROUP": form.group}
         else:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels.attention import attention_launches, choose_attention
 from openinfer.kernels.attention.call import AttendArgs, AttentionCall, AttentionChoice
-from openinfer.kernels.attention.choose import attention_launches, choose_attention
 from openinfer.kernels.attention.kv_cache import FP8_CACHE, CacheForm, KvLayout, cached_bytes, expect_cache
 from openinfer.kernels.attention.tiles import Tile
 from openinfer.kernels.op.cases import CaseRows, Commands, Memory, OpCase

@@ -8,8 +8,8 @@ from typing import Any, Generic
 
 import numpy as np
 
+from openinfer.kernels.attention import NEW_PAIRS, attention_launches, choose_attention, new_tokens
 from openinfer.kernels.attention.call import AttendArgs, AttentionCall
-from openinfer.kernels.attention.choose import NEW_PAIRS, attention_launches, choose_attention, new_tokens
 from openinfer.kernels.attention.kv_cache import cached_bytes, expect_cache
 from openinfer.kernels.op.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
 from openinfer.kernels.op.launch import Command, Scratch

@@ -1,12 +1,12 @@
 """openinfer.sampler.gpu: sampling as ops that a step graph captures. They run on every pack of openinfer.kernels."""
 
 try:
+    from openinfer.sampler.gpu.ops import Adjustment, RowStatus
     from openinfer.sampler.gpu.ops.accept import accept
     from openinfer.sampler.gpu.ops.adjustments import SlotField, mask_words
     from openinfer.sampler.gpu.ops.advance import advance
     from openinfer.sampler.gpu.ops.greedy import greedy
     from openinfer.sampler.gpu.ops.propose import follow, propose
-    from openinfer.sampler.gpu.ops.rows import Adjustment, RowStatus
     from openinfer.sampler.gpu.ops.sample import sample
     from openinfer.sampler.gpu.ops.score import score
     from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, MAX_STOP_IDS, SAMPLE_FIELDS, fields, values

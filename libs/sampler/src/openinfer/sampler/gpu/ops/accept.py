@@ -21,7 +21,7 @@ from openinfer.kernels.authoring import (
     require,
     tensors,
 )
-from openinfer.sampler.gpu.ops.rows import Array, RowStatus
+from openinfer.sampler.gpu.ops import Array, RowStatus
 from openinfer.tensor import Tensor, int32
 
 

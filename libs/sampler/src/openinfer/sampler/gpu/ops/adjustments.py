@@ -10,7 +10,7 @@ import numpy as np
 
 from openinfer.kernels.authoring import T
 from openinfer.sampler.adjust import penalise
-from openinfer.sampler.gpu.ops.rows import Adjustment, Array
+from openinfer.sampler.gpu.ops import Adjustment, Array
 from openinfer.sampler.gpu.ops.step import ChoiceArgs
 from openinfer.sampler.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
 from openinfer.tensor import float32, int32

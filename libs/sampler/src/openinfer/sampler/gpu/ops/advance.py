@@ -9,7 +9,7 @@ from typing import Generic
 import numpy as np
 
 from openinfer.kernels.authoring import Command, Cost, Op, T, Target, Workload, expect, launch, tensors
-from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array, RowStatus
+from openinfer.sampler.gpu.ops import NO_TOKEN, UNSOUND, Adjustment, Array, RowStatus
 from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, expect_state
 from openinfer.sampler.gpu.ops.step import StepArgs, expect_step
 from openinfer.tensor import Tensor, int32

@@ -20,7 +20,7 @@ from openinfer.kernels.authoring import (
     launch,
     tensors,
 )
-from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Array, Tiles
+from openinfer.sampler.gpu.ops import NO_TOKEN, UNSOUND, Array, Tiles
 from openinfer.sampler.gpu.ops.state import GREEDY_FIELDS, expect_state
 from openinfer.sampler.gpu.ops.step import STEP, ChoiceArgs, expect_step, sampling_rows
 from openinfer.tensor import Tensor, float32, int32

@@ -20,7 +20,7 @@ from openinfer.kernels.authoring import (
     require,
     tensors,
 )
-from openinfer.sampler.gpu.ops.rows import Array
+from openinfer.sampler.gpu.ops import Array
 from openinfer.tensor import Tensor, int32
 
 _MODULE = "openinfer.sampler.gpu.device.propose"

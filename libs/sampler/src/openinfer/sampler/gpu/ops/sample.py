@@ -22,8 +22,8 @@ from openinfer.kernels.authoring import (
     power_of_two,
     tensors,
 )
+from openinfer.sampler.gpu.ops import NO_TOKEN, UNSOUND, Adjustment, Array, Tiles
 from openinfer.sampler.gpu.ops.adjustments import AdjustArgs, adjust_row
-from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array, Tiles
 from openinfer.sampler.gpu.ops.state import ADJUSTMENTS, SAMPLE_FIELDS, expect_state
 from openinfer.sampler.gpu.ops.step import STEP, expect_step, sampling_rows
 from openinfer.sampler.params import GREEDY_TEMPERATURE

@@ -20,7 +20,7 @@ from openinfer.kernels.authoring import (
     launch,
     tensors,
 )
-from openinfer.sampler.gpu.ops.rows import Array, Tiles
+from openinfer.sampler.gpu.ops import Array, Tiles
 from openinfer.sampler.reference import log_sum_exp
 from openinfer.tensor import Tensor, float32, int32
 

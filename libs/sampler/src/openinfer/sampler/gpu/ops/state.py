@@ -12,8 +12,8 @@ import numpy as np
 
 from openinfer.kernels.authoring import expect
 from openinfer.sampler.errors import InvalidParams
+from openinfer.sampler.gpu.ops import Adjustment, Array
 from openinfer.sampler.gpu.ops.adjustments import SlotField, adjustment_fields, adjustment_values
-from openinfer.sampler.gpu.ops.rows import Adjustment, Array
 from openinfer.sampler.noise import seed_words
 from openinfer.sampler.params import SamplingParams
 from openinfer.tensor import Tensor, float32, int32

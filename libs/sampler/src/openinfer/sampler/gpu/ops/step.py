@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from openinfer.kernels.authoring import T, expect
-from openinfer.sampler.gpu.ops.rows import Array
+from openinfer.sampler.gpu.ops import Array
 from openinfer.sampler.reference import without
 from openinfer.tensor import Tensor, float32, int32
 

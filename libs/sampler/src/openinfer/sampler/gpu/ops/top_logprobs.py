@@ -23,7 +23,7 @@ from openinfer.kernels.authoring import (
     require,
     tensors,
 )
-from openinfer.sampler.gpu.ops.rows import NO_TOKEN, Array, Tiles
+from openinfer.sampler.gpu.ops import NO_TOKEN, Array, Tiles
 from openinfer.sampler.params import MAX_LOGPROBS
 from openinfer.sampler.reference import log_sum_exp, most_likely
 from openinfer.tensor import Tensor, float32, int32

@@ -9,7 +9,7 @@ from typing import Generic
 import numpy as np
 
 from openinfer.kernels.authoring import Command, Cost, Op, T, Target, Workload, expect, launch, tensors
-from openinfer.sampler.gpu.ops.rows import Array
+from openinfer.sampler.gpu.ops import Array
 from openinfer.tensor import Tensor, float32, int32
 
 BLOCK = 1024
