@@ -10,7 +10,16 @@ from openinfer.frontend.flag_parser import FlagParser
 
 __all__ = ["build_parser", "server_parser"]
 
-TOOL_PARSERS = ("deepseek_v4", "hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder", "qwen3_xml")
+TOOL_PARSERS = (
+    "deepseek_v4",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "mistral_args",
+    "pythonic",
+    "qwen3_coder",
+    "qwen3_xml",
+)
 REASONING_PARSERS = ("deepseek_v4", "qwen3")
 """The formats of `chat` by name, which is not imported for a help text."""
 
@@ -150,7 +159,7 @@ def _add_engine(server: Any) -> None:
         default=None,
         metavar="S",
         help="requests but no engine step for this long makes /health 503; default: as the engine says, 10 s on a "
-        "GPU and 60 s on a CPU",
+        "GPU and 300 s on a CPU",
     )
     server.add_argument(
         "--restart-engine",
