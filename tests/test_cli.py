@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -94,11 +95,20 @@ def test_version_lists_every_part() -> None:
         assert re.fullmatch(r"openinfer(-[a-z]+)? +\d+\.\d+\.\d+", line)
 
 
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "bench"])
+def test_help_fits_a_screen_or_two(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        cli.main([command, "--help"])
+    said = capsys.readouterr().out.splitlines()
+    assert 10 < len(said) <= 60
+
+
 def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
     text = openinfer("serve", "--help").stdout
-    assert len(text.splitlines()) < 130
     assert max(map(len, text.splitlines())) <= 120
     assert text.index("openinfer serve demo/qwen3") < text.index("--port")
+    assert "--help-engine lists the flags of the engine" in text
+    text += openinfer("serve", "--help-engine").stdout
     assert re.search(r"--snapshot-interval N\s+only qwen3_5:", text)
     assert re.search(r"--block-size .*\n?\s+tokens of a cache page; .*; not deepseek_v4", text)
     assert re.search(r"--batch-invariant\s+one kernel an op", text)

@@ -201,7 +201,7 @@ def test_flags_of_several_parsers_are_listed_once(parser: FlagParser) -> None:
         other.add_argument("--refused", help=f"{NOT_POSSIBLE}because" if name in "ac" else "what it does")
     others["c"].add_argument("--rare", help="seldom")
     merge(parser, others)
-    text = " ".join(parser.format_help().split())
+    text = " ".join(parser.format_help(engine=True).split())
     assert "--same TEXT as ever" in text
     assert "--often TEXT usual; a: odd" in text
     assert "--rare TEXT only c: seldom" in text

@@ -59,7 +59,7 @@ def run_command(
     """Parse MODEL, the command's own flags and the recipe's, and call `body`. Returns the exit code. named: a
     published model's name will do for MODEL."""
     if recipes.wants_help(argv):
-        print(merged_parser(command, text, add).format_help(), end="")
+        print(merged_parser(command, text, add).format_help(engine=argv[0] == "--help-engine"), end="")
         return 0
     from openinfer.kernels import KernelsError
     from openinfer.tensor import TensorError

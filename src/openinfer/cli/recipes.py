@@ -143,4 +143,4 @@ def model_and_rest(parser: FlagParser, argv: list[str]) -> tuple[str, list[str]]
 
 def wants_help(argv: list[str]) -> bool:
     """Whether help is asked for without naming a checkpoint."""
-    return bool(argv) and argv[0] in ("-h", "--help")
+    return bool(argv) and argv[0] in ("-h", "--help", "--help-engine")

@@ -17,7 +17,6 @@ Serve a checkpoint over an OpenAI-compatible HTTP API.
   openinfer serve ./Qwen3-4B --port 9000            a folder with a checkpoint as published
   openinfer serve Qwen/Qwen3-4B --revision main     a checkpoint of the Hugging Face hub
   openinfer serve --config server.toml              flags from a file: model = "./Qwen3-4B", port = 9000
-  openinfer serve MODEL --help                      the flags of this model's recipe alone
 """
 
 
@@ -28,7 +27,7 @@ def main(argv: list[str]) -> int:
     hub.add_hub_arguments(parser)
     recipes.with_recipe_flags(parser, recipes.installed())
     if recipes.wants_help(argv):
-        print(parser.format_help(), end="")
+        print(parser.format_help(engine=argv[0] == "--help-engine"), end="")
         return 0
     name, rest = recipes.model_and_rest(parser, argv)
     try:

@@ -28,7 +28,23 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, **given: Any) -> None:
         super().__init__(prog, allow_abbrev=False, formatter_class=_Help, **given)
+        self.add_argument("--help-engine", action=_EngineHelp, nargs=0, help=argparse.SUPPRESS)
         self.register("type", float, _finite)
+
+    def format_help(self, *, engine: bool = False) -> str:
+        """The help text without the flags of an engine, which would be half of it; engine: these alone."""
+        groups = self._action_groups
+        theirs = [group for group in groups if (group.title or "").startswith("engine")]
+        self._action_groups = theirs if engine else [group for group in groups if group not in theirs]
+        try:
+            text = super().format_help()
+        finally:
+            self._action_groups = groups
+        return (
+            f"{text}\n--help-engine lists the flags of the engine: memory, batches, cache, ranks, adapters, drafts\n"
+            if theirs and not engine
+            else text
+        )
 
     def error(self, message: str) -> NoReturn:
         """One line on stderr, and exit code 2."""
@@ -156,6 +172,11 @@ def merge(parser: FlagParser, others: Mapping[str, argparse.ArgumentParser]) -> 
         if texts != [*owners]:
             shown.help += f"; not {', '.join(sorted(refused))}"
         group._add_action(shown)
+
+
+class _EngineHelp(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        parser.exit(0, parser.format_help(engine=True))
 
 
 def _dashed(word: str) -> str:

@@ -105,19 +105,21 @@ def _add_model(server: Any) -> None:
         "--special-tokens-in-text",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="<|im_end|> and the like in a message end it; off: they are text",
+        help="<|im_end|> in a message ends it; off: it is text; default: on",
     )
     server.add_argument(
         "--tool-call-parser",
         choices=("auto", "none", *TOOL_PARSERS),
         default="auto",
-        help="format of the model's calls; auto: by its model_type or template",
+        metavar="NAME",
+        help=f"calls; default: auto (by model or template); none, {', '.join(TOOL_PARSERS)}",
     )
     server.add_argument(
         "--reasoning-parser",
         choices=("auto", "none", *REASONING_PARSERS),
         default="auto",
-        help="format of thoughts; none: part of the content",
+        metavar="NAME",
+        help="thoughts; default: auto; none (content), deepseek_v4, qwen3",
     )
     server.add_argument(
         "--enable-auto-tool-choice",
@@ -129,7 +131,8 @@ def _add_model(server: Any) -> None:
         "--generation-config",
         choices=("auto", "none", "vllm"),
         default="auto",
-        help="auto: defaults of generation_config.json; vllm: as none",
+        metavar="NAME",
+        help="auto: defaults of generation_config.json; none or vllm: no defaults",
     )
 
 
@@ -151,15 +154,14 @@ def _add_engine(server: Any) -> None:
         type=flag_types.count,
         default=1,
         metavar="N",
-        help="engines behind the one address, each with GPUs of its own; requests that begin alike go to one engine",
+        help="engines behind the one address, on GPUs of their own",
     )
     server.add_argument(
         "--engine-hang-timeout",
         type=flag_types.seconds,
         default=None,
         metavar="S",
-        help="requests but no engine step for this long makes /health 503; default: as the engine says, 10 s on a "
-        "GPU and 300 s on a CPU",
+        help="without a step for so long /health is 503; default: 10, on a CPU 300",
     )
     server.add_argument(
         "--restart-engine",
