@@ -104,22 +104,12 @@ def check_attention(args: dict[str, Any], target: Target = ONE_KERNEL) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "rotary", "page_size"),
-    [
-        ((8, 2, 64), 16, 16),
-        ((3, 1, 32), 32, 64),
-        ((2, 2, 16), 2, 16),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ((8, 2, 64), 16, 64),
-                ((4, 1, 256), 64, 16),
-                ((4, 1, 256), 64, 64),
-                ((3, 1, 32), 32, 16),
-                ((2, 2, 16), 2, 64),
-            )
-        ),
+    [((8, 2, 64), 16, 16), ((3, 1, 32), 32, 64), ((2, 2, 16), 2, 16)] + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (((8, 2, 64), 16, 64), ((4, 1, 256), 64, 16), ((4, 1, 256), 64, 64), ((3, 1, 32), 32, 16),
+                     ((2, 2, 16), 2, 64))
     ],
-)
+)  # fmt: skip
 def test_attention_of_a_decode_step(
     rng: np.random.Generator, heads: tuple[int, int, int], rotary: int, page_size: int
 ) -> None:
