@@ -88,11 +88,7 @@ def _add_model(server: Any) -> None:
     )
     server.add_argument("--skip-tokenizer-init", action="store_true", help="take and give only token ids")
     server.add_argument(
-        "--chat-template",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="chat template instead of the model's",
+        "--chat-template", type=Path, metavar="FILE", help="chat template instead of the model's"
     )
     server.add_argument(
         "--default-chat-template-kwargs",

@@ -117,10 +117,7 @@ def _one_of(
     _only(schema, _BARE | _NOTES | _DEFINITIONS, "a parameter with enum or const")
     texts = [lark.text(one) for one in allowed if isinstance(one, str)]
     rest = [lark.text(json.dumps(one)) for one in allowed if not isinstance(one, str)]
-    return (
-        f"{lark.any_of(texts)} {end}" if texts else None,
-        f"{lark.any_of(rest)} {end}" if rest else None,
-    )
+    return (f"{lark.any_of(texts)} {end}" if texts else None, f"{lark.any_of(rest)} {end}" if rest else None)
 
 
 def _options(
