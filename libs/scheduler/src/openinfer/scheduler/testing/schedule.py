@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..errors import Rejected
 from ..events import Event, Finished, Scheduled, Tokens
 from ..loop import StepLoop
-from ..policies import FirstCome
+from ..policies.batching import FirstCome
 from ..policy import Policy, View
 from ..pool import Pool
 from ..sequence import FinishReason, Seq
