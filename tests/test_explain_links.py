@@ -8,7 +8,7 @@ from pathlib import Path
 from openinfer.cli import explain
 from openinfer.cli.explain import Line, table
 from openinfer.cli.explain.segments import Outline
-from openinfer.cli.tune.command import shapes_of
+from openinfer.cli.tune import shapes_of
 from openinfer.kernels import H200
 from openinfer.recipes.engine import Source
 from openinfer.recipes.qwen3 import RECIPE

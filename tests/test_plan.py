@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 from module_files import module_at
 
-from openinfer.cli import plan, recipe_flags
+from openinfer.cli import plan, recipe_flags, tune
 from openinfer.cli.bench import ops as bench_ops
 from openinfer.cli.bench.serve import OfferedLoad
 from openinfer.cli.plan import text as plan_text
 from openinfer.cli.plan.compare import Objectives, Variant, choice
 from openinfer.cli.plan.cost import PROMPT_STEP_S, StepCost
 from openinfer.cli.plan.load import PlannedServer, Point
-from openinfer.cli.tune import command as tune
 from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Prediction, Speed, Workload
 from openinfer.kernels.measure.speed_fit import errors

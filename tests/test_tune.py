@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli.tune import command as tune
+from openinfer.cli import tune
 from openinfer.cli.tune import ranks as tune_ranks
 from openinfer.kernels import InvalidTable, Target
 from openinfer.kernels.linear import choices

@@ -75,7 +75,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "chat": ("talk to a model in the terminal", _main_of("chat")),
     "compile": ("compile a checkpoint's kernels ahead of time; needs no GPU", _main_of("compile")),
     "bench": ("measure: a server, steps, ops, the host, answers", _main_of("bench")),
-    "tune": ("measure which kernels are fastest for a checkpoint on this GPU", _main_of("tune.command")),
+    "tune": ("measure which kernels are fastest for a checkpoint on this GPU", _main_of("tune")),
     "plan": (
         "a server's latencies and throughput over load, before there is one; needs no GPU",
         _main_of("plan"),

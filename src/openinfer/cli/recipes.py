@@ -9,10 +9,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from openinfer.frontend.contract import Recipe
 from openinfer.frontend.errors import ModelFilesError, is_users_error
 from openinfer.frontend.flag_parser import FlagParser, merge
 from openinfer.frontend.model_files import read_json
+from openinfer.frontend.server_flags import Recipe
 
 if TYPE_CHECKING:
     from openinfer.recipes.engine.gguf import GgufFormat

@@ -17,7 +17,6 @@ if typing.TYPE_CHECKING:
         EngineStats,
         Failed,
         Finished,
-        Recipe,
         Rejected,
         Request,
         ResetPrefixCache,
@@ -39,6 +38,7 @@ if typing.TYPE_CHECKING:
         is_users_error,
         one_line,
     )
+    from openinfer.frontend.server_flags import Recipe
     from openinfer.frontend.thread_driver import ThreadDriver
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
     "is_users_error", "one_line",
 ]  # fmt: skip
 
-_MODULES = ("errors", "contract", "client", "thread_driver")  # the cheap ones first
+_MODULES = ("errors", "server_flags", "contract", "client", "thread_driver")  # the cheap ones first
 
 
 def __getattr__(name: str) -> object:

@@ -12,11 +12,9 @@ ignores one.
 Times are `time.monotonic()` seconds, which the processes of one Linux machine share.
 """
 
-import argparse
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -28,7 +26,7 @@ from openinfer.sampler.form import Grammar
 __all__ = [
     "CONTRACT_VERSION", "TERMINALS", "AdapterState", "Command", "Drafts", "Engine", "EngineInfo",
     "EngineSpec", "EngineStats", "Failed", "Finished", "KVTransfer", "LoadAdapter", "PromptLogprobs",
-    "Recipe", "Rejected", "Request", "ResetPrefixCache", "Scheduled", "Sleep", "SlowTraces", "StepOutputs",
+    "Rejected", "Request", "ResetPrefixCache", "Scheduled", "Sleep", "SlowTraces", "StepOutputs",
     "StepTimes", "Terminal", "TokenLogprobs", "TokenTable", "UnloadAdapter", "Update", "UpdateWeights",
     "WakeUp",
 ]  # fmt: skip
@@ -434,30 +432,3 @@ class EngineSpec(msgspec.Struct, frozen=True):
         if function is None:
             raise EngineSpecError(f"engine target {self.target!r}: {module_name} has no {function_name!r}")
         return function(**self.kwargs)
-
-
-class Recipe(Protocol):
-    """Registered under the entry-point group `openinfer.recipes`: an object with these names.
-
-    Importing it must stay light (no driver, no GPU): `--help` imports it. The engine is built from the
-    EngineSpec, usually in another process.
-    """
-
-    @property
-    def name(self) -> str:
-        """Short name, as in `openinfer.recipes.<name>`."""
-
-    def matches(self, config: Mapping[str, object]) -> bool:
-        """Whether this recipe serves checkpoints with this config.json. Never raises for a foreign config."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the engine's flags (`--max-model-len`, ...) to the parser that holds the frontend's already."""
-
-    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
-        """The engine for a checkpoint. Every flag of add_arguments ends up in the kwargs or is refused here.
-
-        Raises ValueError or OSError with a one-line message for the user's mistakes.
-        """
-
-    def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> Sequence[EngineSpec]:
-        """The engines of --data-parallel-size, each on devices of its own. Raises as engine_spec does."""

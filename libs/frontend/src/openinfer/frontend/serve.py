@@ -17,11 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openinfer.frontend.contract import Recipe
 from openinfer.frontend.errors import FlagError, ModelFilesError, is_users_error, one_line
 from openinfer.frontend.flag_types import check_plan, key_of_environment
 from openinfer.frontend.logs import open_standard_streams, say, set_up_logging
-from openinfer.frontend.server_flags import build_parser
+from openinfer.frontend.server_flags import Recipe, build_parser
 
 if TYPE_CHECKING:
     from openinfer.frontend.client import EngineClient

@@ -1,14 +1,17 @@
-"""The flags of a server, which every recipe's command line has beside its engine's."""
+"""The flags of a server, and the protocol of a recipe, whose command line has its engine's beside them."""
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from openinfer.frontend import flag_types
-from openinfer.frontend.contract import Recipe
 from openinfer.frontend.flag_parser import FlagParser
 
-__all__ = ["build_parser", "server_parser"]
+if TYPE_CHECKING:
+    from openinfer.frontend.contract import EngineSpec
+
+__all__ = ["Recipe", "build_parser", "server_parser"]
 
 TOOL_PARSERS = (
     "deepseek_v4",
@@ -22,6 +25,33 @@ TOOL_PARSERS = (
 )
 REASONING_PARSERS = ("deepseek_v4", "qwen3")
 """The formats of `chat` by name, which is not imported for a help text."""
+
+
+class Recipe(Protocol):
+    """Registered under the entry-point group `openinfer.recipes`: an object with these names.
+
+    Importing it must stay light (no driver, no GPU): `--help` imports it. The engine is built from the
+    EngineSpec, usually in another process.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short name, as in `openinfer.recipes.<name>`."""
+
+    def matches(self, config: Mapping[str, object]) -> bool:
+        """Whether this recipe serves checkpoints with this config.json. Never raises for a foreign config."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the engine's flags (`--max-model-len`, ...) to the parser that holds the frontend's already."""
+
+    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> "EngineSpec":
+        """The engine for a checkpoint. Every flag of add_arguments ends up in the kwargs or is refused here.
+
+        Raises ValueError or OSError with a one-line message for the user's mistakes.
+        """
+
+    def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> "Sequence[EngineSpec]":
+        """The engines of --data-parallel-size, each on devices of its own. Raises as engine_spec does."""
 
 
 def build_parser(recipe: Recipe, prog: str) -> FlagParser:

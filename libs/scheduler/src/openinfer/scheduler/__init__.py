@@ -14,9 +14,9 @@ from .policies import (
     LongestPrefix,
     Pace,
     Priority,
+    imported,
     make_policy,
 )
-from .policies.named import imported
 from .policy import Decision, Policy, Speculation, View
 from .pool import Lease, Pool
 from .runner import BlockWrite, Row, Runner, Step, StepResult

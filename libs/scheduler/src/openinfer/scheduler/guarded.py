@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from .drafters import Drafter
 from .errors import InvalidSetup
-from .policies.named import imported
+from .policies import imported
 
 log = logging.getLogger("openinfer.scheduler")
 

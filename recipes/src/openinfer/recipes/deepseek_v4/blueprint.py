@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from openinfer.kvpool import Eviction, Group
 from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.choices import choices
-from openinfer.recipes.deepseek_v4.config import Config, DeepseekOptions
+from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.layers import layers_alone
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.mtp import DraftingModel
@@ -29,6 +30,9 @@ from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.engine.verdict import Check, Reference
 from openinfer.tensor import Arena, Checkpoint, LoadReport, Stream, Tensor, nbytes_of
+
+if TYPE_CHECKING:
+    from openinfer.recipes.deepseek_v4.recipe import DeepseekOptions
 
 log = logging.getLogger("openinfer.deepseek_v4")
 

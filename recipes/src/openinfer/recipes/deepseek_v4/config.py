@@ -1,15 +1,14 @@
-"""Reading a DeepSeek-V4 config.json, the settings that are refused, and the flags of its engine."""
+"""Reading a DeepSeek-V4 config.json, and the settings that are refused."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from openinfer.kernels import rope_frequencies
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.recipes.engine import Options, option
 from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, eos_ids, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
@@ -224,26 +223,3 @@ def _check_sizes(c: Config) -> None:
         raise UnsupportedModel(
             f"config.json: index_head_dim is {c.index_dim}; it must be a power of two from {max(32, c.rope_dim)}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class DeepseekOptions(Options):
-    """The options of every engine, and whether activations are rounded."""
-
-    refused: ClassVar[dict[str, str]] = {
-        "quantization": "its checkpoints are in FP8 and FP4",
-        "block_size": "its pages have 128 tokens, as many as one heavily compressed entry covers",
-        "enable_lora": "no op adds an adapter to its grouped and packed projections yet",
-        "kv_cache_dtype": "it caches latents in the model's dtype, whose values are rounded to FP8 as published",
-    }
-    refused_on_gpu: ClassVar[dict[str, str]] = {
-        "batch_invariant": "its kernels split their sums by the number of tokens",
-    }
-
-    draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp")
-
-    activation_quantization: str = option(
-        "on",
-        "on: round activations, the cache and the indexer to FP8 and FP4 where the published code does",
-        choices=("on", "off"),
-    )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from openinfer.recipes.deepseek_v4.config import DeepseekOptions
 from openinfer.recipes.deepseek_v4.published import RELEASES, SIZES, config_json
-from openinfer.recipes.engine import Recipe, SetupError, Source
+from openinfer.recipes.engine import Options, Recipe, SetupError, Source, option
 
 if TYPE_CHECKING:
     from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
@@ -19,6 +19,29 @@ SMALL = {
     "index_topk": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
     "num_hash_layers": 1, "vocab_size": 1024, "max_position_embeddings": 8192,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DeepseekOptions(Options):
+    """The options of every engine, and whether activations are rounded."""
+
+    refused: ClassVar[dict[str, str]] = {
+        "quantization": "its checkpoints are in FP8 and FP4",
+        "block_size": "its pages have 128 tokens, as many as one heavily compressed entry covers",
+        "enable_lora": "no op adds an adapter to its grouped and packed projections yet",
+        "kv_cache_dtype": "it caches latents in the model's dtype, whose values are rounded to FP8 as published",
+    }
+    refused_on_gpu: ClassVar[dict[str, str]] = {
+        "batch_invariant": "its kernels split their sums by the number of tokens",
+    }
+
+    draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp")
+
+    activation_quantization: str = option(
+        "on",
+        "on: round activations, the cache and the indexer to FP8 and FP4 where the published code does",
+        choices=("on", "off"),
+    )
 
 
 class DeepseekV4Recipe(Recipe[DeepseekOptions]):
