@@ -22,7 +22,7 @@ class TapPack:
     """The cpu pack, keeping a copy of a stream wherever an op has changed it. changed: the stream by the op's name."""
 
     def __init__(self, changed: Mapping[str, str]) -> None:
-        self.inner, self.changed = CpuPack(), changed
+        self.inner, self.changed = CpuPack(batch_invariant=True), changed
         self.streams: list[np.ndarray[Any, Any]] = []
 
     def run(self, op: Op[Any], args: Any) -> None:
@@ -54,5 +54,5 @@ def start_row(model: Model, prompt: list[int]) -> None:
 def last_logits(model: Model, prompt: list[int]) -> np.ndarray[Any, Any]:
     """The logits after a prompt, in one step."""
     start_row(model, prompt)
-    model.forward(CpuPack(), len(prompt), 1, len(prompt))
+    model.forward(CpuPack(batch_invariant=True), len(prompt), 1, len(prompt))
     return model.batch.logits.numpy()[0].copy()
