@@ -100,7 +100,6 @@ def merged_parser(command: str, text: str | None, add: Flags) -> FlagParser:
 
 
 def _parser(command: str, text: str | None, add: Flags) -> FlagParser:
-    """The command's own flags."""
     prog = f"openinfer {command}"
     parser = FlagParser(prog, usage=f"{prog} MODEL [flags]", description=text)
     parser.add_argument("model_dir", type=Path, metavar="MODEL", help="checkpoint directory")

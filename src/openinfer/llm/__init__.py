@@ -97,7 +97,6 @@ class _Sequence:
         self.pieces.append(text)
 
     def end(self, update: Update) -> None:
-        """Take the terminal."""
         if not isinstance(update, Finished):
             self.refusal = getattr(update, "reason", "") or getattr(update, "message", "") or str(update)
         elif not self.reason:
@@ -270,7 +269,6 @@ class LLM:
         return found
 
     def _step(self) -> None:
-        """One step of the engine, for all requests that run."""
         outputs = self._engine.step(wait=1.0)
         logprobs = outputs.logprobs or [None] * len(outputs.token_ids)
         for request_id, token_id, one in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=True):
@@ -283,7 +281,6 @@ class LLM:
                 sequence.end(update)
 
     def _drop(self, request_ids: Sequence[int]) -> None:
-        """End those that run still."""
         for request_id in request_ids:
             if self._live.pop(request_id, None) is not None:
                 self._engine.abort(request_id)

@@ -91,7 +91,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(api: Api, cases: list[eval_cases.EvalCase], args: argparse.Namespace) -> dict[str, Any]:
-    """Scores, wrong answers and speed."""
     model, began = api.first_model(), time.perf_counter()
 
     def ask(case: eval_cases.EvalCase) -> dict[str, Any]:

@@ -74,7 +74,6 @@ def _measure(args: argparse.Namespace, asked: Asked) -> int:
 
 
 def _measured(args: argparse.Namespace, asked: Asked) -> list[dict[str, Any]]:
-    """Measure, print and write every op."""
     if args.repeats < 1:
         raise recipe_flags.BadFlags(f"--repeats {args.repeats}: it must be at least 1")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")

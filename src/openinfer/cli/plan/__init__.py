@@ -174,7 +174,6 @@ def _other(argv: list[str], words: list[str]) -> tuple[str, argparse.Namespace, 
 
 
 def _served(flags: str, args: argparse.Namespace, server: PlannedServer, objectives: Objectives) -> Variant:
-    """The points of another server."""
     progress(flags)
     return Variant(flags, server, list(_points(server, args, objectives, most=HOPELESS)))
 

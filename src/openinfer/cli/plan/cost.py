@@ -78,7 +78,6 @@ class StepCost:
         return self._prediction(shape).seconds(kv_tokens, qk_pairs, rows) + host_s
 
     def _prediction(self, shape: Shape) -> Prediction:
-        """The prediction of a shape."""
         if shape not in self._predictions:
             calls, (tokens, rows, *_) = self.steps[shape], shape
             self._predictions[shape] = Prediction.of(calls, tokens, rows, self.figures, self.ranks)

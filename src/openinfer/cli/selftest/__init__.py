@@ -168,7 +168,6 @@ def _build(recipe: str, folder: Path, **flags: Any) -> Built:
 
 
 def _ranks() -> int:
-    """The GPUs that share a model; stages run in processes of their own."""
     return int(os.environ.get("OPENINFER_SELFTEST_RANKS", "1"))
 
 
@@ -343,7 +342,6 @@ def _run(args: argparse.Namespace, work: Path) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> list[str]:
-    """The stages to run: those named, else all that can be run from here."""
     if args.only:
         return [name for name in STAGES if name in args.only]
     checkout = Path("scripts/reference").is_dir()

@@ -70,7 +70,6 @@ def _use(base: str) -> dict[str, Any]:
 
 
 def _gauges(base: str) -> dict[str, float]:
-    """The metrics that are zero on an idle server."""
     with urllib.request.urlopen(f"{base}/metrics", timeout=10) as response:
         text = response.read().decode()
     names = r"^(\S*(?:running|waiting|cache_usage_perc|compiles_after_ready_total))\{.*?\} (\S+)$"
@@ -78,7 +77,6 @@ def _gauges(base: str) -> dict[str, float]:
 
 
 def _complete(base: str, prompt: list[int], *, stream: bool = False) -> list[int]:
-    """Token ids of a greedy completion of 32 tokens."""
     body = {
         "prompt": prompt,
         "max_tokens": 32,

@@ -47,14 +47,12 @@ def _measured(ranks: int, width: int, rows: Sequence[int]) -> Iterator[Found]:
 
 
 def _table(ranks: int, width: int, found: Found) -> tables.Table:
-    """The fastest way as a table has it."""
     rows, seconds = found
     best = min(seconds, key=seconds.__getitem__)
     return {tables.EXCHANGES: {f"{ranks}x{width}": {str(rows): exchange_entry(best)}}}
 
 
 def _line(ranks: int, width: int, found: Found) -> str:
-    """A measurement as text."""
     rows, seconds = found
     ways = ", ".join(
         f"{_name(way)} {1e6 * s:.1f}" for way, s in sorted(seconds.items(), key=lambda one: one[1])

@@ -110,7 +110,6 @@ def _every(outline: Outline, data: dict[str, Any]) -> Iterator[Traced]:
 
 
 def _points(outline: Outline, data: dict[str, Any]) -> Iterator[MeasuredStep]:
-    """The decode, prompt and mixed points of `bench step`."""
     for result in data["results"]:
         if "device_ms" in result:
             yield MeasuredStep(point_steps(outline, result["point"]), result["device_ms"] / 1e3)

@@ -158,7 +158,6 @@ class ReplicatedClient:
             self._replicas[self._owner[request_id]].abort(request_id)
 
     def _adapters(self, index: int) -> dict[str, str]:
-        """The folders of a replica's adapters by name."""
         return {state.name: state.path for state in self._replicas[index].stats().adapters}
 
     async def control(self, command: Command) -> str | None:

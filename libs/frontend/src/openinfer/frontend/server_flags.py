@@ -80,7 +80,6 @@ def server_parser(prog: str, description: str) -> FlagParser:
 
 
 def _add_address(server: Any) -> None:
-    """Add the flags of the address, and of who may call it."""
     server.add_argument(
         "--config", metavar="FILE", help="TOML file with a line a flag; the command line goes before it"
     )
@@ -107,7 +106,6 @@ def _add_address(server: Any) -> None:
 
 
 def _add_model(server: Any) -> None:
-    """Add the flags of names, texts and formats."""
     server.add_argument(
         "--served-model-name",
         type=flag_types.name,
@@ -163,7 +161,6 @@ def _add_model(server: Any) -> None:
 
 
 def _add_engine(server: Any) -> None:
-    """Add the flags of processes, and of how they start and end."""
     server.add_argument(
         "--driver", choices=("process", "thread"), default="process", help="where the engine runs"
     )
@@ -204,7 +201,6 @@ def _add_engine(server: Any) -> None:
 
 
 def _add_logs(server: Any) -> None:
-    """Add the flags of logs, spans and the page at /plan."""
     server.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
@@ -242,7 +238,6 @@ def _add_logs(server: Any) -> None:
 
 
 def _add_origins(server: Any) -> None:
-    """Add the flags of CORS and of HTTPS."""
     for name, default, what in (
         ("origins", [], "origins whose pages may call: '[\"http://localhost:3000\"]' or '[\"*\"]'"),
         ("methods", ["*"], "methods that such pages may use"),

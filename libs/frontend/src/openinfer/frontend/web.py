@@ -128,7 +128,6 @@ def _make_app(
     tracing: "Tracing | None",
     boards: Sequence[Path],
 ) -> "Starlette":
-    """The application of a client that has started."""
     from openinfer.frontend.http import SamplingDefaults, create_app
     from openinfer.frontend.http.admin.board import Board
     from openinfer.frontend.http.guard import Cors

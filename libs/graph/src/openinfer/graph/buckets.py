@@ -131,5 +131,4 @@ class Buckets:
         return Shape(num_tokens, num_rows, num_tokens, most)
 
     def _has_lone(self, tokens: int) -> bool:
-        """Whether a lone row has a shape of this many tokens."""
         return tokens <= LONE_TOKENS or tokens & (tokens - 1) == 0 or tokens == self.max_tokens

@@ -84,7 +84,6 @@ class Grammar:
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and objects."""
     level, depth = [value], 0
     while level := [
         child

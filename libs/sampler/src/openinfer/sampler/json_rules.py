@@ -87,7 +87,6 @@ class JsonRules:
         return found
 
     def _written(self, schema: Mapping[str, Any], depth: int) -> str | None:
-        """The schema as rules; None where a keyword needs the compiler."""
         keys, kind = schema.keys(), schema.get("type")
         if "$ref" in keys and keys <= {"$ref"} | _NOTES | _DEFINITIONS:
             return self._reference(str(schema["$ref"]), depth)

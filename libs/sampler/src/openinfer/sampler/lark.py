@@ -191,7 +191,6 @@ def _counting(prefix: str, end: str, excluded: list[str], least: int) -> list[st
 
 
 def _pattern(text: str) -> str:
-    """A regular expression for exactly this text."""
     return "".join(
         char if char.isalnum() else "\\n" if char == "\n" else f"\\x{{{ord(char):X}}}" for char in text
     )

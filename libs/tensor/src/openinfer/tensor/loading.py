@@ -70,7 +70,6 @@ class _Piece(NamedTuple):
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of the checkpoint."""
         return self.nbytes * self.part.info.dtype.itemsize // self.dtype.itemsize
 
     def read(self, ckpt: Checkpoint, room: np.ndarray[Any, Any]) -> None:

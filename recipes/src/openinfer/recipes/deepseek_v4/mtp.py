@@ -23,7 +23,6 @@ class DraftingModel(Model):
 
     @property
     def _layer(self) -> tuple[Mtp, Tensor]:
-        """The layer, and its scratch."""
         if self.weights.mtp is None or self.work is None:
             raise TypeError("the MTP layer is not loaded")
         return self.weights.mtp, self.work

@@ -195,7 +195,6 @@ class Engine:
 
     @property
     def _waiting(self) -> int:
-        """Requests that wait, at all gates."""
         return sum(map(len, self.gates))
 
     def abort(self, request_id: int) -> None:

@@ -267,7 +267,6 @@ def outer(prefix: str, tied: bool, change: Callable[[Array], Array] | None = Non
 
 
 def _tokenizer(meta: GgufMetadata, splits: Mapping[str, str | None]) -> dict[str, Json]:
-    """tokenizer.json, tokenizer_config.json and generation_config.json."""
     model, pre = meta.get("tokenizer.ggml.model", str), meta.get("tokenizer.ggml.pre", str, "gpt-2")
     if model != "gpt2":
         raise meta.wrong("tokenizer.ggml.model", f"is {model!r}; 'gpt2' (byte-level BPE) is read")

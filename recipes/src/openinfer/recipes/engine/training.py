@@ -66,7 +66,6 @@ class Training:
             raise Unsupported(str(error)) from error
 
     def _forget(self) -> None:
-        """Drop all cached prefixes."""
         self._pool.reset_prefix_cache()
         if self._tiers is not None:
             self._tiers.settle()

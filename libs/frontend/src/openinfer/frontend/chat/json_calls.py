@@ -124,7 +124,6 @@ class JsonText:
         return True
 
     def _string(self) -> bool | None:
-        """More of a string; a value's is handed out as it comes."""
         if plain := _PLAIN.match(self.text, self._at):
             return self._put(plain[0], plain.end())
         char = self.text[self._at : self._at + 1]
@@ -171,7 +170,6 @@ class JsonText:
         self._held = ""
 
     def _end(self) -> None:
-        """A value is over."""
         self.over = not self._stack
         self._expects = "comma"
         if self._stack and self._stack[-1] == "{":

@@ -214,7 +214,6 @@ class OutputParser:
         return True
 
     def _refuse(self, final: bool) -> None:
-        """What was read is no call."""
         text = "".join(self._raw)
         self._tries += final
         self._held, self._state = text, self._text
@@ -258,7 +257,6 @@ class OutputParser:
         return True if text.startswith(start) else None if start.startswith(text) else False
 
     def _give(self, parts: list[Part]) -> None:
-        """Hand out parts of a call."""
         for part in parts:
             if isinstance(part, ToolCall):
                 self._end_whole()

@@ -232,7 +232,6 @@ class TagReader:
             self._weak -= count
 
     def _close(self, end: int, after: int) -> bool | None:
-        """The value ends."""
         value = self.text[:end]
         value = (value.removeprefix(self._form.pad) if self._at_start else value).removesuffix(self._form.pad)
         self.text = self.text[after:]
@@ -254,7 +253,6 @@ class TagReader:
         return self._close(end - (self.text[end - 1 : end] == "\n" and not self._form.pad), end)
 
     def _cut(self) -> bool | None:
-        """All text has ended within a value."""
         if self._weak is not None:
             return self._close(self._weak, self._weak + len(self._form.end_parameter))
         if not self._is_text:

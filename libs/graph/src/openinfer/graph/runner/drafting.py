@@ -330,7 +330,6 @@ class Drafting:
         return wanted
 
     def _available(self, seq: Seq[Sampling], most: int) -> int:
-        """Drafts that a row could have."""
         sampling: Sampling = seq.owner
         if sampling.draftless:
             return 0

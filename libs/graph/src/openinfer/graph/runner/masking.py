@@ -97,7 +97,6 @@ class Masking:
             rows.write(masks_after(place + 1), slot, masks[place])
 
     def _drafts(self, seq: Seq[Sampling], position: int, count: int) -> list[int]:
-        """The drafts that a row verifies."""
         held = self.rows.held("drafts", seq.slot) if self.proposed is None else self.proposed[seq.slot]
         found = [int(held[(position + place) % len(held)]) for place in range(count)]
         written = seq.owner.proposal

@@ -113,7 +113,6 @@ class _Pace:
 
     @property
     def slow(self) -> bool:
-        """Whether the last steps are slower than those before."""
         return self.bound.count > 4 * RUN and self.quick > RUN_FACTOR * self.bound.mean
 
 
@@ -206,7 +205,6 @@ class Watch:
         self._free_bytes()
 
     def _slow_step(self, step: TracedStep, predicted_s: float | None, usual_s: float) -> None:
-        """The device took longer than the bound."""
         if step.seconds - usual_s > FLOOR_S and self._due("step"):
             what = f"step {step.index} ({step.bucket}) took {_ms(step.seconds)} on the device where"
             meant = f"{_ms(predicted_s)} are predicted" if predicted_s else f"{_ms(usual_s)} are usual"
@@ -214,7 +212,6 @@ class Watch:
             self.find("step", f"{what} {meant}: {cause}", **_facts(step, predicted_s))
 
     def _slow_host(self, step: TracedStep, predicted_s: float | None, usual_s: float) -> None:
-        """The host's work took longer than the bound."""
         host_s = step.host_ns / 1e9
         if host_s - usual_s > max(HOST_FLOOR_S, step.seconds) and self._due("host"):
             cpu_s = self.trace.cpu_s()
@@ -225,7 +222,6 @@ class Watch:
             self.find("host", f"{what}: {cause}", **_facts(step, predicted_s))
 
     def _slow_run(self, pace: _Pace, step: TracedStep, predicted_s: float) -> None:
-        """The last steps are slower than those before."""
         if self._due("run"):
             mean = pace.bound.mean
             what = f"the last steps ({step.bucket}) took {pace.quick / mean:.1f} x what such steps did before"

@@ -94,7 +94,6 @@ class _Span(NamedTuple):
         return cls(rows, columns, rank, start, start + _aligned(len(rows) * rank * columns))
 
     def of(self, values: Array) -> tuple[Array, Array]:
-        """Views of A and B."""
         height, width = len(self.rows) * self.rank, sum(self.rows)
         a = values[self.start_a : self.start_a + height * self.columns].reshape(height, self.columns)
         return a, values[self.start_b : self.start_b + width * self.rank].reshape(width, self.rank)
@@ -252,8 +251,6 @@ def _parts(lying: Iterable[Projection]) -> list[_Part]:
 
 
 def _matrices(memory: Tensor, span: _Span) -> tuple[Tensor, Tensor]:
-    """A and B over all places."""
-
     def over_places(start: int, height: int, width: int) -> Tensor:
         first = memory[:, start:]
         shape, strides = (memory.shape[0], height, width), (memory.strides[0], width, 1)

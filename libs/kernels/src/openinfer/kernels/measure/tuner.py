@@ -229,7 +229,6 @@ class _Layer:
         self.out = Tensor.empty((most, width), float32 if op == "logits" else bfloat16, meter.device)
 
     def commands(self, choice: ProductChoice, m: int, weight: Tensor) -> list[Command]:
-        """The commands of a choice for m tokens."""
         x, out, target, op = self.x[:m], self.out[:m], self._meter.target, self.shape.op
         if op == "linear_add":
             return list(launches(Problem(target, op, out, x, Linear(weight), "add", choice=choice)))

@@ -25,7 +25,6 @@ _SCALARS = {"i32": "i", "fp32": "f"}
 
 
 def _fields(spec: Spec) -> list[str]:
-    """The struct codes of the parameters."""
     cuda = isinstance(spec, CudaSpec)
     of_map = ["128s"] if cuda else ["128s", "i", "i", "q", "q"]
     codes: list[str] = []

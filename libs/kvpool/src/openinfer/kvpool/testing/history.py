@@ -40,7 +40,6 @@ class _Row:
         self.is_started = False  # its first copies were carried out
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
         for token in tokens:
             self.tokens.append(token)
             self.contents.append(hash((self.contents[-1], token)))
@@ -301,7 +300,6 @@ class History:
         return dict(content) if isinstance(content, dict) else content
 
     def _start(self, seq: _Row) -> None:
-        """Carry out the first copies of a sequence, as a runner does."""
         seq.is_started = True
         for copy in getattr(seq.lease, "copies", ()):
             self.num_copies += 1

@@ -150,7 +150,6 @@ class _Play:
         return seq
 
     def turn(self) -> list[Seq[None]]:
-        """One turn of the loop. Returns the admitted sequences."""
         admitted = []
         for event in self.loop.step(1.0):
             match event:
@@ -191,7 +190,6 @@ class _Play:
             )
 
     def finish(self) -> None:
-        """Serve all requests that are left."""
         for _ in range(400):
             if not self.loop.has_work:
                 break

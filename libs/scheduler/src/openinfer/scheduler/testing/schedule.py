@@ -294,7 +294,6 @@ class _Request:
             self._reasons.append(event.reason)
 
     def compare(self, window: int | None) -> None:
-        """Compare with the output of the request when it is alone."""
         if self._rejected:
             return
         output, reason = generate(self.arrival.prompt, self.seq.max_len, window)

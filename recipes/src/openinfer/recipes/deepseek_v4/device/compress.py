@@ -26,7 +26,6 @@ def _row_of(tile, q_starts, rows, PAGE: tl.constexpr):
 
 @triton.jit
 def _taken(top, s, v, a, z):
-    """An accumulation with one more token."""
     most = tl.maximum(top, z)
     shrink, weight = tl.exp(top - most), tl.exp(z - most)
     return most, s * shrink + weight, v * shrink + weight * a

@@ -34,7 +34,6 @@ def _sights(position, window, most, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.cons
 
 @triton.jit
 def _squares(x):
-    """The sum of the squares of each row."""
     wide = x.to(tl.float32)
     return tl.sum(wide * wide, 1)
 

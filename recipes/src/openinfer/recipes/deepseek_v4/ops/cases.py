@@ -57,7 +57,6 @@ class _Batch:
         }
 
     def chosen(self) -> Tensor:
-        """Entries that an indexer might choose."""
         selected = np.full((self.tokens, TOPK), -1)
         for token, place in enumerate(self.places):
             sees = (place + 1) // 4

@@ -160,7 +160,6 @@ class _Sums(NamedTuple):
         return cls(values)
 
     def take(self, low: int, high: int, a: Array, z: Array) -> None:
-        """One token each to the windows low .. high - 1."""
         part = self.values[low:high]
         top = np.maximum(part[:, 0], z)
         shrink, weight = np.exp(part[:, 0] - top), np.exp(z - top)

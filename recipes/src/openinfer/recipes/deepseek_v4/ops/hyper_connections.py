@@ -172,7 +172,6 @@ def _sigmoid(x: Array) -> Array:
 
 
 def _mixing(streams: Array, fn: Array, eps: float) -> Array:
-    """float32 [T, numbers]."""
     flat = f32(streams).reshape(len(streams), -1)
     return np.asarray(
         matmul_nt(flat, fn) / np.sqrt(np.mean(flat * flat, axis=1, keepdims=True) + np.float32(eps))

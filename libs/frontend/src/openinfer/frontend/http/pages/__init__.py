@@ -96,7 +96,6 @@ def _whole(html: str, style: str, scripts: Sequence[str]) -> tuple[bytes, dict[s
 
 
 def _static(name: str) -> bytes:
-    """A file of the page."""
     return importlib.resources.files(__package__).joinpath("static", name).read_bytes()
 
 

@@ -222,11 +222,9 @@ class _Peer:
 
     @property
     def leases(self) -> set[str]:
-        """Leases that are kept alive."""
         return self._lanes[0].leases
 
     def read(self, slot: Slot) -> None:
-        """Fill a slot."""
         if len(self._lanes) == 1 or (self._reads.qsize() and len(self._lanes) <= LANES):
             self._lanes.append(Lane(self._address, self._own, self._reads, self.outage))
         self._reads.put(slot)
