@@ -333,6 +333,20 @@ def test_a_name_of_the_hub_is_downloaded_and_served_under_that_name(tmp_path: Pa
     assert "no recipe serves model_type 'mamba9'" in done.stderr
 
 
+def test_a_demo_model_outside_a_checkout_is_named_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "__file__", "/site/openinfer/cli/recipes.py")
+    assert recipes.checkpoint("demo/none") == Path("demo/none")
+    with pytest.raises(
+        recipes.NoRecipe, match=r"^demo/none is not there: .*; demo models come with a checkout"
+    ):
+        recipes.find(Path("demo/none"))
+
+
+def test_the_advised_compiler_is_the_tested_one() -> None:
+    constraints = (Path(__file__).parents[1] / "constraints.txt").read_text()
+    assert f"\ntriton=={cubins.TESTED_TRITON}\n" in constraints
+
+
 @pytest.mark.parametrize("source", ["raise ImportError", ""])
 def test_a_hub_that_does_not_answer_ends_in_one_line_that_says_what_to_do(
     tmp_path: Path, source: str
@@ -342,4 +356,5 @@ def test_a_hub_that_does_not_answer_ends_in_one_line_that_says_what_to_do(
     done = openinfer("serve", "Some/Mamba", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
+    assert len(line) < 400
     assert ("pip install 'openinfer[hub]'" if source else "hf download Some/Mamba --local-dir Mamba") in line

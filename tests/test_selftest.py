@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.cli import recipes
+from openinfer.cli import recipes, selftest
 from openinfer.cli.selftest import gate
 from openinfer.cli.selftest import packed as selftest_packed
 from openinfer.cli.selftest import small_model as selftest_model
@@ -90,6 +90,7 @@ def test_outside_a_checkout_it_says_what_it_leaves_out(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "not run without --model: model_gates, model_serve" in done.stdout
     assert "not run outside a checkout of the project: kernels, reference" in done.stdout
+    assert done.stdout.splitlines()[-1] == "not run within --budget 0: device, ops, packed"
     assert done.returncode == 1
 
 
@@ -130,3 +131,12 @@ def test_adapters_pass_and_swapped_ones_fail(tmp_path: Path) -> None:
     (right,), (wrong,) = selftest_packed.adapters(tmp_path, "cpu")
     assert right.passed
     assert not wrong.passed
+
+
+def test_the_reason_of_a_failure_comes_last(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(selftest, "_stage", lambda *_: {"ok": False, "why": "no driver", "seconds": 0.1})
+    assert selftest.main(["--budget", "6", "--out", str(tmp_path)]) == 1
+    *_, late, failed = capsys.readouterr().out.splitlines()
+    assert late == "not run within --budget 6: ops, packed"
+    assert failed == "FAILED device: no driver"

@@ -108,6 +108,6 @@ def _hub(name: str) -> Iterator[Any]:
         if not its:
             raise
         raise recipes.NoRecipe(
-            f"{name} is no folder here, and the hub does not give it ({type(error).__name__}: {error}); where there is "
-            f"a connection: hf download {name} --local-dir {name.partition('/')[2]}, then serve that folder"
+            f"{name} is no folder here: hf download {name} --local-dir {name.partition('/')[2]} where there is a "
+            f"connection, then serve that folder (the hub says {type(error).__name__}: {str(error)[:200]})"
         ) from error

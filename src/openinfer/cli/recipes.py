@@ -58,7 +58,8 @@ def _why_no_checkpoint(folder: Path) -> str:
     """The reason why a path is no checkpoint, and what to give instead."""
     wanted = "MODEL is the folder of a checkpoint, or a name of the hub such as Qwen/Qwen3-0.6B"
     if not folder.exists():
-        return f"{folder} is not there: {wanted}"
+        demo = "; demo models come with a checkout of the project" * (folder.parts[:1] == ("demo",))
+        return f"{folder} is not there: {wanted}{demo}"
     if not folder.is_dir():
         return f"{folder} is a file: give the folder with config.json and *.safetensors, or a *.gguf file"
     found = sorted(one.name for one in folder.iterdir())
@@ -103,8 +104,9 @@ def checkpoint(name: str) -> Path:
     A GGUF file is unpacked: its metadata become the files of a folder. Raises NoRecipe for one that cannot be.
     """
     path = Path(name)
-    if not path.exists() and path.parts[:1] == ("demo",):
-        return Path(__file__).resolve().parents[3] / path
+    checkout = Path(__file__).resolve().parents[3] / path
+    if not path.exists() and path.parts[:1] == ("demo",) and checkout.exists():
+        return checkout
     if path.suffix != ".gguf" and not path.is_dir():
         return path
     # numpy, which most commands do without until they know the model

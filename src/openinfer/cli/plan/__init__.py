@@ -80,9 +80,11 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
     if args.plot:
         text.matplotlib_figure()  # what is missing is said before the work
     begun = time.perf_counter()
+    progress(f"the steps of {asked.model_dir.name}")
     objectives = Objectives(args.ttft_ms, args.tpot_ms)
     server, others = _server(args, asked), [_other(argv, flags) for flags in args.compare]
-    print(f"{text.title(server)}\n{text.memory_lines(server)}\n{text.HEAD}", flush=True)
+    load = f"load: prompts of {args.input} tokens, answers of {args.output}, {args.turns} a chat"
+    print(f"{text.title(server)}\n{load}\n{text.memory_lines(server)}\n{text.HEAD}", flush=True)
     points: list[Point] = []
     for point in _points(server, args, objectives):
         points.append(point)
@@ -135,7 +137,6 @@ def _server(args: argparse.Namespace, asked: Asked) -> PlannedServer:
             "--speculative-config and --acceptance need each other: a plan does not know how many drafts a text "
             "accepts; give a chance from 0 to 1"
         )
-    progress(f"the steps of {asked.model_dir.name}")
     figures = speed.target_figures(target)
     if args.speeds:
         figures = speed.load_figures(args.speeds, target, figures)

@@ -318,27 +318,29 @@ def _run(args: argparse.Namespace, work: Path) -> int:
     )
     state |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": _commit()}
     state["command"] = "openinfer selftest " + " ".join(sys.argv[2:])
-    end = time.monotonic() + args.budget
+    end, short = time.monotonic() + args.budget, list[str]()
     for name in _chosen(args):
         if state["stages"].get(name, {}).get("ok"):
             continue
         estimate = STAGES[name][1]
         left = end - time.monotonic()
         if left < estimate:
-            print(
-                f"{name}: not run, {left:.0f} s of the budget are left and it takes about {estimate:.0f}",
-                flush=True,
-            )
+            short.append(name)
             continue
         result = _stage(name, work, args.model, left)
         state["stages"][name] = result
         path.write_text(json.dumps(state, indent=1))
         why = f": {result['why']}" if "why" in result else ""
         print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['seconds']:.1f} s{why}", flush=True)
-    if args.json:
-        print(json.dumps(state))
     ran = {n: s for n, s in state["stages"].items() if not args.only or n in args.only}
-    return 0 if ran and all(s["ok"] for s in ran.values()) else 1
+    failed = [
+        f"FAILED {name}: {stage.get('why', 'see above')}" for name, stage in ran.items() if not stage["ok"]
+    ]
+    ends = [f"not run within --budget {args.budget:g}: {', '.join(short)}"] if short else []
+    ends += failed if short or len(ran) > 1 else []  # which nothing was said after else
+    ends += [json.dumps(state)] if args.json else []
+    print("\n".join(ends), end="\n" * bool(ends))
+    return 0 if ran and not failed else 1
 
 
 def _chosen(args: argparse.Namespace) -> list[str]:

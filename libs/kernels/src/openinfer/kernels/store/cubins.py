@@ -126,6 +126,7 @@ def _version(distribution: str) -> str | None:
 
 
 CUDA_FOLDER = "cuda"
+TESTED_TRITON = "3.6.0"
 """The folder of kernels of CUDA C++, in place of a compiler's version: any NVRTC's cubins serve, because nothing but
 the source fixes their parameters."""
 
@@ -225,15 +226,15 @@ class Store:
                 missing.append(spec)
             else:
                 self._kernels[spec] = found
-        for kind, version, extra in (
-            (KernelSpec, triton_version(), "jit"),
-            (CudaSpec, nvrtc_version(), "nvrtc"),
+        for kind, version, packages in (
+            (KernelSpec, triton_version(), f"'openinfer-kernels[jit]' 'triton=={TESTED_TRITON}'"),
+            (CudaSpec, nvrtc_version(), "'openinfer-kernels[nvrtc]'"),
         ):
             absent = [spec for spec in missing if isinstance(spec, kind)]
             if absent and version is None:
                 raise KernelMissing(
                     f"{len(absent)} kernels for sm_{self.arch} are not in the wheels or in {self.cache} (the first: "
-                    f"{absent[0]}); install the compiler: pip install 'openinfer-kernels[{extra}]'"
+                    f"{absent[0]}); install the compiler: pip install {packages}"
                 )
         if missing:
             self._compile(missing, progress)
