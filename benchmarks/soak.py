@@ -179,12 +179,12 @@ def main() -> None:
     parser.add_argument("what", nargs="?", default="fake", help="fake, or a checkpoint's directory")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw a picture into this file; needs openinfer[plot]"
+        "--plot", type=Path, metavar="FILE", help="draw a picture into this file; needs openinfer-cli[plot]"
     )
     add_record_arguments(parser)
     args = parser.parse_args()
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'openinfer[plot]'")
+        parser.error("--plot needs matplotlib: pip install 'openinfer-cli[plot]'")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, served(args.what, Path(folder)) as (port, pids):
         found = soak(port, pids, args.requests)

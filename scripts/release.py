@@ -29,7 +29,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {**{name: f"libs/{name}" for name in LIBRARIES}, "recipes": "recipes", "openinfer": "."}
+FOLDERS = {**{name: f"libs/{name}" for name in LIBRARIES}, "recipes": "recipes", "cli": "."}
 """Where each distribution is, by the short name that its tags have."""
 EXAMPLES = ("examples/llama",)
 """Distributions that are not released and declare ranges of those that are."""
@@ -225,8 +225,7 @@ def previous(name: str, commit: str | None, work: Path) -> Path | None:
 
 def wheel(folder: Path, name: str) -> Path:
     """A distribution's wheel in a folder; the newest where there are several. Raises CheckFailed."""
-    stem = "openinfer" if name == "openinfer" else f"openinfer_{name}"
-    found = sorted(folder.glob(f"{stem}-*.whl"), key=lambda path: Version(path.name.split("-")[1]))
+    found = sorted(folder.glob(f"openinfer_{name}-*.whl"), key=lambda path: Version(path.name.split("-")[1]))
     if not found:
         raise CheckFailed(f"{folder} has no wheel of {name}")
     return found[-1]

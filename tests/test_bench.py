@@ -465,7 +465,7 @@ def test_a_plot_is_drawn_or_matplotlib_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert explain.main([str(TINY), "--plot", str(path)]) == 1
     said = capsys.readouterr()
-    assert "pip install 'openinfer[plot]'" in said.err
+    assert "pip install 'openinfer-cli[plot]'" in said.err
     assert said.out == ""  # it is told before the work
     monkeypatch.undo()
     pytest.importorskip("matplotlib")

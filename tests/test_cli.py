@@ -357,4 +357,6 @@ def test_a_hub_that_does_not_answer_ends_in_one_line_that_says_what_to_do(
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert len(line) < 400
-    assert ("pip install 'openinfer[hub]'" if source else "hf download Some/Mamba --local-dir Mamba") in line
+    assert (
+        "pip install 'openinfer-cli[hub]'" if source else "hf download Some/Mamba --local-dir Mamba"
+    ) in line

@@ -377,7 +377,7 @@ def test_images_are_built_and_run_as_they_can_be(command: Command) -> None:
     for option, file in itertools.pairwise(words):
         assert option != "-f" or (ROOT / file).exists(), file
     for extras in re.findall(r"EXTRAS=(\S+)", command.text):
-        assert set(extras.split(",")) <= set(distributions()["openinfer"]["wants"])
+        assert set(extras.split(",")) <= set(distributions()["openinfer-cli"]["wants"])
     if "run" in words and words[-1] != "openinfer":
         inside = ["demo/qwen3" if word == "/model" else word for word in words[words.index("openinfer") :]]
         assert parse_alone([(inside, str(ROOT))]) == [""]

@@ -52,8 +52,8 @@ from openinfer.frontend.http import connections, server
 print(server.parts(asyncio.new_event_loop(), connections.http_protocol()))
 """
 NEEDS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
-    ("openinfer", "hub"): (("huggingface_hub",), COMMAND.format(["serve", "Some/Model"])),
-    ("openinfer", "plot"): (("matplotlib",), COMMAND.format(["explain", str(MODEL), "--plot", "x.png"])),
+    ("openinfer-cli", "hub"): (("huggingface_hub",), COMMAND.format(["serve", "Some/Model"])),
+    ("openinfer-cli", "plot"): (("matplotlib",), COMMAND.format(["explain", str(MODEL), "--plot", "x.png"])),
     ("openinfer-tensor", "cupti"): (("nvidia",), CUPTI),
     ("openinfer-tensor", "nccl"): (
         ("nccl",),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 from types import ModuleType
@@ -70,3 +72,24 @@ def test_the_sdist_of_the_command_holds_nothing_of_the_libraries(release: Module
     assert {name.partition("/")[0] for name in names} - {
         "src", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", "pyproject.toml", ".gitignore",
     } == set()  # fmt: skip
+
+
+def test_the_workflow_builds_what_the_tag_names_and_trusts_one_job(release: ModuleType) -> None:
+    text = (ROOT / ".github" / "workflows" / "publish.yml").read_text()
+    assert text.count("id-token: write") == 1
+    assert "secrets." not in text
+    named = re.search(r'release\.py "\$\{GITHUB_REF_NAME##\*-v\}" "\$\{GITHUB_REF_NAME%-v\*\}" (.*)', text)
+    assert named is not None
+    for name in release.FOLDERS:
+        script = 'echo "${GITHUB_REF_NAME##*-v}" "${GITHUB_REF_NAME%-v*}"'
+        said = subprocess.run(
+            ["bash", "-c", script], env={"GITHUB_REF_NAME": f"{name}-v0.3.0"}, capture_output=True
+        )
+        version, folder = said.stdout.decode().split()
+        args = release._parser().parse_args([version, folder, *named[1].split()])
+        assert (args.version, args.libraries, args.quick) == ("0.3.0", [name], True)
+
+
+def test_every_distribution_has_the_name_of_its_tag(release: ModuleType) -> None:
+    for name in release.FOLDERS:
+        assert release.project(name)["name"] == f"openinfer-{name}"  # `openinfer` is taken on the index

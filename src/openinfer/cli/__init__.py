@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 __all__ = ["main"]
 
 DISTRIBUTIONS = (
-    "openinfer", "openinfer-recipes", "openinfer-tensor", "openinfer-kernels", "openinfer-graph", "openinfer-kvpool",
-    "openinfer-sampler", "openinfer-scheduler", "openinfer-frontend",
+    "openinfer-cli", "openinfer-recipes", "openinfer-tensor", "openinfer-kernels", "openinfer-graph",
+    "openinfer-kvpool", "openinfer-sampler", "openinfer-scheduler", "openinfer-frontend",
 )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def _hub(name: str) -> Iterator[Any]:
         import huggingface_hub
     except ImportError:
         raise recipes.NoRecipe(
-            f"{name} is no folder here; to take it from the hub: pip install 'openinfer[hub]', and run this again"
+            f"{name} is no folder here; to take it from the hub: pip install 'openinfer-cli[hub]', and run this again"
         ) from None
     try:
         yield huggingface_hub

@@ -53,7 +53,12 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=int, metavar="N", help="the part of one of N GPUs; default: --tensor-parallel-size")
     add("--ledger", type=Path, metavar="FILE", help="the file of `openinfer bench ops --json FILE`")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the step into this file; needs openinfer[plot]")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the step into this file; needs openinfer-cli[plot]",
+    )
     add(
         "--gpu-memory",
         type=float,
@@ -214,5 +219,5 @@ def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise recipe_flags.BadFlags("--plot needs matplotlib: pip install 'openinfer[plot]'") from None
+        raise recipe_flags.BadFlags("--plot needs matplotlib: pip install 'openinfer-cli[plot]'") from None
     return Figure

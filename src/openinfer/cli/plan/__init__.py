@@ -72,7 +72,12 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="with --turns: mean seconds between an answer and the next prompt; default: %(default)s")  # fmt: skip
     tiers.flags(parser)
     add("--seed", type=int, default=0, help="seed of the arrivals; default: %(default)s")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the curves into this file; needs openinfer[plot]")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the curves into this file; needs openinfer-cli[plot]",
+    )
     add_record_arguments(parser)
 
 

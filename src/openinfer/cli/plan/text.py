@@ -110,7 +110,7 @@ def matplotlib_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise BadFlags("--plot needs matplotlib: pip install 'openinfer[plot]'") from None
+        raise BadFlags("--plot needs matplotlib: pip install 'openinfer-cli[plot]'") from None
     return Figure
 
 
