@@ -29,7 +29,7 @@ F8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def run(op: Op[Any], **args: Any) -> None:
-    op(CpuPack(), **mapped(args, np.ndarray, Tensor.from_numpy))
+    op(CpuPack(batch_invariant=True), **mapped(args, np.ndarray, Tensor.from_numpy))
 
 
 def quantized(weight: Array) -> tuple[Array, Array, Array]:
