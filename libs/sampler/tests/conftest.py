@@ -13,16 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import (
-    CpuPack,
-    CudaDriver,
-    InterpDriver,
-    LaunchPack,
-    NullPack,
-    Op,
-    Store,
-    Target,
-)
+from openinfer.kernels import CpuPack, CudaDriver, InterpDriver, LaunchPack, NullPack, Op, Store, Target
 from openinfer.sampler.gpu import Adjustment, sample
 from openinfer.sampler.gpu.ops.adjustments import adjust_row, adjustment_fields, adjustment_values
 from openinfer.sampler.noise import gumbel, hash_u32

@@ -50,12 +50,7 @@ def mixture(rng):
 def columns(rows):
     """The filters of the rows, as `step` takes them."""
     params = [p for p, _, _ in rows]
-    names = {
-        "temperatures": "temperature",
-        "top_ks": "top_k",
-        "top_ps": "top_p",
-        "min_ps": "min_p",
-    }
+    names = {"temperatures": "temperature", "top_ks": "top_k", "top_ps": "top_p", "min_ps": "min_p"}
     return {column: [getattr(p, name) for p in params] for column, name in names.items()}
 
 
@@ -276,10 +271,7 @@ def test_fields_and_values_agree():
     for name, value in values.items():
         assert np.shape(value) == fields[name].shape, name
         assert not isinstance(value, np.ndarray) or value.dtype == fields[name].dtype, name
-    assert adjustment_values(SamplingParams(), [1, 2], [3], VOCABULARY) == {
-        "prompt_lens": 2,
-        "adjusts": 0,
-    }
+    assert adjustment_values(SamplingParams(), [1, 2], [3], VOCABULARY) == {"prompt_lens": 2, "adjusts": 0}
 
 
 def test_a_count_past_16_bits_stays_at_the_largest():
