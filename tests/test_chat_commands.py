@@ -155,3 +155,15 @@ def test_the_speed_follows_an_answer_on_a_terminal(monkeypatch: pytest.MonkeyPat
     chat._answer(heard, {}, terminal)  # type: ignore[arg-type]
     assert "yes" in terminal.getvalue()
     assert re.search(r"7 tokens, [\d.]+ a second; first after [\d.]+ s", terminal.getvalue())
+
+
+def test_elsewhere_an_answer_is_written_as_it_came(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard = Heard()
+    pieces = ["The", " capital", " of", " France\n", "is", " Paris", ". " * 100]
+    monkeypatch.setattr(heard, "stream", lambda body: (AnswerDelta(content=piece) for piece in pieces))
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    monkeypatch.setattr("openinfer.cli.chat.Api", lambda *_: heard)
+    assert chat.main(["http://x"]) == 0
+    assert capsys.readouterr().out == "".join(pieces) + "\n"

@@ -225,7 +225,7 @@ class _Wrapped:
 
     def _put(self, word: str) -> None:
         cells = sum(1 + (unicodedata.east_asian_width(one) in "WF") for one in word.rstrip(" \n"))
-        if self._column and self._width < self._column + cells:
+        if self._width and self._column and self._width < self._column + cells:
             self._out.write("\n")
             self._column = 0
         full = word.endswith(" ") and self._width and self._width <= self._column + cells
