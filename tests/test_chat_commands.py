@@ -167,3 +167,13 @@ def test_elsewhere_an_answer_is_written_as_it_came(
     monkeypatch.setattr("openinfer.cli.chat.Api", lambda *_: heard)
     assert chat.main(["http://x"]) == 0
     assert capsys.readouterr().out == "".join(pieces) + "\n"
+
+
+def test_a_word_that_comes_in_pieces_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, heard = Terminal(), Heard()
+    monkeypatch.setenv("COLUMNS", "10")
+    pieces = [AnswerDelta(reasoning=one) for one in ("He", "lle", "sdon", "t")]
+    pieces += [AnswerDelta(content=one) for one in ("I", "'m", " he", "re,", " at ho", "me")]
+    monkeypatch.setattr(heard, "stream", lambda body: (one for one in pieces))
+    chat._answer(heard, {}, terminal)  # type: ignore[arg-type]
+    assert terminal.getvalue() == f"{chat.DIM}Hellesdont{chat.PLAIN}\nI'm here, \nat home{chat.PLAIN}\n"

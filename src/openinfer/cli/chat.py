@@ -182,13 +182,15 @@ def _answer(api: Api, body: dict[str, Any], terminal: TextIO) -> str:
             thought, content = delta.reasoning or delta.reasoning_content, delta.content
             if dim and thought:
                 shown = printable(thought, _is_text)
-                out.sign("" if thinking else DIM)
+                if not thinking:
+                    out.sign(DIM)
                 out.write(shown)
                 thinking = True
             if content:
                 shown = printable(content, _is_text)
-                out.sign(PLAIN if thinking else "")
-                out.write(f"\n{shown}" if thinking else shown)
+                if thinking:
+                    out.sign(f"{PLAIN}\n")
+                out.write(shown)
                 thinking, said = False, said + content
             terminal.flush()
     except KeyboardInterrupt:
@@ -218,9 +220,9 @@ class _Wrapped:
             self._put(word)
 
     def sign(self, sequence: str) -> None:
-        """Write what is left, then a sequence that takes no column."""
+        """Write what is left, then a sequence that takes no column, or ends the line."""
         self._put(self._word)
-        self._word = ""
+        self._word, self._column = "", 0 if sequence.endswith("\n") else self._column
         self._out.write(sequence)
 
     def _put(self, word: str) -> None:
