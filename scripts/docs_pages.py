@@ -112,29 +112,65 @@ def imported(path: Path) -> Iterator[str]:
                     yield part
 
 
+FORMS = [
+    ("Qwen/Qwen3, 3.5, 3.6, 3.8, Next, Coder; -FP8", "BF16, FP8 in blocks", "load"),
+    ("Qwen/\\*-AWQ, -GPTQ-Int4, -GPTQ-Int8", "INT4, INT8", "load; act-order becomes plain"),
+    ("RedHatAI/\\*-FP8-dynamic, .w4a16, .w8a8, .w8a16; nvidia/\\*-FP8", "FP8, INT4, INT8", "load"),
+    (
+        "nvidia/, RedHatAI/\\*-NVFP4; amd/, RedHatAI/\\*-MXFP4; mixed ones",
+        "FP4",
+        "load; activations stay plain",
+    ),
+    (
+        "\\*-GGUF of Qwen3, 3.5, Llama, Mistral",
+        "Q4_0 to Q8_0, Q4_K to Q6_K, F16, BF16",
+        "load, as plain weights",
+    ),
+    (
+        "deepseek-ai/DeepSeek-V4-Flash, -Pro; -Base, -0731, -0813, -DSpark",
+        "FP8, FP4",
+        "load; DSpark without drafts",
+    ),
+    ("nvidia/DeepSeek-V4-\\*-NVFP4", "", "refused: `moe_quant_algo`"),
+    ("\\*-bnb-4bit, exl3, MLX; W4A8, MXFP8, asymmetric INT8", "", "refused by the key"),
+    ("other families, but Llama with `examples/llama`", "", "refused: `model_type`"),
+]
+"""Published checkpoints, their format, and what becomes of them."""
+
+
 def checkpoints() -> str:
     """The page with the memory of published checkpoints."""
-    rows, known = [], dict[str, list[str]]()  # models of one size have one plan
+    found: dict[tuple[str, ...], list[str]] = {}  # models of one size have one row
+    known: dict[str, list[str]] = {}
     for recipe in ours():
         for name, config in recipe.published().items():
             cells = known[json.dumps(config)] = known.get(json.dumps(config)) or row(recipe, name, config)
-            rows.append([name, *cells[1:]])
+            found.setdefault(tuple(cells[1:]), []).append(name)
+    rows = [[", ".join(names), *cells] for cells, names in found.items()]
     head = ["checkpoint", "recipe", "weights", "beside them", *(f"cache on {gpu}" for gpu in GPUS)]
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+    forms = "\n".join(
+        "| " + " | ".join(cells) + " |" for cells in (("names", "format", "here"), ["---"] * 3, *FORMS)
+    )
     return f"""# Checkpoints and their memory
 
 [The recipes](../recipes/README.md) say which checkpoints they take. This table has the published sizes on one GPU,
-with the default flags and {SHARE:.0%} of the GPU's memory. "Beside them" are the batch, activations, workspace, and
-what the driver takes. They are those of an H100 or H200, with kernels of CUDA C++ from a wheel or by NVRTC. Other cards
-run Triton's kernels, whose workspace is up to 0.4 GB larger. The cache is in tokens of all sequences together, beside
-the recurrent states, which take at most half of the room. "no room": the weights and what is beside them leave too
-little for one sequence.
+with the default flags and {SHARE:.0%} of the GPU's memory. "Beside them" are the batch, activations, workspace (up to
+0.4 GB more on other cards than an H100 or H200), and what the driver takes. The cache is in tokens of all sequences
+together, beside the recurrent states, which take at most half of the room. "no room": too little for one sequence.
 
 `--max-num-seqs`, `--max-num-batched-tokens` and `--max-model-len` make room; Qwen3.5 keeps a state for each of
 `--max-num-seqs` rows. `openinfer explain MODEL_DIR --gpu-memory 80` counts for your flags and your GPU.
 The columns are plans. Engines ran on an H100 of 80 GB and on H200s, and never on a card of 16 or 24 GB.
 
 {table}
+
+## Published forms
+
+`openinfer check NAME` reads headers and says whether a checkpoint loads. None of these was at hand: tests have small
+ones of each form.
+
+{forms}
 
 On a CPU the cache has 2 GB unless `--kv-cache-memory-bytes` says otherwise; float32 weights take twice what bf16 does.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import int4_packers as P
+import number_packers as packers
 import numpy as np
 import pytest
 import test_int4 as int4
@@ -26,7 +27,7 @@ from openinfer.tensor import Checkpoint, bfloat16, float8_e4m3fn, uint8
 
 Tensors = dict[str, Any]
 CONFIG = fp8.CONFIG | {"num_hidden_layers": 2}
-PLAIN = "model.layers.1.mlp.down_proj"
+PLAIN, HELD = "model.layers.1.mlp.down_proj", "model.layers.0.mlp.down_proj"
 STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 MODELOPT = {
     "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8},
@@ -62,15 +63,18 @@ def answer(folder: Path, **flags: Any) -> Any:
     return found.tokens, [entry.logprob for entry in found.logprobs if entry]
 
 
-def packed(plain: Tensors, pack: Callable[[Any], tuple[Tensors, Any]]) -> tuple[Tensors, Tensors]:
+def packed(
+    plain: Tensors, pack: Callable[..., tuple[Tensors, Any]], *, heads: bool = False, named: bool = False
+) -> tuple[Tensors, Tensors]:
     """All projections but PLAIN packed; and the values that the codes mean. pack: tensors of a module by their last
-    names, and those values."""
+    names, and those values. heads: the head and the embedding too. named: pack gets the module's name."""
     found, same = dict(plain), dict(plain)
     for name, weight in plain.items():
         module = name.removesuffix(".weight")
-        if module.endswith("_proj") and module != PLAIN:
+        ends = ("_proj", "lm_head", "embed_tokens") if heads else ("_proj",)
+        if module.endswith(ends) and module != PLAIN:
             del found[name]
-            tensors, same[name] = pack(weight)
+            tensors, same[name] = pack(weight, module) if named else pack(weight)
             found |= {f"{module}.{key}": value for key, value in tensors.items()}
     return found, same
 
@@ -93,17 +97,102 @@ WAYS: dict[str, tuple[Any, Any]] = {
     "tensor": (STATIC, by_tensor),
     "W4A16": (P.FORMATS["W4A16"][2], lambda weight: P.packed("W4A16", weight)),
     "AWQ": (P.FORMATS["AWQ"][2], lambda weight: P.packed("AWQ", weight)),
+    **packers.WAYS,
 }
 
 
 @pytest.mark.parametrize(
-    "way", ["blocks", "AWQ", *(pytest.param(way, marks=pytest.mark.slow) for way in ("tensor", "W4A16"))]
+    "way", [*(pytest.param(w, marks=[pytest.mark.slow] if w in ("tensor", "W4A16") else []) for w in WAYS)]
 )
 def test_a_module_may_stay_plain(way: str, plain: Tensors, tmp_path: Path) -> None:
     said, pack = WAYS[way]
     found, same = packed(plain, pack)
     got = answer(save(tmp_path / "packed", found, said), activation_quantization="off")
     assert got == answer(save(tmp_path / "same", same))
+
+
+@pytest.mark.parametrize("way", ["blocks", "NVFP4 (modelopt)", "INT8"])
+def test_the_head_and_the_embedding_may_be_packed(way: str, plain: Tensors, tmp_path: Path) -> None:
+    said, pack = WAYS[way]
+    found, same = packed(plain, pack, heads=True)
+    said = {key: value for key, value in said.items() if key != "ignore"}
+    got = answer(save(tmp_path / "packed", found, said), activation_quantization="off")
+    assert got == answer(save(tmp_path / "same", same))
+
+
+def test_modules_may_have_formats_of_their_own(plain: Tensors, tmp_path: Path) -> None:
+    """compressed-tensors by expressions, after which comes the class of all linear layers; modelopt by names, of which
+    the longest counts."""
+    int8, nvfp4 = (packers.WAYS[way][0]["config_groups"]["group_0"] for way in ("INT8", "NVFP4"))
+    groups = {"rest": nvfp4, "attention": int8 | {"targets": ["re:.*self_attn.*"]}}
+    ways = {"mlp": packers.WAYS["NVFP4"][1], "self_attn": packers.WAYS["INT8"][1]}
+    said = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+
+    def pack(weight: Any, module: str) -> Any:
+        return ways[module.split(".")[-2]](weight)
+
+    found, same = packed(plain, pack, named=True)
+    want = answer(save(tmp_path / "same", same))
+    assert answer(save(tmp_path / "packed", found, said), activation_quantization="off") == want
+    for odd, why in (
+        ({"attention": int8 | {"targets": ["re:("]}}, "targets: 're:\\(': missing"),
+        (
+            {"attention": int8 | {"targets": [HELD.replace("down", "gate")]}},
+            "gate_proj is INT8 by config.json, and has no",
+        ),
+    ):
+        with pytest.raises(UnsupportedModel, match=why):
+            build(RECIPE, save(tmp_path / "odd", found, said | {"config_groups": groups | odd}), **fp8.FLAGS)
+    layers = {"model.layers.0": {"quant_algo": "NVFP4"}, "model.layers.0.self_attn": {"quant_algo": "fp8"}}
+    layers |= {name.replace("s.0", "s.1"): value for name, value in layers.items()}
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    ways = {"mlp": packers.WAYS["NVFP4 (modelopt)"][1], "self_attn": by_tensor}
+    found, same = packed(plain, pack, named=True)
+    want = answer(save(tmp_path / "same", same))
+    assert answer(save(tmp_path / "packed", found, mixed), activation_quantization="off") == want
+    (tmp_path / "packed" / "config.json").write_text(
+        json.dumps(CONFIG)
+    )  # older exports have a file of their own
+    (tmp_path / "packed" / "hf_quant_config.json").write_text(json.dumps({"quantization": mixed}))
+    assert answer(tmp_path / "packed", activation_quantization="off") == want
+
+
+@pytest.mark.parametrize(("way", "coding"), [("INT8", "int8 token"), ("INT8 by tensor", "int8 tensor")])
+def test_activations_of_int8_are_rounded(way: str, coding: Any, plain: Tensors, tmp_path: Path) -> None:
+    said, pack = WAYS[way]
+    found, _ = packed(plain, pack)
+    engine = build(RECIPE, save(tmp_path / "packed", found, said), **fp8.FLAGS).engine
+    layers = engine.runner.model.weights.layers
+    assert {layer.qkv.coding for layer in layers} == {coding}
+    engine.close()
+    rounded, exact = (answer(tmp_path / "packed", activation_quantization=mode) for mode in ("on", "off"))
+    assert rounded != exact
+
+
+@pytest.mark.parametrize(
+    ("way", "ending", "value", "why"),
+    [
+        ("NVFP4 (modelopt)", "weight_scale_2", 0.0, "the scale of the tensor is 0.0; it must be above zero"),
+        ("NVFP4", "weight_global_scale", 0.0, "a scale is not finite"),
+        ("NVFP4 (modelopt)", "weight_scale_2", np.nan, "a scale is not finite"),
+        ("NVFP4", "weight_scale", np.nan, "a scale is not finite"),
+        ("NVFP4", "weight_scale", -1.0, "a scale is negative"),
+        ("MXFP4", "weight_scale", 255, "a scale is not finite"),
+        ("MXFP4", "weight_scale", 200, "a scale is .*; at most 2.17 is possible"),
+        ("INT8", "weight_scale", np.inf, "a scale is not finite"),
+        ("GPTQ 8 bits", "qzeros", 0, "a zero point is not 128"),
+        ("GPTQ act-order", "g_idx", 99, "g_idx names groups 0 to 99; there are"),
+    ],
+)
+def test_damage_is_named(way: str, ending: str, value: Any, why: str, plain: Tensors, tmp_path: Path) -> None:
+    said, pack = WAYS[way]
+    found, _ = packed(plain, pack)
+    name = f"{HELD}.{ending}"
+    found[name] = found[name].copy()
+    found[name].reshape(-1)[:1] = value
+    with pytest.raises(ValueError, match=rf"down_proj.*{why}") as caught:
+        build(RECIPE, save(tmp_path / "packed", found, said), **fp8.FLAGS)
+    assert "\n" not in str(caught.value)
 
 
 HYBRID = int4.HYBRID | {"text_config": int4.TEXT | {"num_hidden_layers": 4}}
@@ -159,14 +248,14 @@ def test_gptq_of_auto_round_has_no_index(plain: Tensors, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "said", "why"),
     [
-        ({"lm_head": "weight_scale_inv"}, fp8.QUANTIZED, "lm_head is FP8; take a checkpoint whose embedding"),
+        ({}, fp8.QUANTIZED | {"ignore": [HELD]}, f"ignore names {HELD}, which is packed in the checkpoint"),
         ({}, None, r"the key is missing, and the checkpoint has .*\.weight_scale_inv; take the publisher's"),
         (
             {"model.layers.0.self_attn.q_proj": None},
             fp8.QUANTIZED,
             r"q_proj, .* some are FP8 and some are not",
         ),
-        ({}, MODELOPT | {"quant_algo": "NVFP4"}, "'modelopt': quant_algo is 'NVFP4'; it must be 'FP8'"),
+        ({}, MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; it must be 'FP8' or 'NVFP4'"),
         ({}, {"quant_method": "fp8"}, "activation_scheme is None; it must be 'dynamic' or 'static'"),
         ({}, {"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
     ],

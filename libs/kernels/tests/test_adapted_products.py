@@ -21,6 +21,7 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
+from openinfer.kernels.formats.fp4 import fp4_words
 from openinfer.kernels.formats.int4 import group_words, pack
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.lora import FEW_TOKENS
@@ -141,6 +142,14 @@ WEIGHTS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
         "weight": dataclasses.replace(fp8_blocks(n, k, h)["weight"], coding="block")
     },
     "INT4": int4,
+    "FP4": lambda n, k, _: {
+        "weight": Linear(
+            pack(RNG.integers(0, 16, (n, k))), fp4_words(np.full((n, k // 16), k**-0.5 / 3), 1.0)
+        )
+    },
+    "INT8": lambda n, k, _: {
+        "weight": Linear(RNG.integers(-9, 9, (n, k), np.int8), np.full((n, 1), k**-0.5 / 5, float32))
+    },
 }
 
 

@@ -140,15 +140,15 @@ def test_what_is_refused() -> None:
         run("token")
     with pytest.raises(ContractError, match="coding is 'block', and weight is FP8 with scales of rows"):
         run("block", "token")
-    with pytest.raises(ContractError, match="only 'tensor' has an x_scale"):
+    with pytest.raises(ContractError, match=r"those of .* have one"):
         run("tensor", "token")
-    with pytest.raises(ContractError, match="only 'tensor' has an x_scale"):
+    with pytest.raises(ContractError, match=r"those of .* have one"):
         run("block", x_scale=scale)
     with pytest.raises(ContractError, match="float8 is for sm_89 and up"):
         run("block", pack=NullPack(Target(80, 108)))
     wide = Tensor.from_numpy(np.ones((128, 128), np.float32).astype(bfloat16))
     x, h = (Tensor.from_numpy(normal(2, 128)) for _ in range(2))
-    with pytest.raises(ContractError, match="x is to be quantised and weight is not float8"):
+    with pytest.raises(ContractError, match="x is to be quantised and weight is plain"):
         linear_add(NullPack(Target(90, 132)), x=x, h=h, weight=Linear(wide, coding="block"))
     assert scale.dtype == float32
 

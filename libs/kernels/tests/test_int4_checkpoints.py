@@ -14,16 +14,19 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError
-from openinfer.kernels.formats.int4 import Int4, PackedPart, conversions
+from openinfer.kernels.formats.gptq import gptq_packing
+from openinfer.kernels.formats.groups import WeightPart
+from openinfer.kernels.formats.int4 import int4_packing
 from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.formats.weights import LinearPlaces, WeightPart
+from openinfer.kernels.formats.weights import LinearPlaces
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, Stream, bfloat16, int32, uint8
 
+GPTQ = {style: gptq_packing(4, 32, v2=style == "gptq_v2", ordered=False) for style in ("gptq", "gptq_v2")}
 FORMATS = {
-    "symmetric": Int4("compressed-tensors", 32),
-    "zeros": Int4("compressed-tensors", 32, True),
-    "gptq": Int4("gptq", 32),
-    "awq": Int4("awq", 32),
+    "symmetric": int4_packing("compressed-tensors", 32),
+    "zeros": int4_packing("compressed-tensors", 32, zeros=True),
+    "gptq": GPTQ["gptq"],
+    "awq": int4_packing("awq", 32),
 }
 ROWS, COLUMNS = 32, 128
 
@@ -90,10 +93,11 @@ def test_the_tensors_that_must_be_there(published, name):
     assert {one for one in published.names if one.startswith(f"{name}.")} <= said
 
 
-def converted(packing, codes, words, **arrays):
+def converted(packing, **arrays):
     """A module's conversions, applied to these arrays."""
-    part = PackedPart("m", slice(0, 8), slice(0, 64))
-    for one in conversions(packing, part, codes, words):
+    packed = packing.found_in([f"m.{name}" for name in arrays], frozenset(["m"]))
+    linear = places().linear(WeightPart("m", 8), columns=64, packing=packed)
+    for one in packed.fill(WeightPart("m", 8), 64, linear.weight, linear.scales):
         yield one.convert(*(arrays[name.removeprefix("m.")] for name in one.names))
 
 
@@ -101,22 +105,19 @@ def test_the_second_version_of_gptq_has_other_zero_points(published):
     """qzeros are the zero points themselves; each version refuses the other's."""
     arrays = {name: published.array(f"gptq.{name}") for name in ("qweight", "scales", "g_idx")}
     stored = {"gptq": published.array("gptq.qzeros"), "gptq_v2": published.array("gptq_v2.qzeros")}
-    found = {
-        style: list(converted(Int4(style, 32), None, None, **arrays, qzeros=zeros))
-        for style, zeros in stored.items()
-    }
+    found = {style: list(converted(GPTQ[style], **arrays, qzeros=zeros)) for style, zeros in stored.items()}
     for one, other in zip(*found.values(), strict=True):
         np.testing.assert_array_equal(one, other)
     for style, other in (("gptq", "gptq_v2"), ("gptq_v2", "gptq")):
         with pytest.raises(ValueError, match="a zero point is not 8"):
-            list(converted(Int4(style, 32), None, None, **arrays, qzeros=stored[other]))
+            list(converted(GPTQ[style], **arrays, qzeros=stored[other]))
 
 
 def test_columns_in_the_order_of_activations_are_refused(published):
     arrays = {name: published.array(f"gptq.{name}") for name in ("qweight", "scales", "qzeros")}
     shuffled = published.array("gptq.g_idx")[::-1]
-    with pytest.raises(ValueError, match=r"ordered by activations \(desc_act, g_idx\)"):
-        list(converted(Int4("gptq", 32), None, None, **arrays, g_idx=shuffled))
+    with pytest.raises(ValueError, match=r"ordered by activations \(g_idx\)"):
+        list(converted(GPTQ["gptq"], **arrays, g_idx=shuffled))
 
 
 @pytest.mark.parametrize(("row", "column"), [(4, 0), (0, 16)])

@@ -8,6 +8,7 @@ import pytest
 
 from openinfer.kernels import ContractError
 from openinfer.kernels.formats.fp8 import row_codes, row_scales
+from openinfer.kernels.formats.groups import WeightPart
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.formats.weights import (
     FP4_E8M0,
@@ -16,7 +17,6 @@ from openinfer.kernels.formats.weights import (
     FP8_ROWS,
     FP8_TENSOR,
     LinearPlaces,
-    WeightPart,
 )
 from openinfer.tensor import (
     Arena,
@@ -287,3 +287,23 @@ def test_the_last_rows_of_a_weight_keep_their_scales_and_coding(rng, by_row):
     np.testing.assert_array_equal(Linear(last.weight.numpy(), last.scales.numpy()).values(), wanted)
     plain = Linear(Tensor.from_numpy(wanted), None).rows_from(64)
     np.testing.assert_array_equal(plain.weight.numpy(), wanted[64:])
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_exponents_may_be_float32(rng, checkpoint, places, expand):
+    """Repacked experts of DeepSeek-V4 have them so; other numbers than powers of two are refused."""
+    numbers = codes(rng, 256, 256)
+    scales = (2.0 ** rng.integers(-9, 3, (2, 2))).astype(np.float32)
+    found = checkpoint({"m.weight": numbers, "m.scale": scales})
+    p = places(float32 if expand else bfloat16, expand=expand)
+    linear = p.linear(("m", 256), columns=256, packing=FP8_E8M0)
+    found.require(p.expected(), ignore=p.ignored)
+    p.load(found, Stream(Device("cpu")))
+    got = Linear(linear.weight.numpy(), None if linear.scales is None else linear.scales.numpy()).values()
+    wide = np.repeat(np.repeat(scales, 128, 0), 128, 1)
+    np.testing.assert_array_equal(got, numbers.astype(np.float32) * wide)
+    if not expand:
+        with pytest.raises(CheckpointError, match=r"'m\.scale': a scale is no power of two up to 2\^7"):
+            p.load(
+                checkpoint({"m.weight": numbers, "m.scale": scales * np.float32(3)}), Stream(Device("cpu"))
+            )

@@ -21,6 +21,7 @@ from openinfer.frontend.chat_template import find_templates
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.kernels import GPUS, H200, KernelsError
+from openinfer.kernels.authoring import packing_text
 from openinfer.recipes.engine import gguf
 from openinfer.recipes.engine.config_fields import end_token
 from openinfer.recipes.engine.limits import decide
@@ -68,6 +69,8 @@ def _check(args: argparse.Namespace, asked: Asked) -> int:
         source = dataclasses.replace(source, checkpoint=checkpoint)
         with report.part("model"):
             blueprint = recipe.blueprint(source, options, ranks=options.tensor_parallel_size)
+            if (packing := getattr(blueprint.config, "packing", None)) is not None:
+                report.say("packed", packing_text(packing))
             report.say(
                 "context", _context(blueprint.config.max_position_embeddings, blueprint.config.max_positions)
             )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from openinfer.frontend.errors import FlagError
 from openinfer.kernels import GPUS, H200, Cost, Op, Workload
 from openinfer.kernels.authoring import leaves, linear_of
-from openinfer.tensor import Tensor, uint8
+from openinfer.tensor import Tensor
 
 BATCH = ("slots", "q_starts")
 """Arguments of the ops whose work depends on how tokens are spread over rows."""
@@ -59,9 +59,9 @@ def ledger_key(op: Op[Any], args: Any, workload: Workload) -> str:
     parts = [f"{op.name} {name}{_shape(first)}"]
     weight = getattr(args, "weight", None)
     if weight is not None:
-        stored, scales = linear_of(weight).weight, linear_of(weight).scales
-        packed = " in int4" if stored.dtype == uint8 else " in fp8"
-        parts.append(f"weight{_shape(stored)}" + packed * (scales is not None))
+        own = linear_of(weight)
+        packed = f" in {str(own.form).split()[0].lower()}"  # "in int4", "in fp8", "in nvfp4"
+        parts.append(f"weight{_shape(own.weight)}" + packed * (own.scales is not None))
     if getattr(args, "kv_scales", None) is not None:
         parts.append("cache in fp8")
     if getattr(args, "window", 0):

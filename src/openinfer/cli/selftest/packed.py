@@ -45,6 +45,25 @@ INT4 = {
             "num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 128, "dynamic": False,
         }}},
 }  # fmt: skip
+SHAPE_4B = WIDE | {
+    "hidden_size": 2560,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "intermediate_size": 9728,
+}
+"""Two layers of Qwen3-4B."""
+
+
+def _compressed(form: str, activations: Mapping[str, Any] | None = None, **weights: Any) -> Mapping[str, Any]:
+    weights = {"symmetric": True, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": form}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+NVFP4 = _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)
+MXFP4 = _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)
+BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+INT8 = _compressed("int-quantized", BY_TOKEN, num_bits=8, type="int", strategy="channel")
 RANK, TARGETS = 16, ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
@@ -60,11 +79,18 @@ FORMATS = {
     "FP8 in blocks": _Format(BLOCKS, {"activation_quantization": "off"}),
     "FP8 in blocks, activations too": _Format(BLOCKS),
     "FP8 by row, activations too": _Format(ROWS),
+    "NVFP4": _Format(NVFP4),
+    "MXFP4": _Format(MXFP4),
+    "INT8": _Format(INT8, {"activation_quantization": "off"}),
+    "INT8, activations too": _Format(INT8),
     "FP8 cache": _Format(None, {"kv_cache_dtype": "fp8"}),
 }
 
-CODES = ("INT4 with zero points", "FP8 in blocks, activations too", "FP8 by row, activations too")
-"""The formats whose products of few tokens multiply codes."""
+WIDER = {
+    "INT4 with zero points": WIDE, "FP8 in blocks, activations too": WIDE, "FP8 by row, activations too": WIDE,
+    "NVFP4": SHAPE_4B, "INT8, activations too": SHAPE_4B,
+}  # fmt: skip
+"""Formats that run in a wider model too, where products of few tokens have kernels of their own."""
 
 
 def _recipe() -> Recipe[Any]:
@@ -147,6 +173,6 @@ def every(folder: Path, device: str = "auto") -> Iterator[tuple[str, list[Check]
     """Each format, with its verdicts and those of its controls; codes in a wide model too; then adapters."""
     for number, name in enumerate(FORMATS):
         yield name, *checks(folder / str(number), name, device)
-        if name in CODES:
-            yield f"{name}, wide", *checks(folder / f"{number}-wide", name, device, WIDE)
+        if name in WIDER:
+            yield f"{name}, wide", *checks(folder / f"{number}-wide", name, device, WIDER[name])
     yield "adapters", *adapters(folder / "adapters", device)

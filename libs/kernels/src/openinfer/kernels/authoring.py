@@ -22,7 +22,8 @@ A model has
 
  - weights of linear layers: `Linear` in the forms `Plain`, `Fp8`, `Mx` and `Int4Groups`, `LinearPlaces`,
    `WeightPart`, `padded_rows`, `scale_blocks`, `form_of`, `without_zero_points`; how checkpoints store them: `Packing`,
-   `AnyPacking`, `packing_of`, `packed_in`, `module_packing`, `FP8_MADE`, `FP8_E8M0`, `FP4_E8M0`
+   `AnyPacking`, `packing_of`, `packed_in`, `module_packing`, `without_coding`, `packing_text`, `FP8_MADE`, `FP8_E8M0`,
+   `FP4_E8M0`, `FP8_SCALE_MOST`, `FP4_SCALE_MOST`
  - a cache: `CacheForm`, `FP8_CACHE`, `KvCache`, `KvLayout`, `PUBLISHED_SCALES`
  - adapters: `Adapters`, `Adapter`, `AdapterSizes`, `Projection`
 
@@ -46,21 +47,24 @@ from openinfer.kernels.attention.kv_cache import (
 )
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.groups import WeightPart
 from openinfer.kernels.formats.int4 import Int4Groups, without_zero_points
 from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
-from openinfer.kernels.formats.mx import Mx
-from openinfer.kernels.formats.quantization import AnyPacking, packed_in, packing_of
+from openinfer.kernels.formats.mx import FP4_SCALE_MOST, FP8_SCALE_MOST, Mx
+from openinfer.kernels.formats.quantization import packed_in, packing_of
 from openinfer.kernels.formats.weights import (
     FP4_E8M0,
     FP8_E8M0,
     FP8_MADE,
+    AnyPacking,
     LinearPlaces,
     Packing,
-    WeightPart,
     form_of,
     module_packing,
+    packing_text,
     padded_rows,
     scale_blocks,
+    without_coding,
 )
 from openinfer.kernels.linear.kernels import launches as linear_launches
 from openinfer.kernels.linear.problem import Problem, expect_bf16, expect_q8
@@ -101,17 +105,18 @@ from openinfer.kernels.ranks import Communicator, sum_over
 from openinfer.kernels.ranks.exchange import NCCL, pushed_rows, sum_of_ranks, way_of
 
 __all__ = [
-    "CONSUMER_SHARED_BYTES", "FLOATS", "FP4_BLOCK", "FP4_E8M0", "FP8_CACHE", "FP8_E8M0", "FP8_MADE",
-    "MERGED_AT_ONCE", "NCCL", "NEW_PAIRS", "PUBLISHED_SCALES", "SCALE_BLOCK", "Adapter", "AdapterSizes",
-    "Adapters", "Aligned", "AnyPacking", "Arg", "Array", "AttentionCall", "AttentionChoice", "CacheForm",
-    "CaseRows", "Collective", "Command", "Commands", "Communicator", "ContractError", "Cost", "Fp8",
-    "Int4Groups", "KvCache", "KvLayout", "Launch", "Linear", "LinearPlaces", "Matmul", "Memory", "Mx", "Op",
-    "OpCase", "Pack", "Packing", "Plain", "Problem", "Projection", "QkvAttentionArgs", "Scratch", "T",
-    "Target", "TensorMap", "WeightPart", "Workload", "aligned", "attention_launches", "beside",
-    "cached_bytes", "choose_attention", "depth", "e8m0", "expect", "expect_bf16", "expect_cache",
-    "expect_columns", "expect_cos_sin", "expect_linear", "expect_max_q_len", "expect_q8", "expect_rows",
-    "f32", "form_of", "hadamard", "launch", "leaves", "linear_launches", "linear_of", "mapped", "matmul_nt",
-    "module_packing", "packed_in", "packing_of", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8",
-    "require", "require_attention", "rms_norm", "rounded", "scale_blocks", "shared_bytes", "silu",
-    "sum_of_ranks", "sum_over", "tensors", "unpack_fp4", "way_of", "without_zero_points", "write_launch",
+    "CONSUMER_SHARED_BYTES", "FLOATS", "FP4_BLOCK", "FP4_E8M0", "FP4_SCALE_MOST", "FP8_CACHE", "FP8_E8M0",
+    "FP8_MADE", "FP8_SCALE_MOST", "MERGED_AT_ONCE", "NCCL", "NEW_PAIRS", "PUBLISHED_SCALES", "SCALE_BLOCK",
+    "Adapter", "AdapterSizes", "Adapters", "Aligned", "AnyPacking", "Arg", "Array", "AttentionCall",
+    "AttentionChoice", "CacheForm", "CaseRows", "Collective", "Command", "Commands", "Communicator",
+    "ContractError", "Cost", "Fp8", "Int4Groups", "KvCache", "KvLayout", "Launch", "Linear", "LinearPlaces",
+    "Matmul", "Memory", "Mx", "Op", "OpCase", "Pack", "Packing", "Plain", "Problem", "Projection",
+    "QkvAttentionArgs", "Scratch", "T", "Target", "TensorMap", "WeightPart", "Workload", "aligned",
+    "attention_launches", "beside", "cached_bytes", "choose_attention", "depth", "e8m0", "expect",
+    "expect_bf16", "expect_cache", "expect_columns", "expect_cos_sin", "expect_linear", "expect_max_q_len",
+    "expect_q8", "expect_rows", "f32", "form_of", "hadamard", "launch", "leaves", "linear_launches",
+    "linear_of", "mapped", "matmul_nt", "module_packing", "packed_in", "packing_of", "packing_text",
+    "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require", "require_attention", "rms_norm",
+    "rounded", "scale_blocks", "shared_bytes", "silu", "sum_of_ranks", "sum_over", "tensors", "unpack_fp4",
+    "way_of", "without_coding", "without_zero_points", "write_launch",
 ]  # fmt: skip

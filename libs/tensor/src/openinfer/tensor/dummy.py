@@ -69,7 +69,7 @@ class DummyCheckpoint(Checkpoint):
         info = self.info(name)
         if start < 0 or start + out.nbytes > info.nbytes:
             raise CheckpointError(info.file, name, f"bytes {start} to {start + out.nbytes} are not there")
-        scale = info.dtype == np.float32 and "scale" in name
+        scale = "scale" in name
         block = _values(info.dtype, len(info.shape) > 1, info.shape[-1] if info.shape else 1, scale)
         counts = info.dtype.kind in "iu" and info.dtype.itemsize > 1
         begin = 0 if counts else crc32(name.encode()) * info.dtype.itemsize
@@ -91,13 +91,15 @@ def _values(dtype: DType, matrix: bool, width: int, scale: bool) -> np.ndarray[A
     values: np.ndarray[Any, Any]
     if dtype == float8_e8m0fnu:
         values = np.full(size, _E8M0, np.uint8)
+    elif scale and dtype.itemsize == 1:
+        values = np.full(size, _E8M0, np.uint8) if dtype.kind in "iu" else np.ones(size, dtype)
     elif dtype == float8_e4m3fn:
         values = rng.standard_normal(size, np.float32).astype(dtype)
     elif dtype.kind in "iu" and dtype.itemsize > 1:
         values = (np.arange(size) % width).astype(dtype)
     elif dtype.kind in "iu":
         values = rng.integers(0, 256, size, np.uint8)  # two codes of four bits each
-    elif scale:
+    elif scale and dtype == np.float32:
         values = np.full(size, _SPREAD, dtype)
     elif matrix:
         values = (_SPREAD * rng.standard_normal(size, np.float32)).astype(dtype)

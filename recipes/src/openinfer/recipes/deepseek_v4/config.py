@@ -165,6 +165,9 @@ def _refuse(fields: Fields) -> None:
             f"config.json: quantization_config has quant_method {shown(method)}, weight_block_size {repr(block)[:80]} "
             f"and scale_fmt {shown(scales)}; this recipe runs 'fp8' in blocks of [128, 128] with 'ue8m0' scales"
         )
+    quantization.is_all(
+        {"moe_quant_algo": None}, "experts are run in FP4 with E8M0 scales and in FP8, which have"
+    )
     fields.is_all(WANTED, "every published model has")
 
 

@@ -148,8 +148,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def load_config(model_dir: Path) -> tuple[dict[str, Any], Any]:
-    """config.json, and the eos_token_id of generation_config.json where that has one. Raises UnsupportedModel."""
+    """config.json, and the eos_token_id of generation_config.json where that has one. Older exports of modelopt say in
+    hf_quant_config.json how weights are packed. Raises UnsupportedModel."""
     raw, generation = read_config(model_dir / "config.json"), model_dir / "generation_config.json"
+    packed = model_dir / "hf_quant_config.json"
+    if raw.get("quantization_config") is None and packed.exists():
+        said = read_config(packed).get("quantization")
+        raw["quantization_config"] = {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}
     return raw, read_config(generation).get("eos_token_id") if generation.exists() else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openinfer.kernels.authoring import AnyPacking, Linear, LinearPlaces, Packing
+from openinfer.kernels.authoring import AnyPacking, Linear, LinearPlaces, Packing, module_packing
 from openinfer.recipes.engine.config_fields import Fields
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.tensor import Tensor, TensorLoad
@@ -45,22 +45,23 @@ def expert_places(
 ) -> tuple[Linear[Tensor], Linear[Tensor]]:
     """The weights [E, 2 I, H] and [E, H, I] of a rank's experts, whose modules begin with `at`. unfused: the checkpoint
     has tensors for each expert, else one for all. Raises UnsupportedModel."""
-    if isinstance(packing, Packing) and packing.by_row:
-        if not packing.made:
+    form = module_packing(packing, at + ".0.gate_proj")
+    if isinstance(form, Packing) and form.by_row:
+        if not form.made:
             raise UnsupportedModel(
                 f"{at}: FP8 by row is for dense models; experts take blocks of 128 x 128, or INT4"
             )
-        packing = packing._replace(by_row=False)
+        form = form._replace(by_row=False)
     count = own.stop - own.start
-    gate_up = p.empty((count,), [width, width], hidden, packing, at)
-    down = p.empty((count,), [hidden], width, packing, at)
+    gate_up = p.empty((count,), [width, width], hidden, form, at)
+    down = p.empty((count,), [hidden], width, form, at)
     for index in range(count if unfused else 0):
         name = f"{at}.{own.start + index}."
-        p.fill(gate_up[index], [(name + "gate_proj", width), (name + "up_proj", width)], packing)
-        p.fill(down[index], [(name + "down_proj", hidden)], packing)
+        p.fill(gate_up[index], [(name + "gate_proj", width), (name + "up_proj", width)], form)
+        p.fill(down[index], [(name + "down_proj", hidden)], form)
     if unfused:
         return gate_up, down
-    if packing is not None and packing.made:
+    if form is not None and form.made:
         for index in range(count):
             _expert(p, gate_up[index], at + ".gate_up_proj", own.start + index, parts=2)
             _expert(p, down[index], at + ".down_proj", own.start + index)

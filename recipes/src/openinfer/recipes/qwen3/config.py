@@ -15,7 +15,7 @@ from openinfer.recipes.engine.config_fields import (
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.experts import Experts
-from openinfer.recipes.engine.quantization import AnyPacking, packing
+from openinfer.recipes.engine.quantization import AnyPacking, for_ranks, packing
 from openinfer.recipes.engine.rope import Floats, rope_of
 from openinfer.recipes.engine.shard import WHOLE, Part
 from openinfer.recipes.qwen3.published import MODEL_TYPES
@@ -55,6 +55,8 @@ class Config:
     def of_rank(self, rank: int, ranks: int) -> Config:
         """This model with the part of one of several ranks: its query heads, its columns of the MLP, its rows of the
         vocabulary. Raises UnsupportedModel where the model cannot be shared evenly."""
+        if ranks > 1:
+            for_ranks(self.packing)
         part, dim = Part(rank, ranks), self.head_dim
         mlp = self.experts.count if self.experts else self.intermediate_size
         sizes = {

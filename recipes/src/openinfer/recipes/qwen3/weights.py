@@ -13,7 +13,6 @@ from openinfer.kernels.authoring import (
     Linear,
     LinearPlaces,
     WeightPart,
-    module_packing,
     padded_rows,
 )
 from openinfer.recipes.engine.experts import expert_places
@@ -54,12 +53,12 @@ class Weights:
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any]) -> Weights:
         """Uninitialised weights in `arena`."""
         p, hidden, before = LinearPlaces(arena, dtype), config.hidden_size, arena.used
-        embed = p.plain("model.embed_tokens.weight", config.vocab_size, hidden)
+        embed = p.table("model.embed_tokens", config.vocab_size, hidden, config.packing)
         layers = [_layer(p, config, f"model.layers.{n}.") for n in range(config.num_layers)]
         norm, rows = p.plain("model.norm.weight", hidden), config.part.slice(config.vocab_size)
         count = rows.stop - rows.start
         tied = config.tie_word_embeddings
-        head = embed[rows] if tied else p.plain("lm_head.weight", count, hidden, source=(rows,))
+        head = embed[rows] if tied else p.table("lm_head", count, hidden, config.packing, rows.start)
         norms = [*(layer.input_norm for layer in layers[1:]), norm]
         linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
         return cls(embed, tuple(linked), norm, head, arena.used - before, p)
@@ -95,7 +94,7 @@ def _layer(p: LinearPlaces, config: Config, at: str) -> Layer:
         count, module = config.experts.count, at + "mlp.experts"
         gate_up, down = expert_places(
             p, module, part.slice(count), config.experts.intermediate_size, hidden,
-            module_packing(config.packing, module + ".0.gate_proj"), unfused=config.unfused_experts,
+            config.packing, unfused=config.unfused_experts,
         )  # fmt: skip
         router = p.linear((at + "mlp.gate", count), columns=hidden, pad=padded_rows(count) - count)
     else:

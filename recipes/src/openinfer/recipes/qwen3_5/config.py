@@ -12,7 +12,7 @@ import numpy as np
 from openinfer.recipes.engine.config_fields import Fields, attention_heads, eos_ids
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.experts import Experts
-from openinfer.recipes.engine.quantization import AnyPacking, packing
+from openinfer.recipes.engine.quantization import AnyPacking, for_ranks, packing
 from openinfer.recipes.engine.rope import SECTIONS, Floats, Rope, rope_of
 from openinfer.recipes.engine.shard import WHOLE, Part
 from openinfer.recipes.qwen3_5.options import STATE_DTYPES
@@ -68,6 +68,7 @@ class Config:
         rows of the vocabulary. Raises UnsupportedModel where the model cannot be shared evenly."""
         if ranks == 1:
             return self
+        for_ranks(self.packing)
         block, experts = self.packing.block if self.packing else 16, self.experts
         sizes = {
             "num_attention_heads": (self.num_heads, 1),

@@ -158,13 +158,14 @@ class Weights:
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
         """Uninitialised weights in `arena`. Raises UnsupportedModel where projections cannot be stacked."""
         p, rows, before = _Places(arena, dtype, form=form), config.part.slice(config.vocab_size), arena.used
-        embed = p.plain(form.prefix + "embed_tokens.weight", config.vocab_size, config.hidden_size)
+        embed = p.table(form.prefix + "embed_tokens", config.vocab_size, config.hidden_size, form.packing)
         layers = [_layer(p, config, f"{form.prefix}layers.{n}.", full) for n, full in enumerate(config.full)]
         norm = p.gain(form.prefix + "norm.weight", config.hidden_size)
         if form.tied:
             head = embed if config.part.ranks == 1 else embed[rows]
         else:
-            head = p.plain("lm_head.weight", rows.stop - rows.start, config.hidden_size, source=(rows,))
+            count = rows.stop - rows.start
+            head = p.table("lm_head", count, config.hidden_size, form.packing, rows.start)
         mtp = _mtp(p, config, head) if form.mtp else None
         norms = [*(layer.input_norm for layer in layers[1:]), norm]
         linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
@@ -208,7 +209,7 @@ class _Places(LinearPlaces):
     def stack(self, *parts: WeightPart, columns: int, pad: int = 0) -> Linear[Tensor]:
         """Projections in one weight, with `pad` rows of zeros after them."""
         kinds = {self.form.packing_of(part.module) for part in parts}
-        packing = self.form.packing if len(kinds) == 2 else kinds.pop()
+        packing = kinds.pop() if len(kinds) == 1 else self.form.packing
         try:
             return self.linear(*parts, columns=columns, packing=packing, pad=pad)
         except (ContractError, UnsupportedQuantization) as error:  # the former: a rank's part

@@ -1,4 +1,4 @@
-"""Products of float8 codes: activations are quantised to e4m3, and weights of e4m3 are not unpacked.
+"""Products of float8 or int8 codes: activations are quantised, and weights are not unpacked.
 
 BLOCKS: a scale is of 128 columns of a token, and of 128 x 128 numbers of the weight. Else it is of a token, and of a
 row of the weight. The tensor cores add up float8 products with some 14 bits. So every 128 columns have a sum of their
@@ -14,11 +14,25 @@ from openinfer.kernels.device.norm import gated, weighted
 
 
 @triton.jit
-def _coded(value, largest):
-    """Float32 values as codes, and their scale: scaled so that `largest` maps to 448."""
+def _code(value, codes):
+    """Float32 values as the nearest codes that a tensor holds, e4m3 or int8; ties go to the even one."""
+    if codes.dtype.element_ty.is_int():
+        value = tl.clamp(value, -128.0, 127.0) + 12582912.0  # 1.5 * 2^23: a float32 near it has no fraction
+        code = (value - 12582912.0).to(tl.int8)
+    else:
+        code = tl.clamp(value, -448.0, 448.0).to(tl.float8e4nv)
+    return code
+
+
+@triton.jit
+def _coded(value, largest, codes):
+    """Float32 values as codes, and their scale: scaled so that `largest` maps to the largest code."""
     largest = tl.maximum(largest, 1e-10)
-    code = tl.clamp(value * tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest), -448.0, 448.0)
-    return code.to(tl.float8e4nv), tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+    if codes.dtype.element_ty.is_int():
+        most = tl.full(largest.shape, 127.0, tl.float32)
+    else:
+        most = tl.full(largest.shape, 448.0, tl.float32)
+    return _code(value * tl.div_rn(most, largest), codes), tl.div_rn(largest, most)
 
 
 @triton.jit
@@ -30,13 +44,13 @@ def _store_codes(
     largest = tl.max(tl.abs(value), 1, keep_dims=True)
     if STATIC:
         scale = tl.load(x_scale)
-        code = tl.clamp(value * tl.div_rn(1.0, scale), -448.0, 448.0).to(tl.float8e4nv)
+        code = _code(value * tl.div_rn(1.0, scale), codes)
         tl.store(scales + row, scale)
     elif BLOCKS:
-        code, scale = _coded(value, largest)
+        code, scale = _coded(value, largest, codes)
         tl.store(scales + block[:, None] * TOKENS + row, scale, mask=block[:, None] * 128 < width)
     else:
-        code, scale = _coded(value, tl.max(largest, 0, keep_dims=True))
+        code, scale = _coded(value, tl.max(largest, 0, keep_dims=True), codes)
         tl.store(scales + row + tl.zeros([1, 1], tl.int32), scale)
     tl.store(codes + row * width + column, code, mask=column < width)
 

@@ -54,7 +54,7 @@ class Fp8:
         expect(f"scales of {name}", scales, (*weight.shape[:-2], *rows), float32)
 
     def allows(self, coding: Coding | None) -> bool:
-        return coding is None or (coding != "block") == self.by_row
+        return coding is None or coding in (("token", "tensor") if self.by_row else ("block",))
 
 
 def scale_shape(shape: tuple[int, ...], parts: int) -> tuple[int, int]:

@@ -13,25 +13,22 @@ A checkpoint packs 8 codes in an int32, the first in the lowest bits:
 
 - compressed-tensors ("pack-quantized"): `weight_packed` [N, K / 8] and `weight_scale` [N, K / G]. Codes are values + 8,
   and zero points, where groups have their own, are `weight_zero_point` [N / 8, K / G], packed along N.
-- GPTQ: `qweight` [K / 8, N], packed along K; `scales` [K / G, N]; `qzeros` [K / G, N / 8], the zero points less one
-  ("gptq_v2": the zero points). `g_idx` [K] names the group of each column; AutoRound writes none.
-- AWQ: `qweight` [K, N / 8], packed along N in the order 0, 2, 4, 6, 1, 3, 5, 7; `scales` and `qzeros` as in GPTQ, but
-  the zero points are stored without a change, and packed in that order too.
+- AWQ: `qweight` [K, N / 8], packed along N in the order 0, 2, 4, 6, 1, 3, 5, 7; `scales` [K / G, N]; the zero
+  points `qzeros` [K / G, N / 8], packed in that order too.
+- GPTQ: see formats.gptq.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.errors import ContractError
+from openinfer.kernels.formats.groups import Empty, Grouped, Stored, WeightPart, finite
 from openinfer.kernels.op.contract import expect, require
 from openinfer.kernels.op.rounding import Array, Coding
-from openinfer.tensor import Conversion, Tensor, int32, uint8
+from openinfer.tensor import Tensor, int32, uint8
 
 GROUPS = (32, 64, 128)
 """Columns that a group may have."""
@@ -58,6 +55,13 @@ class Int4Groups:
 
     def __str__(self) -> str:
         return f"INT4 in groups of {self.group}"
+
+    @property
+    def block(self) -> int:
+        return self.group
+
+    def empty(self, rows: int, columns: int) -> Empty:
+        return ((rows, columns // 2), uint8), ((rows, columns // self.group), int32)
 
     def columns(self, weight: Any) -> int:
         return 2 * int(weight.shape[-1])
@@ -101,10 +105,7 @@ def unpack(packed: Array) -> Array:
 def group_words(scales: Array, zeros: Array | int) -> Array:
     """Words of scales (bfloat16 or float16) and zero points 0 to 15. Raises ValueError for scales that are not finite,
     and for float32 scales that no word holds."""
-    wide = scales.astype(np.float32)
-    bits = wide.view(np.int32)
-    if not np.isfinite(wide).all():
-        raise ValueError("a scale is not finite")
+    bits = finite(scales).view(np.int32)
     if (bits & ZERO_BITS).any():
         raise ValueError(
             "a scale has more digits than bfloat16 and float16 have; convert scales to one of these"
@@ -127,83 +128,19 @@ def int4_values(packed: Array, words: Array) -> Array:
     return np.asarray(groups * scales[..., None], np.float32).reshape(codes.shape)
 
 
-class Int4(NamedTuple):
-    """How a checkpoint stores INT4 weights. group: columns that share a scale. zeros: groups of compressed-tensors have
-    zero points of their own. indexed: modules of GPTQ have a g_idx. modules: as those of weights.Packing."""
-
-    style: Literal["compressed-tensors", "gptq", "gptq_v2", "awq"]
-    group: int
-    zeros: bool = False
-    indexed: bool = True
-    modules: frozenset[str] | None = None
-
-    @property
-    def kind(self) -> str:
-        """The name that messages use."""
-        return "INT4"
-
-    @property
-    def marker(self) -> str:
-        """The ending of a name that only packed modules have."""
-        return ".weight_packed" if self.style == "compressed-tensors" else ".qweight"
-
-    @property
-    def block(self) -> int:
-        """Columns of a rank's part are a multiple of this."""
-        return self.group
-
-    @property
-    def block_rows(self) -> bool:
-        """Whether a scale is of several rows."""
-        return False
-
-    @property
-    def made(self) -> bool:
-        """Whether the checkpoint's weights are plain, and packed while they are loaded."""
-        return False
-
-
-class PackedPart(NamedTuple):
-    """Rows and columns of a module's weight."""
-
-    module: str
-    rows: slice
-    columns: slice
-
-
-def conversions(packing: Int4, part: PackedPart, codes: Tensor, words: Tensor) -> Iterator[Conversion]:
-    """The conversions that fill codes [rows, columns / 2] and words [rows, columns / group] of a part. Raises
-    ContractError where the part begins or ends within a group of columns, or within 8 rows."""
-    rows, columns = part.rows, part.columns
-    of_rows, of_columns = _packed(part, rows, _CODES), _packed(part, columns, _CODES)
-    groups = _packed(part, columns, packing.group)
-
-    def made(dst: Tensor, convert: Any, **tensors: tuple[slice, ...]) -> Conversion:
-        names = tuple(f"{part.module}.{name}" for name in tensors)
-        return Conversion(names, dst, convert, tuple(tensors.values()))
-
-    if packing.style == "compressed-tensors":
-        zeros = {"weight_zero_point": (of_rows, groups)} if packing.zeros else {}
-        yield made(codes, _of_rows, weight_packed=(rows, of_columns))
-        yield made(words, _words, weight_scale=(rows, groups), **zeros)
-    elif packing.style == "awq":
-        yield made(codes, _of_awq, qweight=(columns, of_rows))
-        yield made(words, _words_of_awq, scales=(groups, rows), qzeros=(groups, of_rows))
-    else:
-        convert = functools.partial(
-            _words_of_gptq, first=groups.start, stored=SYMMETRIC - (packing.style == "gptq")
-        )
-        index = {"g_idx": (columns,)} if packing.indexed else {}
-        yield made(codes, _of_columns, qweight=(of_columns, rows))
-        yield made(words, convert, scales=(groups, rows), qzeros=(groups, of_rows), **index)
-
-
-def _packed(part: PackedPart, extent: slice, size: int) -> slice:
-    if extent.start % size or extent.stop % size:
-        raise ContractError(
-            f"{part.module}: rows or columns {extent.start} to {extent.stop} are no whole groups of {size}"
-        )
-    return slice(extent.start // size, extent.stop // size)
+def int4_packing(style: str, group: int, *, zeros: bool = False) -> Grouped:
+    """How checkpoints of the style "compressed-tensors" or "awq" store INT4. zeros: groups of compressed-tensors have
+    zero points of their own."""
+    if style == "awq":
+        awq = Stored(".scales", 1, group, transposed=True), Stored(".qzeros", 8, group, int32, True)
+        codes, to_codes, to_scales = Stored(".qweight", 8, 1, int32, True), _of_awq, _words_of_awq
+        return Grouped("INT4", Int4Groups(group), codes, awq, to_codes, to_scales)
+    points = (Stored(".weight_zero_point", 8, group, int32),) if zeros else ()
+    scales = (Stored(".weight_scale", 1, group), *points)
+    return Grouped(
+        "INT4", Int4Groups(group), Stored(".weight_packed", 1, 8, int32), scales, of_rows, _words,
+        ignored=(".weight_shape",),
+    )  # fmt: skip
 
 
 def _unpacked(packed: Array) -> Array:
@@ -220,7 +157,7 @@ def _reordered(packed: Array) -> Array:
     return codes.reshape(*packed.shape[:-1], -1)
 
 
-def _of_rows(weight_packed: Array) -> Array:
+def of_rows(weight_packed: Array) -> Array:
     """int4.pack of the codes [N, K], without taking all of them apart: 16 bytes hold the same 32 columns in both."""
     runs = np.ascontiguousarray(weight_packed).view(np.uint64).reshape(len(weight_packed), -1, 2)
     even, odd = _joined(runs[..., 0], runs[..., 1], np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4))
@@ -234,10 +171,6 @@ def _joined(first: Array, second: Array, low: Any, four: Any) -> tuple[Array, Ar
     return first & low | (second & low) << four, first >> four & low | second & ~low
 
 
-def _of_columns(qweight: Array) -> Array:
-    return _of_rows(qweight.T)
-
-
 def _of_awq(qweight: Array) -> Array:
     """int4.pack along the rows of codes [K, N], transposed."""
     runs = np.ascontiguousarray(qweight).view(np.uint8).reshape(len(qweight) // 32, 2, 16, -1)
@@ -249,25 +182,11 @@ def _of_awq(qweight: Array) -> Array:
     return packed.reshape(-1, len(qweight) // 2)
 
 
-def _words(weight_scale: Array, weight_zero_point: Array | None = None) -> Array:
+def _words(part: WeightPart, weight_scale: Array, weight_zero_point: Array | None = None) -> Array:
     return group_words(
         weight_scale, SYMMETRIC if weight_zero_point is None else _unpacked(weight_zero_point.T).T
     )
 
 
-def _words_of_awq(scales: Array, qzeros: Array) -> Array:
+def _words_of_awq(part: WeightPart, scales: Array, qzeros: Array) -> Array:
     return group_words(scales, _reordered(qzeros)).T
-
-
-def _words_of_gptq(
-    scales: Array, qzeros: Array, g_idx: Array | None = None, *, first: int, stored: int
-) -> Array:
-    columns = 0 if g_idx is None else len(g_idx)
-    if g_idx is not None and (g_idx != first + np.arange(columns) // (columns // len(scales))).any():
-        raise ValueError(
-            "columns are ordered by activations (desc_act, g_idx), which is not supported; take a checkpoint "
-            "that was quantised with desc_act false"
-        )
-    if (_unpacked(qzeros) != stored).any():
-        raise ValueError(f"a zero point is not {SYMMETRIC}, and the checkpoint says that it is symmetric")
-    return group_words(scales, SYMMETRIC).T

@@ -7,12 +7,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from openinfer.kernels.formats.fp4 import Fp4
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
+from openinfer.kernels.formats.int8 import Int8
 from openinfer.kernels.formats.mx import Mx
 from openinfer.kernels.op.contract import expect, require
 from openinfer.kernels.op.op import T
-from openinfer.kernels.op.rounding import SCALE_BLOCK, Array, Coding
+from openinfer.kernels.op.rounding import BEFOREHAND, SCALE_BLOCK, Array, Coding
 from openinfer.tensor import Tensor, float32
 
 T_co = TypeVar("T_co", covariant=True)
@@ -64,16 +66,20 @@ class Plain:
         return cls() if scales is None else None
 
 
-FORMS = (Plain, Int4Groups, Mx, Fp8)
+FORMS = (Plain, Fp4, Int4Groups, Int8, Mx, Fp8)
 """All formats; the first that knows the dtypes of weight and scales is a weight's."""
+DENSE = (Plain, Fp8, Int4Groups, Fp4, Int8)
+"""The formats that products of dense layers take."""
+EXPERTS = (Plain, Fp8(by_row=False), Int4Groups, Fp4, Int8)
+"""The formats that mixtures of experts take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear(Generic[T_co]):
     """A weight [N, K] (of experts [E, N, K]) of the model's dtype, or packed with scales as its `form` says.
 
-    coding, x_scale: how activations are quantised before they are multiplied with it; x_scale is float32 [1], which
-    only "tensor" has."""
+    coding, x_scale: how activations are quantised before they are multiplied with it; x_scale is float32 [1], of
+    rounding.BEFOREHAND."""
 
     weight: T_co
     scales: T_co | None = None
@@ -144,13 +150,13 @@ def expect_linear(
     one = kinds[type(form)]
     (form if isinstance(one, type) else one).expect(name, linear.weight, linear.scales, shape, dtype, parts)
     require(
-        (linear.x_scale is not None) == (coding == "tensor"),
-        f"coding is {coding!r} and x_scale is {linear.x_scale!r}; only 'tensor' has an x_scale",
+        (linear.x_scale is not None) == (coding in BEFOREHAND),
+        f"coding is {coding!r} and x_scale is {linear.x_scale!r}; those of {BEFOREHAND} have one",
     )
     if linear.x_scale is not None:
         expect("x_scale", linear.x_scale, (1,), float32)
     require(
         form.allows(coding),
-        f"coding is {coding!r}, and {name} is {form}; 'block' is for FP8 with scales of blocks, the others are for "
-        "FP8 with scales of rows",
+        f"coding is {coding!r}, and {name} is {form}; 'block' is for FP8 with scales of blocks, 'token' and 'tensor' "
+        "are for FP8 with scales of rows, and those of int8 for INT8 with scales of rows",
     )

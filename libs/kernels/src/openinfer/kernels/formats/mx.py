@@ -12,10 +12,13 @@ from openinfer.kernels.op.contract import expect
 from openinfer.kernels.op.rounding import FP4_BLOCK, Array, Coding, e8m0, unpack_fp4
 from openinfer.tensor import Tensor, float8_e4m3fn, uint8
 
+FP8_SCALE_MOST, FP4_SCALE_MOST = 134, 128
+"""The largest bytes of scales that kernels take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mx:
-    """uint8 scales, at most 134 for FP8 and 128 for FP4; codes are numbers, no NaN. `fp4`: uint8 [..., N, K / 2],
+    """uint8 scales, at most FP8_SCALE_MOST or FP4_SCALE_MOST; codes are numbers, no NaN. `fp4`: uint8 [..., N, K / 2],
     column 2i in the low nibble of byte i, with scales [..., N, K / 32]. Else float8_e4m3fn with scales of blocks as
     fp8.Fp8 has them. Products of float8 codes take an FP4 block whose byte is below 102 for zero: it holds less than
     2^-22."""

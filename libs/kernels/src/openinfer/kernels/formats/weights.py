@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from openinfer.kernels.errors import ContractError, UnsupportedQuantization
 from openinfer.kernels.formats.fp8 import block_codes, block_scales, row_codes, row_scales
-from openinfer.kernels.formats.int4 import Int4, PackedPart, conversions
-from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, Coding
+from openinfer.kernels.formats.groups import Grouped, WeightPart, finite
+from openinfer.kernels.formats.linear import Form, Linear
+from openinfer.kernels.formats.mx import FP8_SCALE_MOST
+from openinfer.kernels.op.rounding import BEFOREHAND, FP4_BLOCK, SCALE_BLOCK, Coding
 from openinfer.tensor import (
     Conversion,
     Places,
@@ -24,7 +26,6 @@ from openinfer.tensor import (
     float8_e8m0fnu,
     float32,
     int8,
-    int32,
     uint8,
 )
 
@@ -35,13 +36,16 @@ __all__ = [
     "FP8_MADE",
     "FP8_ROWS",
     "FP8_TENSOR",
+    "AnyPacking",
     "LinearPlaces",
+    "Mixed",
     "Packing",
-    "WeightPart",
     "form_of",
     "module_packing",
+    "packing_text",
     "padded_rows",
     "scale_blocks",
+    "without_coding",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -83,16 +87,56 @@ class Packing(NamedTuple):
         """Whether a scale is of several rows."""
         return not self.by_row
 
-
-class WeightPart(NamedTuple):
-    """`rows` rows of a module's weight from row `row` on, in the columns from `column` on: all, or a rank's part."""
-
-    module: str
-    rows: int
-    row: int = 0
-    column: int = 0
+    @property
+    def kept(self) -> bool:
+        """Whether weights stay packed."""
+        return True
 
 
+class Mixed(NamedTuple):
+    """Packings of different modules of one checkpoint, and which one a module has by config.json. coded: whether
+    activations may be quantised."""
+
+    packings: tuple[Packing | Grouped, ...]
+    pick: Callable[[str], Packing | Grouped | None]
+    coded: bool = True
+
+    @property
+    def kind(self) -> str:
+        """The name that messages use."""
+        return " and ".join(dict.fromkeys(one.kind for one in self.packings))
+
+    @property
+    def block(self) -> int:
+        """Columns of a rank's part are a multiple of this."""
+        return math.lcm(*(one.block for one in self.packings))
+
+    @property
+    def made(self) -> bool:
+        """Whether the checkpoint's weights are plain, and packed while they are loaded."""
+        return False
+
+    @property
+    def kept(self) -> bool:
+        """Whether weights stay packed."""
+        return all(one.kept for one in self.packings)
+
+    @property
+    def modules(self) -> frozenset[str] | None:
+        """The packed ones; None: they are not known yet."""
+        return frozenset().union(*(one.modules or () for one in self.packings)) or None
+
+    def of(self, module: str) -> Packing | Grouped | None:
+        """The packing of a module: by its tensors once these are known, before by config.json."""
+        if self.modules:
+            own = next((one for one in self.packings if module in (one.modules or ())), None)
+        else:
+            own = self.pick(module)
+        return own if own is None or self.coded else without_coding(own)
+
+
+AnyPacking = Packing | Grouped | Mixed
+"""How a checkpoint stores its packed weights."""
 AnyPart = WeightPart | tuple[str, int]
 """A module and its rows are enough where the weight is taken whole, or from its first row and column on."""
 
@@ -114,12 +158,12 @@ def padded_rows(rows: int) -> int:
     return -(-rows // 16) * 16
 
 
-def form_of(layer: Any) -> tuple[np.dtype[Any], ...]:
-    """The dtypes of the linear weights in a layer, a dataclass. The same kernels run layers of one form."""
+def form_of(layer: Any) -> tuple[Form, ...]:
+    """The formats of the linear weights in a layer, a dataclass. The same kernels run layers of one form."""
     if isinstance(layer, Linear):
-        return (layer.weight.dtype,)
+        return (layer.form,)
     parts = [getattr(layer, field.name) for field in fields(layer)]
-    return tuple(dtype for part in parts if is_dataclass(part) for dtype in form_of(part))
+    return tuple(form for part in parts if is_dataclass(part) for form in form_of(part))
 
 
 @dataclass(slots=True)
@@ -132,11 +176,13 @@ class LinearPlaces(Places):
     """Which rows and columns of a layer's weight lie where, by the name of a plain weight."""
     ignored: list[str] = field(default_factory=list)
     """Tensors that belong to packed weights and say nothing that is needed."""
+    dtypes: dict[str, tuple[np.dtype[Any], ...]] = field(default_factory=dict)
+    """The dtypes that a tensor may have, where they are not those of its place or of plain weights."""
     single: set[str] = field(default_factory=set)
     """Tensors of one value, [] or [1]."""
 
     def linear(
-        self, *parts: AnyPart, columns: int, packing: Packing | Int4 | None = None, pad: int = 0
+        self, *parts: AnyPart, columns: int, packing: AnyPacking | None = None, pad: int = 0
     ) -> Linear[Tensor]:
         """Projections stacked in one weight, with `pad` rows of zeros after them. FP8 blocks begin anew at each
         projection, so the rows of all but the last are whole blocks, or all have as many rows. Raises
@@ -154,14 +200,14 @@ class LinearPlaces(Places):
             self.pads.append(linear.weight[sum(rows) :])
             if linear.scales is not None and linear.scales.shape[-2] == linear.weight.shape[-2]:
                 self.pads.append(linear.scales[sum(rows) :])
-        if isinstance(packing, Int4) or packing is None or packing.coding is None:
+        if packing is None or packing.coding is None:
             return linear
         return replace(linear, coding=packing.coding, x_scale=self._x_scale(parts, packing))
 
-    def _x_scale(self, parts: Sequence[AnyPart], packing: Packing) -> Tensor | None:
+    def _x_scale(self, parts: Sequence[AnyPart], packing: Packing | Grouped) -> Tensor | None:
         """The scale of the activations of stacked projections: the largest published one."""
         names = tuple(f"{part[0]}.input_scale" for part in parts)
-        if packing.coding != "tensor":
+        if packing.coding not in BEFOREHAND:
             return None
         scale = self.arena.alloc((1,), float32, names[0])
         self.conversions.append(Conversion(names, scale, _largest))
@@ -169,22 +215,36 @@ class LinearPlaces(Places):
         self.ignored = [name for name in self.ignored if name not in names]
         return scale
 
+    def table(
+        self, module: str, rows: int, columns: int, packing: AnyPacking | None = None, row: int = 0
+    ) -> Tensor:
+        """An embedding or a head [rows, columns], from a module's row `row` on. A packed one becomes plain while it is
+        loaded."""
+        own = module_packing(packing, module)
+        if own is None or own.made or not own.modules:
+            return self.plain(module + ".weight", rows, columns, source=(_range(row, rows),))
+        table = self.arena.alloc((rows, columns), self.dtype, module)
+        self.fill(Linear(table), [WeightPart(module, rows, row)], own)
+        return table
+
     def empty(
         self,
         count: tuple[int, ...],
         rows: Sequence[int],
         columns: int,
-        packing: Packing | Int4 | None,
+        packing: Packing | Grouped | None,
         name: str,
         pad: int = 0,
     ) -> Linear[Tensor]:
         """A weight [*count, sum of rows + pad, columns] that nothing fills yet."""
         alloc, total = self.arena.alloc, sum(rows) + pad
-        if isinstance(packing, Int4):
-            words = alloc((*count, total, columns // packing.group), int32, name)
-            return Linear(alloc((*count, total, columns // 2), uint8, name), words)
-        if packing is None or self.expand:
+        if packing is None or self.expand or not packing.kept:
             return Linear(alloc((*count, total, columns), self.dtype, name), None)
+        if isinstance(packing, Grouped):
+            codes, scales = (
+                alloc((*count, *shape), dtype, name) for shape, dtype in packing.form.empty(total, columns)
+            )
+            return Linear(codes, scales)
         if packing.fp4:
             weight = alloc((*count, total, columns // 2), int8, name).view_as(uint8)
             scales = alloc((*count, total, columns // FP4_BLOCK), packing.dtype, name)
@@ -195,7 +255,9 @@ class LinearPlaces(Places):
             scales = alloc((*count, sum(map(scale_blocks, rows)), scale_blocks(columns)), packing.dtype, name)
         return Linear(weight, scales if packing.dtype == float32 else scales.view_as(uint8))
 
-    def fill(self, linear: Linear[Tensor], parts: Sequence[AnyPart], packing: Packing | Int4 | None) -> None:
+    def fill(
+        self, linear: Linear[Tensor], parts: Sequence[AnyPart], packing: Packing | Grouped | None
+    ) -> None:
         """Projections one below the other in a weight [N, K]. Raises ContractError where a part of a packed weight does
         not begin with a block or group, and is not within one."""
         start = block = 0
@@ -209,9 +271,8 @@ class LinearPlaces(Places):
             self.layers.append(layer)
             if packing is None:
                 self.loads.append(layer)
-            elif isinstance(packing, Int4):
-                assert scales is not None
-                self._int4(part, weight, scales[rows], packing)
+            elif isinstance(packing, Grouped):
+                self._grouped(part, linear.columns, weight, None if scales is None else scales[rows], packing)
             elif packing.by_row and scales is not None:
                 self._rows(part, weight, scales[rows], packing)
             elif packing.made and scales is not None:
@@ -226,10 +287,18 @@ class LinearPlaces(Places):
             self.conversions.append(Conversion((name,), dst, convert, (source,)))
         return height
 
-    def _int4(self, part: WeightPart, codes: Tensor, words: Tensor, packing: Int4) -> None:
-        size = _range(part.row, part.rows), _range(part.column, 2 * codes.shape[1])
-        self.conversions += conversions(packing, PackedPart(part.module, *size), codes, words)
-        self.ignored.append(part.module + ".weight_shape")
+    def _grouped(
+        self, part: WeightPart, columns: int, weight: Tensor, scales: Tensor | None, packing: Grouped
+    ) -> None:
+        for one in packing.fill(part, columns, weight, scales):
+            if isinstance(one, TensorLoad):
+                self.loads.append(one)
+            else:
+                self.conversions.append(one)
+        stored = (packing.codes, *packing.scales)
+        self.dtypes |= {part.module + one.ending: (one.dtype,) for one in stored if one.dtype is not None}
+        self.single |= {part.module + one.ending for one in stored if one.rows is one.columns is None}
+        self.ignored += [part.module + ending for ending in (*packing.ignored, ".input_scale")]
 
     def _rows(self, part: WeightPart, weight: Tensor, scales: Tensor, packing: Packing) -> None:
         name, rows = part.module + ".weight", _range(part.row, part.rows)
@@ -248,7 +317,7 @@ class LinearPlaces(Places):
             self.single.add(name)
             self.conversions.append(Conversion((name,), scales, functools.partial(_repeated, part.rows)))
         else:
-            self.conversions.append(Conversion((name,), scales, _wide, ((rows, slice(0, 1)),)))
+            self.conversions.append(Conversion((name,), scales, finite, ((rows, slice(0, 1)),)))
         self.ignored.append(part.module + ".input_scale")
 
     def _blocks(self, part: WeightPart, dst: Tensor, left: Tensor | None, packing: Packing) -> int:
@@ -258,7 +327,11 @@ class LinearPlaces(Places):
         columns = dst.shape[1] * (pairs if left is not None else 1)
         source = _range(row, rows), _range(column // pairs, columns // pairs)
         of_scales: tuple[slice, ...]
-        if packing.by_row:
+        if packing.whole:
+            of_scales = ()  # the head's or the embedding's
+            self.single.add(module + packing.scales)
+            self.ignored.append(module + ".input_scale")
+        elif packing.by_row:
             of_scales = (_range(row, rows),)
         elif packing.fp4:
             of_scales = _range(row, rows), _range(column // FP4_BLOCK, columns // FP4_BLOCK)
@@ -267,14 +340,19 @@ class LinearPlaces(Places):
         weight, name = module + ".weight", module + packing.scales
         if left is None:
             self.conversions.append(Conversion((weight, name), dst, _expanded, (source, of_scales)))
+            self.dtypes |= {weight: (int8 if packing.fp4 else float8_e4m3fn,)}
+            self.dtypes |= {} if packing.dtype == float32 else {name: (packing.dtype, float32)}
             return 0
-        height: int = of_scales[0].stop - of_scales[0].start
+        height = rows if packing.fp4 else scale_blocks(rows)
         scales = left[:height]
         self.loads.append(TensorLoad(weight, dst.view_as(int8) if packing.fp4 else dst, source))
         if packing.dtype == float32:  # checkpoints may hold them in bfloat16
-            self.conversions.append(Conversion((name,), scales, _wide, (of_scales,)))
-        else:
+            self.conversions.append(Conversion((name,), scales, finite, (of_scales,)))
+        elif packing.fp4:
             self.loads.append(TensorLoad(name, scales.view_as(packing.dtype), of_scales))
+        else:
+            self.dtypes[name] = (packing.dtype, float32)
+            self.conversions.append(Conversion((name,), scales, _exponents, (of_scales,)))
         return height
 
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]]:
@@ -293,26 +371,53 @@ class LinearPlaces(Places):
             add(name, dst, (*source, *rest), dtypes.WEIGHTS if dst.dtype in dtypes.WEIGHTS else (dst.dtype,))
         for conversion in self.conversions:
             for name, source in conversion.parts():
-                packed = name.endswith(
-                    (".weight_packed", ".weight_zero_point", ".qweight", ".qzeros", ".g_idx")
-                )
-                add(name, conversion.dst, source, (int32,) if packed else dtypes.WEIGHTS)
+                add(name, conversion.dst, source, self.dtypes.get(name, dtypes.WEIGHTS))
         return found
 
 
-def module_packing(packing: Packing | Int4 | None, module: str) -> Packing | Int4 | None:
+@overload
+def without_coding(packing: Packing | Grouped) -> Packing | Grouped: ...
+
+
+@overload
+def without_coding(packing: AnyPacking | None) -> AnyPacking | None: ...
+
+
+def without_coding(packing: AnyPacking | None) -> AnyPacking | None:
+    """The packing with activations that are not quantised."""
+    if packing is None or isinstance(packing, Grouped):
+        return packing and packing.replace(coding=None)
+    if isinstance(packing, Packing):
+        return packing._replace(coding=None)
+    return packing._replace(coded=False)
+
+
+def packing_text(packing: AnyPacking) -> str:
+    """What people are told of a packing, and of what becomes of activations."""
+    each = packing.packings if isinstance(packing, Mixed) else (packing,)
+    codings = [None if isinstance(packing, Mixed) and not packing.coded else one.coding for one in each]
+    return "; ".join(
+        f"{one.kind}, activations {'plain' if coding is None else f'quantised ({coding})'}"
+        + ("" if one.kept else ", made plain while they are loaded")
+        for one, coding in zip(each, codings, strict=True)
+    )
+
+
+def module_packing(packing: AnyPacking | None, module: str) -> Packing | Grouped | None:
     """The packing of this module's weight; None for a plain one."""
+    if isinstance(packing, Mixed):
+        return packing.of(module)
     packed = packing is None or packing.modules is None or module in packing.modules
     return packing if packed else None
 
 
-def _of_all(packing: Packing | Int4 | None, parts: Sequence[AnyPart], names: str) -> Packing | Int4 | None:
+def _of_all(packing: AnyPacking | None, parts: Sequence[AnyPart], names: str) -> Packing | Grouped | None:
     """The one packing of all parts."""
-    kinds = {module_packing(packing, part[0]) for part in parts}
-    if len(kinds) == 2:
-        kind = next(one.kind for one in kinds if one is not None)
+    kinds = dict.fromkeys(module_packing(packing, part[0]) for part in parts)
+    if len(kinds) > 1:
+        found = [one.kind for one in kinds if one is not None] + ["not"] * (None in kinds)
         raise UnsupportedQuantization(
-            f"{names}: some are {kind} and some are not; they are run as one product"
+            f"{names}: some are {' and some are '.join(found)}; they are run as one product"
         )
     (one,) = kinds
     return one
@@ -331,25 +436,30 @@ def _blocks_of(module: str, start: int, size: int) -> slice:
     return _range(start // SCALE_BLOCK, scale_blocks(size))
 
 
-def _wide(scales: Array) -> Array:
-    wide = scales.astype(np.float32)
-    if not np.isfinite(wide).all():
-        raise ValueError("a scale is not finite")
-    return wide
-
-
 def _largest(*scales: Array) -> Array:
-    wide = [_wide(scale) for scale in scales]
+    wide = [finite(scale) for scale in scales]
     if np.min(wide) <= 0:
         raise ValueError("a scale of activations is not above zero")
     return np.asarray(np.max(wide, axis=0))
 
 
 def _repeated(rows: int, scale: Array) -> Array:
-    return np.full((rows, 1), _wide(scale).item(), np.float32)
+    return np.full((rows, 1), finite(scale).item(), np.float32)
+
+
+def _exponents(scales: Array) -> Array:
+    """The bytes of E8M0 scales, which some checkpoints hold in float32."""
+    if scales.itemsize == 1:
+        return scales.view(np.uint8)
+    mantissa, exponent = np.frexp(finite(scales))
+    if (mantissa != 0.5).any() or exponent.min() < -126 or exponent.max() > FP8_SCALE_MOST - 126:
+        raise ValueError(f"a scale is no power of two up to 2^{FP8_SCALE_MOST - 127}")
+    return np.asarray(exponent + 126, np.uint8)
 
 
 def _expanded(weight: Array, scales: Array) -> Array:
     """A packed weight of a checkpoint in float32."""
     values = weight.view(np.uint8) if weight.dtype == np.int8 else weight
-    return Linear(values, _wide(scales) if scales.itemsize > 1 else scales.view(np.uint8)).values()
+    if scales.size == 1:  # of the whole weight
+        return np.asarray(values.astype(np.float32) * finite(scales).item())
+    return Linear(values, finite(scales) if scales.itemsize > 1 else scales.view(np.uint8)).values()

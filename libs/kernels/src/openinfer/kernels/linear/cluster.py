@@ -144,7 +144,11 @@ def _plain(p: Problem) -> Iterator[Command]:
     yield cluster_product(planned(p), p)
 
 
+def _float8_codes(p: Problem) -> bool:
+    return p.x_scales is not None and isinstance(p.form, Fp8)
+
+
 OF_CODES = Kernel(
-    "clusters of codes", lambda p: p.x_scales is not None and coded_clusters(p) is not None, _of_codes
+    "clusters of codes", lambda p: _float8_codes(p) and coded_clusters(p) is not None, _of_codes
 )
 PLAIN = Kernel("clusters", lambda p: planned(p).kind == "cluster", _plain)

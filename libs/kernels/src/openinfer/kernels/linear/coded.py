@@ -1,4 +1,4 @@
-"""Products of float8 codes: activations are quantised, and weights of float8 are not unpacked."""
+"""Products of float8 or int8 codes: activations are quantised, and weights are not unpacked."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.int8 import Int8
 from openinfer.kernels.linear.choices import CodedTile
 from openinfer.kernels.linear.cluster import coded_clusters
 from openinfer.kernels.linear.problem import Kernel, Problem, sums_of_parts
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Scratch, aligned, launch, power_of_two
-from openinfer.kernels.op.rounding import SCALE_BLOCK
+from openinfer.kernels.op.rounding import BEFOREHAND, SCALE_BLOCK
 from openinfer.kernels.op.target import Target
-from openinfer.tensor import float8_e4m3fn, float32
+from openinfer.tensor import float8_e4m3fn, float32, int8
 
 _DEVICE = "openinfer.kernels.device.coded_linear"
 
@@ -44,18 +45,20 @@ def coded_tile(target: Target, tokens: int, n: int, k: int, *, sets: int = 1) ->
 def _quantised(p: Problem) -> Iterator[Command | Problem]:
     """x, or its norm, as codes [T, K] with scales [ceil(K / 128) or 1, T]."""
     coding, (tokens, width) = p.weight.coding, p.x.shape
-    if not isinstance(p.form, Fp8):
-        raise ContractError("x is to be quantised and weight is not float8; on a GPU both are float8")
-    early, blocks = coded_clusters(p) is not None, -(-width // SCALE_BLOCK)
-    codes = Scratch((tokens, width), float8_e4m3fn)
+    if not isinstance(p.form, Fp8 | Int8):
+        raise ContractError("x is to be quantised and weight is plain; on a GPU both are codes")
+    integers = isinstance(p.form, Int8)
+    early = not integers and coded_clusters(p) is not None
+    blocks = -(-width // SCALE_BLOCK)
+    codes = Scratch((tokens, width), int8 if integers else float8_e4m3fn)
     scales = Scratch((blocks if coding == "block" else 1, tokens), float32)
-    whole = p.norm is not None or coding == "token"  # a program has all columns of a token
+    whole = p.norm is not None or coding in ("token", "int8 token")  # a program has all columns of a token
     size = power_of_two(blocks) if whole else min(8, power_of_two(blocks))
     args: dict[str, Arg] = {"codes": codes, "scales": scales, "x": p.x}
     args |= {"weight": p.norm.weight} if p.norm else {}
     args |= {"x_scale": scales if p.weight.x_scale is None else p.weight.x_scale}
     args |= {"width": aligned(width), "TOKENS": tokens} | ({"eps": p.norm.eps} if p.norm else {})
-    constants = {"SIZE": size, "BLOCKS": coding == "block", "STATIC": coding == "tensor", "EARLY": early}
+    constants = {"SIZE": size, "BLOCKS": coding == "block", "STATIC": coding in BEFOREHAND, "EARLY": early}
     name, grid = ("norm_codes", (tokens,)) if p.norm else ("code_rows", (tokens, -(-blocks // size)))
     warps = 8 if size > 16 else 4
     yield launch(_DEVICE, name, grid, args, constants, num_warps=warps, early=early)

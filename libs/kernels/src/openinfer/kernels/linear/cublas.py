@@ -23,7 +23,7 @@ SMALL = 12 << 20
 
 def _takes_codes(p: Problem) -> bool:
     """cuBLASLt takes scales of blocks in fours, and no half of a block."""
-    if p.x_scales is None or not p.target.cublas or p.target.batch_invariant:
+    if p.x_scales is None or not isinstance(p.form, Fp8) or not p.target.cublas or p.target.batch_invariant:
         return False
     by_row = p.form == Fp8(by_row=True)
     fits = by_row or (p.k % (4 * SCALE_BLOCK) == 0 and not (p.gated and p.rows // 2 % SCALE_BLOCK))

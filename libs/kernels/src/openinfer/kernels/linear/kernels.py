@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openinfer.kernels.formats.fp8 import Fp8
-from openinfer.kernels.linear import cluster, coded, cublas, int4, lora, mx, plain, ring
+from openinfer.kernels.linear import cluster, coded, cublas, few_bits, int4, lora, mx, plain, ring
 from openinfer.kernels.linear.problem import Problem, expect_bf16, expect_float8
 from openinfer.kernels.op.launch import Command
 
@@ -21,6 +21,7 @@ KERNELS = (
     ring.PLAIN,
     plain.NORMED,
     *int4.KERNELS,
+    *few_bits.KERNELS,
     plain.WIDENED,
     cluster.PLAIN,
     plain.SMALL,

@@ -1,5 +1,5 @@
 """The kernels of a mixture of experts whose weights a product takes unchanged: bf16, float8 with float32
-scales, or INT4.
+scales, INT4, INT8 or FP4.
 
 The gate is part of the first product, and the experts' weights are part of the last sum.
 """
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.linear.few_bits import coded_form, unpacks
 from openinfer.kernels.moe import SORT_BLOCK, Pairs
-from openinfer.kernels.op.launch import Aligned, Launch, Scratch, depth, launch, power_of_two
+from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import Tensor
 
@@ -57,6 +59,7 @@ class PlainExperts:
     """The arguments of one experts_add after the norm, and its tiles. `hidden` [T, H] is the normed x. `adds`: whether
     the sums are added onto `x`, or become its values."""
 
+    target: Target
     x: Tensor
     hidden: Tensor | Scratch
     expert_ids: Tensor
@@ -120,13 +123,24 @@ class PlainExperts:
         n, k = out.shape[1], x.shape[1]
         own: dict[str, int | bool]
         form, scales = weight.form, weight.scales
+        args: dict[str, Arg]
         if isinstance(form, Int4Groups):
-            module, kernel, words = "openinfer.kernels.device.experts", "experts_product_int4", "words"
+            assert scales is not None
+            module, kernel = "openinfer.kernels.device.experts", "experts_product_int4"
             tile = ExpertTile(min(64, tile.bm), 64, 0, True)
-            own = {"GROUP": form.group}
+            own, args = {"GROUP": form.group}, {"weight": weight.weight, "words": scales}
+        elif (coded := coded_form(weight)) is not None:
+            if not unpacks(form, k):
+                raise ContractError(
+                    f"experts are {form} with {k} columns; on a GPU they are a multiple of 128"
+                )
+            module, kernel = coded.device, f"experts_product_{coded.name}"
+            tile = ExpertTile(min(64, tile.bm), 64, 0, True)
+            own, args = {**coded.constants, **coded.in_pairs(self.target, tile.warps)}, coded.words()
         else:
-            module, kernel, words = _DEVICE, "experts_product", "scales"
+            module, kernel = _DEVICE, "experts_product"
             own = {"BK": tile.bk, "SCALED": scales is not None, "TALL": tile.tall}
+            args = {"weight": weight.weight, "scales": x if scales is None else scales}
         return launch(
             module,
             kernel,
@@ -134,8 +148,7 @@ class PlainExperts:
             {
                 "out": out,
                 "x": x,
-                "weight": weight.weight,
-                words: x if scales is None else scales,
+                **args,
                 "order": pairs.order,
                 "starts": pairs.starts,
                 "N": Aligned(n),

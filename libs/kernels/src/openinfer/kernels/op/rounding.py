@@ -24,13 +24,15 @@ SCALE_BLOCK = 128
 FP4_BLOCK = 32
 """Columns of an FP4 weight that share one scale."""
 
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
+E4M3_MAX, E2M1_MAX, INT8_MAX = 448.0, 6.0, 127.0
 CODED_LEAST = 1e-10
 """The least magnitude that `coded` scales to E4M3_MAX."""
 
-Coding = Literal["block", "token", "tensor"]
-"""How activations are quantised to e4m3: with a scale for each SCALE_BLOCK columns of a token, with one for each token,
-or with one that is known beforehand."""
+Coding = Literal["block", "token", "tensor", "int8 token", "int8 tensor"]
+"""How activations are quantised: to e4m3 with a scale for each SCALE_BLOCK columns of a token, with one for each token,
+or with one that is known beforehand; to int8 with one of the latter two."""
+BEFOREHAND = ("tensor", "int8 tensor")
+"""The codings whose scale is known beforehand."""
 Q8_LEAST, Q4_LEAST = 1e-4, 6 * 2.0**-126
 """The least magnitudes: a block whose largest magnitude is smaller is scaled as if it had this one."""
 
@@ -54,12 +56,13 @@ def _scale(x: Array, least: float, most: float) -> Array:
 
 
 def coded(x: Array, coding: Coding | None, x_scale: Array | None = None) -> Array:
-    """Float32 values of x [T, K] after they were quantised to e4m3; x itself for None. Without x_scale [1], a scale
-    makes the largest magnitude of its columns E4M3_MAX."""
+    """Float32 values of x [T, K] after they were quantised; x itself for None. Without x_scale [1], a scale makes the
+    largest magnitude of its columns that of the largest code."""
     if coding is None:
         return x
-    wide, most = x.astype(np.float32, copy=False), np.float32(E4M3_MAX)
-    if coding == "tensor":
+    integers = coding.startswith("int8")
+    wide, most = x.astype(np.float32, copy=False), np.float32(INT8_MAX if integers else E4M3_MAX)
+    if coding in BEFOREHAND:
         assert x_scale is not None
         scale, inverse = x_scale, np.float32(1) / x_scale
     else:
@@ -68,6 +71,8 @@ def coded(x: Array, coding: Coding | None, x_scale: Array | None = None) -> Arra
         largest = np.maximum.reduceat(np.abs(wide), list(range(0, width, block)), axis=1)
         largest = np.repeat(np.maximum(largest, np.float32(CODED_LEAST)), block, axis=1)[:, :width]
         scale, inverse = largest / most, most / largest
+    if integers:
+        return np.asarray(np.clip(np.rint(wide * inverse), -most - 1, most) * scale)
     codes = np.clip(wide * inverse, -most, most).astype(ml_dtypes.float8_e4m3fn)
     return np.asarray(codes.astype(np.float32) * scale)
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from openinfer.kernels import moe
 from openinfer.kernels.formats.fp8 import Fp8
-from openinfer.kernels.formats.int4 import Int4Groups
-from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
+from openinfer.kernels.formats.linear import EXPERTS, Linear, expect_linear, linear_of
 from openinfer.kernels.linear.problem import expect_float8
 from openinfer.kernels.moe import Pairs
 from openinfer.kernels.moe.plain import PlainExperts, expert_tile
@@ -32,10 +31,10 @@ class _Args(Generic[T]):
 
     x [T, H], expert_weights [T, K] of one float dtype; norm_weight [H] of that dtype or float32 (as in norm_linear).
     expert_ids int32 [T, K], each in [-1, E): -1 is no expert, and adds nothing. gate_up [E, 2 I, H] has the gate's
-    rows, then the up projection's. gate_up and down [E, H, I] are of x's dtype, or Linears of FP8 with scales of blocks
-    or of INT4 (gate_up has parts=2), whose activations are not quantised. The outputs of both projections are rounded,
-    so are silu(g) and its product with u; the weighted sum over the experts is in float32 and rounded, and added. H and
-    I are multiples of 16.
+    rows, then the up projection's. gate_up and down [E, H, I] are of x's dtype, or Linears of a format of
+    formats.linear.EXPERTS (gate_up has parts=2), whose activations are not quantised. The outputs of both projections
+    are rounded, so are silu(g) and its product with u; the weighted sum over the experts is in float32 and rounded, and
+    added. H and I are multiples of 16.
     How many rows an expert gets is data: an implementation sorts them on the device.
 
     With `out` (as x, apart from it) the sum over the experts goes there alone, and x does not change: the sum of one of
@@ -70,7 +69,7 @@ def _check(a: _Args[Tensor]) -> None:
     )
     require(len(a.down.shape) == 3, f"down has shape {a.down.shape}; it must be [experts, {hidden}, any]")
     experts, inter = a.down.shape[0], a.gate_up.shape[-2] // 2
-    first, second, forms = *_weights(a), (Plain, Fp8(by_row=False), Int4Groups)
+    first, second, forms = *_weights(a), EXPERTS
     expect_linear("gate_up", first, (experts, 2 * inter, hidden), a.x.dtype, *forms, parts=2)
     expect_linear("down", second, (experts, hidden, inter), a.x.dtype, *forms)
     require(
@@ -110,7 +109,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     experts, width, inter = *a.down.shape[:2], a.gate_up.shape[1] // 2
     pairs = Pairs.of(a.expert_ids, experts)
     kernels = PlainExperts(
-        a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, *_weights(a),
+        target, a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, *_weights(a),
         adds=a.out is None, first=expert_tile(target, pairs.count, experts, inter, width, first=True),
         second=expert_tile(target, pairs.count, experts, width, inter, first=False),
         results=Scratch((pairs.count, width), a.x.dtype),

@@ -9,8 +9,7 @@ from typing import Generic
 import numpy as np
 
 from openinfer.kernels.formats.fp8 import Fp8
-from openinfer.kernels.formats.int4 import Int4Groups
-from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
+from openinfer.kernels.formats.linear import DENSE, Linear, expect_linear, linear_of
 from openinfer.kernels.linear import kernels as linear
 from openinfer.kernels.linear.problem import Problem
 from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
@@ -51,8 +50,8 @@ def _check(a: _Args[Tensor]) -> None:
     tokens, hidden = a.x.shape
     expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
     expect("out", a.out, (tokens, -1), a.x.dtype)
-    shape, forms = (2 * a.out.shape[1], hidden), (Plain, Fp8, Int4Groups)
-    expect_linear("weight", linear_of(a.weight), shape, a.x.dtype, *forms, parts=2)
+    shape = 2 * a.out.shape[1], hidden
+    expect_linear("weight", linear_of(a.weight), shape, a.x.dtype, *DENSE, parts=2)
     require(
         hidden % 16 == 0 and a.out.shape[1] % 16 == 0,
         f"weight is {a.weight.shape}; sizes must be multiples of 16",

@@ -8,9 +8,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.formats.fp8 import Fp8
-from openinfer.kernels.formats.int4 import Int4Groups, group_words
-from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
+from openinfer.kernels.formats.int4 import group_words
+from openinfer.kernels.formats.linear import DENSE, Linear, expect_linear, linear_of
 from openinfer.kernels.linear import kernels as linear
 from openinfer.kernels.linear.problem import Epilogue, Problem
 from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
@@ -56,7 +55,7 @@ def _check(a: _Args[Tensor]) -> None:
     expect("x", a.x, (-1, -1), *FLOATS)
     tokens, hidden = a.x.shape
     expect("h", a.h, (tokens, -1), a.x.dtype)
-    expect_linear("weight", linear_of(a.weight), (hidden, a.h.shape[1]), a.x.dtype, Plain, Fp8, Int4Groups)
+    expect_linear("weight", linear_of(a.weight), (hidden, a.h.shape[1]), a.x.dtype, *DENSE)
     require(
         hidden % 16 == 0 and a.h.shape[1] % 16 == 0,
         f"weight is {a.weight.shape}; sizes must be multiples of 16",

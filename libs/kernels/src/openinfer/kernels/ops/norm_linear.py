@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
 
-from openinfer.kernels.formats.fp8 import Fp8
-from openinfer.kernels.formats.int4 import Int4Groups
-from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
+from openinfer.kernels.formats.linear import DENSE, Linear, expect_linear, linear_of
 from openinfer.kernels.linear import kernels as linear
 from openinfer.kernels.linear.problem import Problem
 from openinfer.kernels.lora.low_rank import Lora, expect_lora, lora_numbers, lora_sums
@@ -48,7 +46,7 @@ def _check(a: _Args[Tensor]) -> None:
     expect("x", a.x, (-1, -1), *FLOATS)
     tokens, hidden = a.x.shape
     expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
-    expect_linear("weight", linear_of(a.weight), (-1, hidden), a.x.dtype, Plain, Fp8, Int4Groups)
+    expect_linear("weight", linear_of(a.weight), (-1, hidden), a.x.dtype, *DENSE)
     expect("out", a.out, (tokens, a.weight.shape[0]), a.x.dtype, float32)
     require(
         hidden % 16 == 0 and a.weight.shape[0] % 16 == 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,9 +12,12 @@ import numpy as np
 
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.engine.recipe import Recipe, Source
-from openinfer.tensor import Checkpoint, Device, bfloat16, dtypes, float8_e4m3fn, float32, int32
+from openinfer.tensor import Checkpoint, Device, bfloat16, dtypes, float8_e4m3fn, float32, int8, int32, uint8
 
-KINDS = (bfloat16, float32, float8_e4m3fn, int32)
+KINDS = (bfloat16, float32, float8_e4m3fn, int8, int32, uint8)
+
+FP4_SIZE = 2.7
+"""The root of the mean square of FP4's codes."""
 
 
 class _Asked:
@@ -31,7 +35,7 @@ def write_random_checkpoint(
 ) -> Path:
     """Write config.json (default: recipe.small) and model.safetensors with the tensors that the recipe requires.
 
-    Matrices keep the variance of their inputs; vectors are around 1, as norms are. FP8 and INT4 of compressed-tensors
+    Matrices keep the variance of their inputs; vectors are around 1, as norms are. Packed weights of compressed-tensors
     have scales that differ much, and zero points from 4 to 11. Raises ValueError for a model that wants other types.
     Returns the folder.
     """
@@ -72,13 +76,22 @@ def _values(
     if dtype == int32:
         bits = rng.integers(0, 1 << 32, shape, np.uint32).view(np.int32)
         return (bits & 0x77777777) + 0x44444444 if "zero_point" in name else bits
+    module = name.rpartition(".weight_scale")[0] or name.rpartition(".weight_global_scale")[0]
+    codes = expected.get(f"{module}.weight") or expected.get(f"{module}.weight_packed")
+    if dtype == uint8 and module and codes is not None:  # exponents of FP4
+        usual = round(127 - math.log2(FP4_SIZE * (2 * codes[0][-1]) ** 0.5))
+        return rng.integers(usual - 2, usual + 3, shape, np.uint8)
+    if dtype in (int8, uint8):
+        return rng.integers(0, 256, shape, np.uint8).view(dtype)
     noise = rng.standard_normal(shape)
+    if dtype == float8_e4m3fn and module:
+        return np.exp(0.5 * noise).astype(dtype)
+    if name.endswith("_global_scale") and codes is not None:
+        return np.full(shape, FP4_SIZE * (2 * codes[0][-1]) ** 0.5, np.float32)
     if dtype == float8_e4m3fn:
         return np.asarray((64 * noise).clip(-448, 448), np.float32).astype(dtype)
     if len(shape) == 1:
         return np.asarray(1 + 0.1 * noise).astype(dtype)
-    module = name.rpartition(".weight_scale")[0]
-    codes = expected.get(f"{module}.weight") or expected.get(f"{module}.weight_packed")
     if not module or codes is None:
         return np.asarray(2 * noise / shape[-1] ** 0.5).astype(dtype)
     of_int4 = f"{module}.weight_packed" in expected
