@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,11 +84,16 @@ class Flag:
     kwargs: Body = field(default_factory=dict)
 
 
+def drafts_by(method: str, **keys: Any) -> Flag:
+    config = json.dumps({"method": method, "num_speculative_tokens": 3, **keys})
+    return Flag(f"`--speculative-config`, `{method}`", {"speculative_config": config})
+
+
 REGEX = "[a-e]{2,4}!"
 ALLOWED = list(range(600))
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
 EVENTS = '{"enable_kv_cache_events": true, "endpoint": "inproc://events"}'
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+HEAD = tempfile.TemporaryDirectory(prefix="openinfer-head-")
 FOLDER = tempfile.TemporaryDirectory(prefix="openinfer-kv-", ignore_cleanup_errors=True)
 TRANSFER = '{"kv_connector": "TcpConnector", "kv_port": 0, "kv_buffer_size": 5e7}'
 RANDOM = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 11}
@@ -112,6 +119,14 @@ REQUEST = {
     "no drafts": Asked("`disable_spec_decode`", lambda plain: {"disable_spec_decode": True}, passive=True),
     "streaming": Asked("`stream`", lambda plain: {"stream": True}, passive=True),
 }
+METHODS = {
+    "n-gram drafts": drafts_by("ngram", prompt_lookup_min=1),
+    "suffix drafts": drafts_by("suffix"),
+    "MTP drafts": drafts_by("mtp"),
+    "EAGLE-3 drafts": drafts_by("eagle3", model=HEAD.name),
+}
+"""Who drafts: an engine has one."""
+
 ENGINE = {
     "prefix cache": Flag("`--enable-prefix-caching` (the default)", {"enable_prefix_caching": True}),
     "chunked prefill": Flag("`--max-num-batched-tokens`", {"max_num_batched_tokens": 24}),
@@ -120,7 +135,7 @@ ENGINE = {
     "large pages": Flag("`--block-size`", {"block_size": 32}),
     "priorities": Flag("`--scheduling-policy priority`, `priority`", {"scheduling_policy": "priority"}),
     "KV events": Flag("`--kv-events-config`", {"kv_events_config": EVENTS, "enable_prefix_caching": True}),
-    "speculation": Flag("`--speculative-config`", {"speculative_config": NGRAM}),
+    **METHODS,
     "batch invariance": Flag("`--batch-invariant`", {"batch_invariant": True}),
     "adapters": Flag("`--enable-lora`, `model`", {"enable_lora": True, "max_lora_rank": 8}),
     "several ranks": Flag("`--tensor-parallel-size`", {"tensor_parallel_size": 2}),
@@ -153,8 +168,25 @@ REFUSED = {
 }
 """A pair, in the order of the lists, and what is said to it."""
 
+LACKING = {
+    ("qwen3", "MTP drafts"): "method 'mtp' is not possible with this model",
+    ("qwen3_5", "EAGLE-3 drafts"): "method 'eagle3' is not possible with this model",
+}
+"""A model and a feature that it does not have, and what is said to both."""
+
 OWN = dict.fromkeys(("FP8 cache", "FP8 weights"), "the tokens of an engine that has this alone")
 """Features that change tokens, and what stays the same with any other."""
+
+
+def engine_of(model: str) -> list[str]:
+    return [name for name in ENGINE if (model, name) not in LACKING]
+
+
+def pairs_of(model: str) -> Iterator[tuple[str, str]]:
+    """Any two features of an engine that can be together."""
+    for pair in itertools.combinations(engine_of(model), 2):
+        if pair not in REFUSED and not set(pair) <= METHODS.keys():
+            yield pair
 
 
 @functools.cache
@@ -219,12 +251,14 @@ def holds(name: str, answer: Answer, plain: Answer, prompt: str, asked: Body) ->
 def table() -> str:
     """Markdown: the features that go with all others, and the pairs that are refused."""
     every = {**REQUEST, **ENGINE, **SERVER}
-    free = every.keys() - {name for pair in REFUSED for name in pair} - OWN.keys()
+    free = every.keys() - {name for pair in REFUSED for name in pair} - OWN.keys() - METHODS.keys()
     lines = ["With each other, the same tokens:", ""]
     lines += [f"- {name}: {feature.how}" for name, feature in every.items() if name in free]
     lines += ["", "| feature | how | with each of the others |", "| --- | --- | --- |"]
     for name in (name for name in every if name not in free):
         no = [f'not with {b}: "{words}"' for (a, b), words in REFUSED.items() if name == a]
+        no += ["the same tokens, with one method at a time"] * (name in METHODS)
+        no += [f'not with `{model}`: "{words}"' for (model, b), words in LACKING.items() if name == b]
         lines.append(f"| {name} | {every[name].how} | {'; '.join(no) or OWN.get(name, 'see above')} |")
     return "\n".join(lines)
 
