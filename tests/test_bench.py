@@ -372,7 +372,7 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     (attend,) = [line.split() for line in text.splitlines() if line.startswith("norm_rope_attend ")]
     pairs = 3000 * 3001 // 2
     # Layers, heads, head size; norms and rotation are little.
-    assert float(attend[4]) == pytest.approx(4 * pairs * 4 * 4 * 128 / 1e9, rel=0.01)
+    assert float(attend[4]) == pytest.approx(4 * pairs * 2 * 4 * 128 / 1e9, rel=0.01)
     assert "weights" in text
     assert "blocks of 16 tokens" in text
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's engine on a GPU, by the tiny model (its head sizes are the published ones): the published rounding,
+"""DeepSeek-V4's engine on a GPU, by the tiny model: the published rounding,
 and a loop under which nothing is compiled."""
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ TINY = Path(__file__).parent / "goldens" / "deepseek_v4-tiny"
 def chats(count: int, shared: int, seed: int = 0) -> list[list[int]]:
     """Prompts that begin with the same `shared` tokens and go on by themselves."""
     rng = random.Random(seed)
-    system = [rng.randrange(3, 540) for _ in range(shared)]
-    return [system + [rng.randrange(3, 540) for _ in range(rng.randrange(10, 40))] for _ in range(count)]
+    system = [rng.randrange(3, 480) for _ in range(shared)]
+    return [system + [rng.randrange(3, 480) for _ in range(rng.randrange(10, 40))] for _ in range(count)]
 
 
 def run_one_by_one(run, prompts):
@@ -66,7 +66,7 @@ def test_an_answer_is_part_of_the_next_prompt(session, budget):
 )
 def test_a_lost_part_is_noticed(session, lost):
     """Negative controls: with one of the cached tensors changed, a request that starts from it says something else."""
-    (prompt,) = chats(1, 260, seed=3)
+    (prompt,) = chats(1, 260, seed=5)
     run = session(TINY, max_model_len=512, activation_quantization="off")
     run.submit(prompt[:258], 8, ignore_eos=True, logprobs=1)
     run.finish()

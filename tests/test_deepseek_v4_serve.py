@@ -77,7 +77,7 @@ def test_chats_are_rendered_by_code_and_read_in_this_familys_format(
 
 def test_a_prefix_is_found_at_multiples_of_128_tokens(start: Callable[..., Any]) -> None:
     rng = random.Random(11)
-    prompt = [rng.randrange(3, 540) for _ in range(300)]
+    prompt = [rng.randrange(3, 480) for _ in range(300)]
     with httpx.Client(base_url=start(TINY, *SMALL).url, timeout=60) as client:
         answers = [
             client.post("/v1/completions", json=body(ids, max_tokens=8)).json()
@@ -105,5 +105,5 @@ def test_mixed_streams_give_what_each_gives_alone_and_leave_nothing(
 ) -> None:
     """More streams than rows, so that some wait."""
     rng, server = random.Random(7), start(TINY, *flags)
-    requests = mixed(rng, prompts_that_begin_alike(rng, 540))
+    requests = mixed(rng, prompts_that_begin_alike(rng, 480))
     check_streams(server, requests, streams, rng)

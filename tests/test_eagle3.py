@@ -25,8 +25,8 @@ from openinfer.tensor import CheckpointError, Device, Stream, Tensor, bfloat16, 
 
 PATH = Path(__file__).parent / "goldens" / "qwen3-tiny"
 RESTLESS = "openinfer.recipes.engine.testing.restless:fcfs"
-H, D, HEADS, KEYS, INTER, VOCAB, DRAFTED, EPS = 256, 128, 4, 2, 320, 1024, 400, 1e-5
-LAYERS, THETA = [1, 2, 3], 10000.0
+H, D, HEADS, KEYS, INTER, VOCAB, DRAFTED, EPS = 64, 128, 4, 2, 320, 512, 400, 1e-5
+LAYERS, THETA = [0, 1, 2], 10000.0
 CONFIG = {
     "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": H, "num_attention_heads": HEADS,
     "num_key_value_heads": KEYS, "head_dim": D, "intermediate_size": INTER, "vocab_size": VOCAB,
@@ -216,7 +216,9 @@ def test_a_random_head_changes_no_token(session: Callable[..., Any], tmp_path: P
     asked = []
     for n in range(6):
         prompt = [rng.randrange(3, 500) for _ in range(20 + 3 * n)]
-        asked.append((prompt, 24, {"temperature": 0.4 * (n % 3), "seed": n, "logprobs": 1}))
+        asked.append(
+            (prompt, 24, {"ignore_eos": True, "temperature": 0.4 * (n % 3), "seed": n, "logprobs": 1})
+        )
     plain = session(PATH, max_num_seqs=1, enable_prefix_caching=False, kv_cache_dtype=cache)
     small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS}
     drafted = session(PATH, speculative_config=speculation(tmp_path), kv_cache_dtype=cache, **small)
@@ -252,10 +254,10 @@ def test_ranks_have_their_parts_of_a_head(session: Callable[..., Any], tmp_path:
         ({"hidden_size": 128}, {}, "hidden_size"),
         ({"num_key_value_heads": 4}, {}, "num_key_value_heads"),
         ({"head_dim": 64}, {}, "shares the pages"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}}, {}, "ascending"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 0, 1]}}, {}, "ascending"),
         ({"eagle_config": 5}, {}, "eagle_config is 5; it must be an object"),
-        ({"draft_vocab_size": 300}, {}, r"lm_head.weight .* is \[400, 256\], must be \[300, 256\]"),
-        ({"intermediate_size": 352}, {}, r"mlp.gate_proj.weight .* is \[320, 256\], must be \[352, 256\]"),
+        ({"draft_vocab_size": 300}, {}, r"lm_head.weight .* is \[400, 64\], must be \[300, 64\]"),
+        ({"intermediate_size": 352}, {}, r"mlp.gate_proj.weight .* is \[320, 64\], must be \[352, 64\]"),
         ({"intermediate_size": 328}, {"tensor_parallel_size": 2}, "intermediate_size"),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_rank_of_two_has_half_of_the_weights_and_links(capsys) -> None:
         shown = capsys.readouterr().out
         assert "link MB" in shown
         assert "gather_columns" in shown
-        assert "between ranks: 8 x sum in one shot of [8, 256] with the norm" in shown
+        assert "between ranks: 4 x sum in one shot of [8, 64] with the norm" in shown
         assert re.search(r"predicted on an NVIDIA H200: 0\.\d\d ms: launches .*links 0\.\d\d", shown)
     assert explain.main([str(TINY), "--decode", "8,64"]) == 0
     shown = capsys.readouterr().out
@@ -47,6 +47,6 @@ def test_tables_are_measured_for_the_parts_of_a_rank() -> None:
     options = RECIPE.options(device="cuda", tensor_parallel_size=2)
     shapes = shapes_of(Outline(RECIPE, Source.read(TINY), options, H200))
     assert [tuple(shape) for shape in shapes] == [
-        ("norm_linear", 512, 256), ("linear_add", 256, 256), ("gate_up_silu", 384, 256),
-        ("linear_add", 256, 192), ("logits", 512, 256),
+        ("norm_linear", 512, 64), ("linear_add", 64, 256), ("gate_up_silu", 128, 64),
+        ("linear_add", 64, 64), ("logits", 256, 64),
     ]  # fmt: skip

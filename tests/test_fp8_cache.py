@@ -56,7 +56,7 @@ def engine() -> Iterator[Build]:
 
 def prompts(count: int, length: int = 150) -> list[list[int]]:
     rng = np.random.default_rng(2)
-    return [rng.integers(3, 600, length + n).tolist() for n in range(count)]
+    return [rng.integers(3, 480, length + n).tolist() for n in range(count)]
 
 
 def spoiled(engine: Engine) -> None:

@@ -95,7 +95,7 @@ def test_long_prompts_pass(references, case):
 def test_experts_of_decode_steps_are_those_of_prompts(references, deepseek):
     """One sequence's experts come from steps of one token, the other way from one chunk of a prompt."""
     engine = built("deepseek_v4-tiny").engine
-    runner, mixtures = engine.runner, 4
+    runner, mixtures = engine.runner, engine.runner.model.config.num_layers
     sequences = [
         replace(s, experts={"bf16": np.zeros((len(s.top_ids), mixtures, 1))}) for s in references(deepseek)
     ]
@@ -188,7 +188,7 @@ def test_choices_of_others_are_noticed(references, deepseek):
     engine.close()
     assert witness.entries.passed
     assert witness.experts.passed
-    assert witness.entries.chosen == 2 * 4 * 16  # two layers, four tokens, sixteen entries
+    assert witness.entries.chosen == 4 * 16  # one layer, four tokens, sixteen entries
     scores = np.arange(100.0)
     for got in ([*range(85, 100), 40], [*range(85, 100), 99]):
         wrong = Choices("wrong", 0.02)
@@ -198,7 +198,7 @@ def test_choices_of_others_are_noticed(references, deepseek):
 
 def test_a_cache_that_is_too_small_is_named():
     engine, _ = built(
-        "deepseek_v4-tiny", max_num_seqs=2, enable_prefix_caching=False, kv_cache_memory_bytes=10 << 20
+        "deepseek_v4-tiny", max_num_seqs=2, enable_prefix_caching=False, kv_cache_memory_bytes=4 << 20
     )
     forced = Forced(engine)
     with pytest.raises(NoRoom, match="--kv-cache-memory-bytes"):

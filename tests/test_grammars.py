@@ -84,7 +84,7 @@ def mixed(session: Any, count: int = 12) -> dict[int, Grammar | None]:
         if n % 3 == 1:
             options |= {"repetition_penalty": 1.2, "logprobs": 3, "top_p": 0.9}
         if n == 11:
-            options |= {"min_tokens": 100, "logit_bias": ((700, 3.0),)}
+            options |= {"min_tokens": 100, "logit_bias": ((470, 3.0),)}
         max_tokens = 30 if grammar is None else 160
         asked[session.submit(prompt, max_tokens, grammar=grammar, **options)] = grammar
     return asked
@@ -97,7 +97,7 @@ def test_outputs_fit_and_neither_batch_nor_preemption_nor_launching_ahead_change
     for tight in (False, True):
         if tight:
             request.getfixturevalue("late")
-        session = constrained(max_num_seqs=8, kv_cache_memory_bytes=(20 if tight else 2000) * 16 * 8192)
+        session = constrained(max_num_seqs=8, kv_cache_memory_bytes=(20 if tight else 2000) * 16 * 4096)
         asked = mixed(session)
         session.finish()
         for request_id, grammar in asked.items():
@@ -128,7 +128,7 @@ def test_drafts_change_no_token_of_a_grammar(
     plain.finish()
     wanted = [outcome.tokens for outcome in plain.outcomes.values()]
     config = '{"method": "ngram", "num_speculative_tokens": 3}'
-    drafted = constrained(max_num_seqs=8, kv_cache_memory_bytes=20 * 16 * 8192, speculative_config=config)
+    drafted = constrained(max_num_seqs=8, kv_cache_memory_bytes=20 * 16 * 4096, speculative_config=config)
     answers = [[*range(20, 60), *range(100 + n, 100 + 5 * n), *tokens] for n, tokens in enumerate(wanted)]
     drafted.engine.runner.drafting.make_drafter = lambda: Planted(answers)
     mixed(drafted)
@@ -212,7 +212,7 @@ def test_tokens_that_a_grammar_forces_are_drafts(constrained: Callable[..., Any]
     assert steps[1] <= steps[0] - drafts.tokens
 
 
-END_THINK = 639
+END_THINK = 399
 """Of the golden checkpoints' tokenizer."""
 
 
@@ -224,7 +224,7 @@ def test_a_budget_of_thoughts_is_kept_over_a_preemption(
     text = {"any": "", "regex": r"(?s:[^<]*)</think>[a-e]{3,12}!"}[kind]
     found: list[list[list[int]]] = []
     for tight in (False, True):
-        session = constrained(max_num_seqs=6, kv_cache_memory_bytes=(17 if tight else 2000) * 16 * 8192)
+        session = constrained(max_num_seqs=6, kv_cache_memory_bytes=(17 if tight else 2000) * 16 * 4096)
         budgets = {}
         for n in range(6):
             grammar = Grammar(kind, text, budget=Budget(24 + 4 * n, END_THINK))  # type: ignore[arg-type]

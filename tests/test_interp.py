@@ -71,7 +71,7 @@ def two_steps(
     rows.write("slots", 0, [1, 2, 3, 0])
     rows.write("q_starts", 0, np.cumsum([0, *lengths, 0]))
     rows.write("emits", 0, [1, 1, 1, 0])
-    rows.write("prompt", 0, np.append(rng.integers(3, 600, sum(lengths)), [-1] * (64 - sum(lengths))))
+    rows.write("prompt", 0, np.append(rng.integers(3, 480, sum(lengths)), [-1] * (64 - sum(lengths))))
     write(model, pack)
     model.forward(pack, 64, 4, 64)
     first = model.batch.logits[:4].numpy().copy()

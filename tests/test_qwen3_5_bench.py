@@ -39,9 +39,9 @@ def test_every_op_is_measured_and_explained(tmp_path: Path, capsys: pytest.Captu
     lines = capsys.readouterr().out.splitlines()
     assert not [line for line in lines if line.endswith(" -")]  # every op was measured
     (delta,) = (line.split() for line in lines if line.startswith("gated_delta_net"))
-    assert delta[1] == "3"  # layers
+    assert delta[1] == "1"  # layers
     state = 2 * 2 * (4 * 128 * 128 * 4 + 4 * 1024 * 2)  # of two rows, read and written, in bf16
-    assert 3 * state / 1e6 < float(delta[3]) < 3 * state / 1e6 * 1.02
+    assert state / 1e6 < float(delta[3]) < state / 1e6 * 1.02
     assert any(line.split()[:2] == ["cache:", "state"] for line in lines)
 
 

@@ -84,9 +84,10 @@ def plain_norms(model: Model) -> None:
     model.weights.layers[0].input_norm.numpy()[:] -= 1
 
 
-def whole_rotation(model: Model) -> None:
-    """Frequencies of a rotation of twice the width."""
-    model.cos_sin.numpy()[1:] = model.cos_sin.numpy()[:-1]
+def fast_rotation(model: Model) -> None:
+    """Each position rotated twice as far."""
+    table = model.cos_sin.numpy()
+    table[: len(table) // 2] = table[: len(table) // 2 * 2 : 2].copy()
 
 
 def open_gate(model: Model) -> None:
@@ -98,7 +99,7 @@ def open_gate(model: Model) -> None:
         mlp.down.weight.numpy()[-1] = 0
 
 
-@pytest.mark.parametrize("spoil", [swap_heads, plain_norms, whole_rotation, open_gate])
+@pytest.mark.parametrize("spoil", [swap_heads, plain_norms, fast_rotation, open_gate])
 def test_a_wrong_model_is_noticed(load_model, hybrid, spoil):
     """Negative controls: the comparison above fails."""
     prompt, expected = hybrid.prompt(2), hybrid.numbers["p2.logits_fp32"][-1]
@@ -111,14 +112,15 @@ def test_a_wrong_model_is_noticed(load_model, hybrid, spoil):
 def test_bf16_is_as_close_as_the_reference_in_bf16(load_model, hybrid):
     """On the CPU in bf16; positions where an expert is all but tied are left out, as the goldens' README says."""
     model, ours, theirs = load_model(hybrid.path, dtype=bfloat16), [], []
-    for index, positions in ((1, range(7)), (2, range(0, 64, 9))):
+    for index in (1, 2):
+        positions = hybrid.facts["prompts"][index]["logit_positions"]
         fp32, bf16 = hybrid.numbers[f"p{index}.logits_fp32"], hybrid.numbers[f"p{index}.logits_bf16"]
-        margins = hybrid.numbers.get(f"p{index}.route_margin", np.ones(len(fp32)))
-        for position in positions:
+        margins = hybrid.numbers.get(f"p{index}.route_margin", np.ones(len(hybrid.prompt(index))))
+        for position, exact, rounded in zip(positions, fp32, bf16, strict=True):
             if margins[: position + 1].min() > 0.01:
                 logits = last_logits(model, hybrid.prompt(index)[: position + 1])
-                ours.append(np.sqrt(np.mean((logits - fp32[position]) ** 2)))
-                theirs.append(np.sqrt(np.mean((bf16[position] - fp32[position]) ** 2)))
+                ours.append(np.sqrt(np.mean((logits - exact) ** 2)))
+                theirs.append(np.sqrt(np.mean((rounded - exact) ** 2)))
     assert len(ours) > 7
     assert 0 < np.median(ours) < 1.5 * np.median(theirs)
 
@@ -252,7 +254,7 @@ def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid,
     plain = {"activation_quantization": "off"}
     small, same = load_model(tmp_path / "fp8", **plain), load_model(tmp_path / "bf16")
     scaled = [load.dst for load in small.weights.places.loads if load.dst.dtype == float8_e4m3fn]
-    assert len(scaled) > 20
+    assert len(scaled) > 10
     assert not any(load.dst.dtype == float8_e4m3fn for load in same.weights.places.loads)
     prompt = hybrid.prompt(2)
     got, want = last_logits(small, prompt), last_logits(same, prompt)
@@ -261,14 +263,10 @@ def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid,
     error = np.sqrt(np.mean((got - exact) ** 2))
     # Of logits with a standard deviation of 2.5: quantised, and still the same model.
     assert 0.01 < error < 1.0
-    small.weights.layers[3].mixer.qkv.scales.numpy()[-1] *= 2  # negative control
+    small.weights.layers[-1].mixer.qkv.scales.numpy()[-1] *= 2  # negative control
     assert np.abs(last_logits(small, prompt) - want).max() > 1e-2
     runs = [session(tmp_path / name, max_num_batched_tokens=50, **plain) for name in ("fp8", "bf16")]
-    if small.config.experts or by_row:
-        runs.append(session(tmp_path / "fp8", tensor_parallel_size=2, **plain))
-    else:
-        with pytest.raises(UnsupportedModel, match="intermediate_size is 192; 2 ranks cannot share it"):
-            session(tmp_path / "fp8", tensor_parallel_size=2)  # 96 columns from the 96th on are of two blocks
+    runs.append(session(tmp_path / "fp8", tensor_parallel_size=2, **plain))
     for run in runs:
         for index in range(4):
             run.submit(hybrid.prompt(index), 16, ignore_eos=True)

@@ -65,4 +65,4 @@ def test_answers_take_the_form_of_a_schema_and_have_log_probabilities(start: Cal
 
 def test_64_mixed_streams_give_what_each_gives_alone_and_leave_nothing(start: Callable[..., Any]) -> None:
     server, rng = start(TINY, "--max-num-seqs", "24", "--max-num-batched-tokens", "96"), random.Random(7)
-    check_streams(server, mixed(rng, prompts_that_begin_alike(rng, 1000)), 64, rng)
+    check_streams(server, mixed(rng, prompts_that_begin_alike(rng, 480)), 64, rng)

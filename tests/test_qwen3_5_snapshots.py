@@ -20,8 +20,8 @@ TINY = Path(__file__).parent / "goldens" / "qwen3_5-tiny"
 def chats(count: int, shared: int, seed: int = 0) -> list[list[int]]:
     """Prompts that begin with the same `shared` tokens and go on by themselves."""
     rng = random.Random(seed)
-    system = [rng.randrange(3, 1000) for _ in range(shared)]
-    return [system + [rng.randrange(3, 1000) for _ in range(rng.randrange(70, 100))] for _ in range(count)]
+    system = [rng.randrange(3, 480) for _ in range(shared)]
+    return [system + [rng.randrange(3, 480) for _ in range(rng.randrange(70, 100))] for _ in range(count)]
 
 
 def run_one_by_one(run, prompts):

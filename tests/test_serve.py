@@ -25,12 +25,12 @@ def test_greedy_tokens_are_the_goldens(golden: Any, start: Callable[..., Any]) -
     check_greedy_tokens(start(golden.path).url, golden)
 
 
-def test_the_log_alarms_no_one_on_a_cpu_and_tells_small_weights_in_megabytes(
+def test_the_log_alarms_no_one_on_a_cpu_and_gives_small_weights_in_kilobytes(
     tiny: Any, start: Callable[..., Any]
 ) -> None:
     server = start(tiny.path)
     log = "".join(server.log).partition(" ready on ")[0]
-    assert re.search(r"^INFO openinfer\.engine: weights: [\d.]+ MB at [\d.]+ [kMG]B/s$", log, re.M)
+    assert re.search(r"^INFO openinfer\.engine: weights: [\d.]+ kB at [\d.]+ [kMG]B/s$", log, re.M)
     assert not re.search(r"^(WARNING|ERROR|CRITICAL)|\b0\.0 GB", log, re.M)
 
 
@@ -80,7 +80,7 @@ def change_header(folder: Path, name: str, change: Callable[[dict[str, Any]], No
 
 
 def misshape(folder: Path) -> None:
-    change_header(folder, "model.layers.2.self_attn.k_proj.weight", lambda entry: entry["shape"].insert(0, 1))
+    change_header(folder, "model.layers.1.self_attn.k_proj.weight", lambda entry: entry["shape"].insert(0, 1))
 
 
 def wrong_dtype(folder: Path) -> None:
@@ -107,7 +107,7 @@ def nothing(folder: Path) -> None:
     ("spoil", "flags", "names"),
     [
         (truncate, [], ["model.safetensors"]),
-        (misshape, [], ["model.layers.2.self_attn.k_proj.weight", "[256, 256]"]),
+        (misshape, [], ["model.layers.1.self_attn.k_proj.weight", "[256, 64]"]),
         (wrong_dtype, [], ["model.norm.weight", "bfloat16"]),
         (remove("model.safetensors"), [], ["safetensors"]),
         (remove("tokenizer.json"), [], ["tokenizer.json", "--skip-tokenizer-init"]),

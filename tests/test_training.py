@@ -615,7 +615,7 @@ def test_a_policy_gradient_loop_between_a_trainer_and_the_engine(engine: Engine,
             assert np.log(trainer.chances(state)[token]) == pytest.approx(logprob, abs=2e-3)
         rewards = np.array([float(token % 2 == 0) for _, token in samples])  # even tokens are good
         means.append(rewards.mean())
-        trainer.step(samples, rewards, rate=4.0)
+        trainer.step(samples, rewards, rate=12.0)
         folder = changed(tmp_path / f"update{update}", TINY, **{"model.norm.weight": trainer.gain})
         engine.control(UpdateWeights(str(folder), f"update {update}"))
         assert engine.stats().weights_version == f"update {update}"

@@ -277,7 +277,7 @@ def test_a_lost_peer_does_not_fail_a_request_that_is_aborted(engines: Make) -> N
 
 def test_a_peer_is_asked_for_every_prefix(engines: Make) -> None:
     open_to_all = config(kv_connector_extra_config={})
-    first = engines(kv_transfer_config=open_to_all, kv_offload_gb=0.05, kv_cache_memory_bytes=4 << 20)
+    first = engines(kv_transfer_config=open_to_all, kv_offload_gb=0.05, kv_cache_memory_bytes=3 << 19)
     prompts = [[one] * 5 + PROMPTS[0][5:] for one in range(10, 14)]
     for prompt in prompts * 2:
         first.submit(prompt, 6, ignore_eos=True)

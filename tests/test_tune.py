@@ -154,12 +154,12 @@ def test_the_ways_to_add_up_are_measured_once_and_used(
     assert run() == 0
     assert asked == []
     assert run("-tp", "2") == 0
-    assert "sum of 2 ranks [1, 256]: one shot of 8 warps 1.0, two shots of 16 warps 10.0, NCCL 12.0 us" in (
+    assert "sum of 2 ranks [1, 64]: one shot of 8 warps 1.0, two shots of 16 warps 10.0, NCCL 12.0 us" in (
         capsys.readouterr().out
     )
     assert run("-tp", "2") == 0
-    assert asked == [(2, 256, [1, 16, 300])]
+    assert asked == [(2, 64, [1, 16, 300])]
     tables.gpu_table.cache_clear()
-    ways = [choose_exchange(TARGET, 2, rows, 256) for rows in (1, 2, 17, 301)]
+    ways = [choose_exchange(TARGET, 2, rows, 64) for rows in (1, 2, 17, 301)]
     assert ways == [Exchange("push", 8), Exchange("two_shot"), Exchange("two_shot"), Exchange("push", 8)]
     assert choose_exchange(TARGET, 2, 1, 512) == Exchange("push")

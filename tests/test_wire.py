@@ -60,7 +60,7 @@ def request(
 
 
 def good_body(rng: random.Random, **more: Any) -> bytes:
-    prompt = [rng.randrange(600) for _ in range(rng.randint(1, 6))]
+    prompt = [rng.randrange(480) for _ in range(rng.randint(1, 6))]
     fields = {"prompt": prompt, "max_tokens": rng.randint(1, 3), "stream": rng.random() < 0.3, **more}
     return json.dumps(fields).encode()
 

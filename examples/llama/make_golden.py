@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "intermediate_size": 96, "vocab_size": 512, "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 1,
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 96, "vocab_size": 384, "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 1,
     "rms_norm_eps": 1e-5,
 }  # fmt: skip
 LLAMA3 = {

@@ -454,11 +454,7 @@ class NoFlags:
 
 @pytest.mark.parametrize(
     "fails",
-    [
-        pytest.param("_make_engine", marks=pytest.mark.slow),
-        pytest.param("_start_engine", marks=pytest.mark.slow),
-        "_spawn",
-    ],
+    ["_spawn", *(pytest.param(one, marks=pytest.mark.slow) for one in ("_make_engine", "_start_engine"))],
 )
 def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(
     model_dir: Path, fails: str, monkeypatch: pytest.MonkeyPatch

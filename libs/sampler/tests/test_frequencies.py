@@ -6,6 +6,7 @@ import pytest
 from scipy import special, stats
 
 from openinfer.kernels import LaunchPack, NullPack
+from openinfer.kernels.testing import of_the_day
 from openinfer.sampler.gpu import ops as tiles
 from openinfer.sampler.gpu import sample
 from openinfer.sampler.gpu.device import sample as kernels
@@ -210,10 +211,7 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in ("bfloat16", "peaks") else pytest.mark.slow) for kind in LOGITS],
-)
+@pytest.mark.parametrize("kind", of_the_day(list(LOGITS), 2))
 def test_the_brackets_of_a_large_vocabulary_hold(
     run_cpu, run_interpreter, step, check_tokens, monkeypatch, kind
 ):
