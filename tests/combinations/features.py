@@ -257,7 +257,7 @@ def table() -> str:
     lines += ["", "| feature | how | with each of the others |", "| --- | --- | --- |"]
     for name in (name for name in every if name not in free):
         no = [f'not with {b}: "{words}"' for (a, b), words in REFUSED.items() if name == a]
-        no += ["the same tokens, with one method at a time"] * (name in METHODS)
+        no += ["one method at a time"] * (name in METHODS)
         no += [f'not with `{model}`: "{words}"' for (model, b), words in LACKING.items() if name == b]
         lines.append(f"| {name} | {every[name].how} | {'; '.join(no) or OWN.get(name, 'see above')} |")
     return "\n".join(lines)
