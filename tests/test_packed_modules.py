@@ -135,7 +135,9 @@ def test_modules_may_have_formats_of_their_own(plain: Tensors, tmp_path: Path) -
     want = answer(save(tmp_path / "same", same))
     assert answer(save(tmp_path / "packed", found, said), activation_quantization="off") == want
     for odd, why in (
-        ({"attention": int8 | {"targets": ["re:("]}}, "targets: 're:\\(': missing"),
+        ({"attention": int8 | {"targets": ["re:("]}}, r"targets: '\(': missing"),
+        ({"attention": int8 | {"targets": ["re:(.+)+$"]}}, "repeats too much"),
+        ({"attention": int8 | {"targets": ["re:" + 5 * ".*"]}}, "repeats too much"),
         (
             {"attention": int8 | {"targets": [HELD.replace("down", "gate")]}},
             "gate_proj is INT8 by config.json, and has no",

@@ -35,6 +35,8 @@ KNOWN = (
 Pack = Packing | Grouped
 Groups = list[tuple[Callable[[str], bool], Pack]]
 """Which modules have which packing; the first that takes a module's name."""
+MOST_REPEATS = 4
+"""The most repetitions in an expression for names; matching takes up to this power of a name's length."""
 _OF_PACKED = (".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight")
 _PLAIN = ("ignore", "exclude_modules", "exclude", "modules_to_not_convert")
 """Lists of modules that are not packed."""
@@ -233,11 +235,15 @@ def _compressed(config: Mapping[str, Any]) -> AnyPacking:
 def _names(targets: Any, where: str) -> list[str]:
     if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
         raise UnsupportedQuantization(f"{where} is {_shown(targets)}; it must be names")
-    for one in (one for one in targets if one.startswith("re:")):
+    for one in (one[3:] for one in targets if one.startswith("re:")):
         try:
-            re.compile(one[3:])
+            re.compile(one)
         except re.error as error:
             raise UnsupportedQuantization(f"{where}: {_shown(one)}: {error}") from None
+        if len(re.findall(r"[*+{]", one)) > MOST_REPEATS or re.search(r"\)[*+?{]", one):
+            raise UnsupportedQuantization(
+                f"{where}: {_shown(one)} repeats too much to be matched in a bounded time"
+            )
     return targets
 
 
