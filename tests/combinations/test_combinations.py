@@ -432,8 +432,8 @@ def test_blocks_of_a_peer_change_no_token(model: str, name: str) -> None:
             )
         session.finish()
         session.step()
-        donor._tiers.settle()
-        host, port = donor._tiers.sharing.address
+        donor._transfers._tiers.settle()
+        host, port = donor._transfers._tiers.sharing.address
         answers, engine = run(model, 8, names, bodies, 5, kv_peer=[f"{host}:{port}"], **own)
     finally:
         donor.close()
