@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_eagle3 import speculation, write_head
+from test_speculation import write_mixture
 
 from openinfer.kernels import CpuPack, Op
 from openinfer.recipes.engine import startup
@@ -40,7 +41,7 @@ class Family:
 FAMILIES = {
     "qwen3-tiny": Family(("ngram", "suffix", "eagle3"), 64, 3 << 20),
     "qwen3_5-tiny": Family(("ngram", "suffix", "mtp"), 100, 12 << 20),
-    "qwen3_5-moe-tiny": Family(("ngram", "suffix"), 100, 12 << 20),
+    "qwen3_5-moe-tiny": Family(("ngram", "suffix", "mtp"), 100, 12 << 20),
     "deepseek_v4-tiny": Family(("ngram", "suffix", "mtp"), 168, 16 << 20),
 }
 
@@ -62,13 +63,13 @@ class Probe:
     log-probabilities are compared, which needs --batch-invariant."""
 
     def __init__(
-        self, session: Callable[..., Session], name: str, config: str, seed: int, bits: bool
+        self, session: Callable[..., Session], path: Path, config: str, seed: int, bits: bool
     ) -> None:
-        self.rng, self.family, self.bits = random.Random(seed), FAMILIES[name], bits
+        self.rng, self.family, self.bits = random.Random(seed), FAMILIES[path.name], bits
         flags: Options = {"max_model_len": self.family.longest + 28, "batch_invariant": bits}
-        if name.startswith("deepseek") and not bits:  # else a last bit may become another code
+        if path.name.startswith("deepseek") and not bits:  # else a last bit may become another code
             flags["activation_quantization"] = "off"
-        make = functools.partial(session, GOLDENS / name, **flags)
+        make = functools.partial(session, path, **flags)
         self.plain = make(enable_prefix_caching=False, max_num_seqs=AT_ONCE)
         self.drafted = make(
             speculative_config=config,
@@ -143,12 +144,16 @@ class Probe:
         )
 
 
-def config_of(method: str, folder: Path) -> str:
+def given(name: str, method: str, folder: Path) -> tuple[Path, str]:
+    """The checkpoint of a family, and --speculative-config. What only tests have is written into the folder."""
+    path, keys = GOLDENS / name, {"method": method, "num_speculative_tokens": DRAFTS}
     if method == "eagle3":
         write_head(folder)
-        return speculation(folder, DRAFTS)
-    keys = {"method": method, "num_speculative_tokens": DRAFTS}
-    return json.dumps(keys | ({"prompt_lookup_min": 1} if method == "ngram" else {}))
+        return path, speculation(folder, DRAFTS)
+    if (name, method) == ("qwen3_5-moe-tiny", "mtp"):
+        path = folder / name
+        write_mixture(path)
+    return path, json.dumps(keys | ({"prompt_lookup_min": 1} if method == "ngram" else {}))
 
 
 def cases(of_the_day: bool) -> Iterator[Any]:
@@ -166,7 +171,7 @@ def cases(of_the_day: bool) -> Iterator[Any]:
 def test_both_answers_to_a_are_those_of_a_plain_engine(
     session: Callable[..., Session], late: None, tmp_path: Path, name: str, method: str, bits: bool
 ) -> None:
-    probe = Probe(session, name, config_of(method, tmp_path), TODAY, bits)
+    probe = Probe(session, *given(name, method, tmp_path), TODAY, bits)
     found = probe.run(AT_ONCE // 2)
     assert found.different == 0
     assert found.accepted + found.rejected > 0
@@ -178,10 +183,10 @@ def test_two_thousand_rounds_of_a_family(
     session: Callable[..., Session], late: None, tmp_path: Path, name: str, method: str, bits: bool
 ) -> None:
     """Half of them compare bits; methods have equal shares. Each pair of engines has 50, so caches start empty too."""
-    config = config_of(method, tmp_path)
+    path, config = given(name, method, tmp_path)
     share = -(-1000 // len(FAMILIES[name].methods))
     found = [
-        Probe(session, name, config, seed, bits).run(min(50, share - 50 * seed))
+        Probe(session, path, config, seed, bits).run(min(50, share - 50 * seed))
         for seed in range(-(-share // 50))
     ]
     assert sum(one.rounds for one in found) == share
@@ -192,7 +197,7 @@ def test_two_thousand_rounds_of_a_family(
 
 def test_swapped_blocks_are_seen(session: Callable[..., Session], tmp_path: Path) -> None:
     """A control: whenever no request has blocks, what the cache holds moves to the next block."""
-    probe = Probe(session, "qwen3-tiny", config_of("ngram", tmp_path), 0, bits=True)
+    probe = Probe(session, *given("qwen3-tiny", "ngram", tmp_path), 0, bits=True)
     engine = probe.drafted.engine
     step, cached = engine.step, engine.runner.model.kv.kv.numpy()
 
@@ -224,5 +229,5 @@ def test_a_state_that_kept_a_rejected_draft_is_seen(
     session: Callable[..., Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "CpuPack", lambda communicator, **way: Kept(CpuPack(**way)))
-    probe = Probe(session, "qwen3_5-tiny", config_of("ngram", tmp_path), 0, bits=False)
+    probe = Probe(session, *given("qwen3_5-tiny", "ngram", tmp_path), 0, bits=False)
     assert probe.run(AT_ONCE).different > 0

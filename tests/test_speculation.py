@@ -240,9 +240,9 @@ def test_a_prompt_is_scored_before_layers_draft(session: Callable[..., Any]) -> 
     np.testing.assert_allclose(found[1], found[0], atol=1e-4)
 
 
-def test_the_head_of_a_mixture_drafts(session: Callable[..., Any], tmp_path: Path) -> None:
-    """A checkpoint whose MTP head has the weights of a layer of its own: the tokens without drafts."""
-    source, folder = GOLDENS / "qwen3_5-moe-tiny", tmp_path / "moe"
+def write_mixture(folder: Path) -> None:
+    """qwen3_5-moe-tiny with an MTP head, which has the weights of a layer of its own."""
+    source = GOLDENS / "qwen3_5-moe-tiny"
     shutil.copytree(source, folder)
     config = json.loads((source / "config.json").read_text())
     config["text_config"]["mtp_num_hidden_layers"] = 1
@@ -254,8 +254,14 @@ def test_the_head_of_a_mixture_drafts(session: Callable[..., Any], tmp_path: Pat
     own |= {f"mtp.{name}.weight": norm for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
     fc = rng.standard_normal((len(norm), 2 * len(norm))) / len(norm) ** 0.5
     save_file({**tensors, **own, "mtp.fc.weight": fc.astype(norm.dtype)}, folder / "model.safetensors")
+
+
+def test_the_head_of_a_mixture_drafts(session: Callable[..., Any], tmp_path: Path) -> None:
+    write_mixture(tmp_path / "moe")
+    rng = np.random.default_rng(1)
     asked = [([rng.integers(3, 500) for _ in range(40 + n)], 20, {"ignore_eos": True}) for n in range(3)]
-    plain, drafted = session(source), session(folder, speculative_config=MTP, max_num_batched_tokens=24)
+    plain = session(GOLDENS / "qwen3_5-moe-tiny")
+    drafted = session(tmp_path / "moe", speculative_config=MTP, max_num_batched_tokens=24)
     for want, got in zip(plain.outcomes_of(asked), drafted.outcomes_of(asked), strict=True):
         assert got.tokens == want.tokens
     assert drafted.engine.stats().draft_tokens > 0
