@@ -24,6 +24,8 @@ def test_all_is_sorted_and_complete(module):
         for name, value in vars(module).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
+    if module is openinfer.scheduler.policies:  # it has code of its own, which imports names
+        public -= {"Any", "Callable", "InvalidSetup", "Policy", "annotations"}
     assert public == set(module.__all__)
     # The linter's order: constants first.
     assert module.__all__ == sorted(

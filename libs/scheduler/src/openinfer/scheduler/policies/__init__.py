@@ -24,6 +24,7 @@ __all__ = [
     "LongestPrefix",
     "Pace",
     "Priority",
+    "imported",
     "make_policy",
 ]
 
