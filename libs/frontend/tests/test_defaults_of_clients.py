@@ -222,7 +222,7 @@ def test_a_wish_of_a_schema_is_warned_of(start: Any) -> None:
     ):
         answer = live.post(CHAT, messages=HI, max_tokens=3, **fields)
         assert answer.status_code == 200, answer.text
-        assert [f"uniqueItems in {field}" in said for said in warnings(answer)] == [True]
+        assert sum(f"uniqueItems in {field}" in said for said in warnings(answer)) == 1
 
 
 def test_metrics_of_vllm_and_of_the_process(live: Any) -> None:
