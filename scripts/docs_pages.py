@@ -167,7 +167,7 @@ The columns are plans. Engines ran on an H100 of 80 GB and on H200s, and never o
 
 ## Published forms
 
-`openinfer check NAME` reads headers and says whether a checkpoint loads. None of these was at hand: tests have small
+`openinfer check MODEL` reads headers and says whether a checkpoint loads. None of these was at hand: tests have small
 ones of each form.
 
 {forms}

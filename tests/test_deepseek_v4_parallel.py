@@ -45,7 +45,7 @@ def test_the_page_has_the_bytes_of_a_plan(size: str, ranks: tuple[int, ...]) -> 
         left = MEMORY - sum(plan.values())
         tokens = f"{left / 2 / entry / 1e6:.1f} million" if left > 0 else "it does not fit"
         cells = " | ".join(f"{nbytes / 1e9:.1f} GB" for nbytes in (plan["weights"], same, max(left, 0)))
-        assert f"| {n} | {cells} | {tokens} |" in page
+        assert f"| {size}, {n} | {cells} | {tokens} |" in page
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
