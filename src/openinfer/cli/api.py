@@ -116,7 +116,7 @@ class Api:
     def stream(self, body: dict[str, Any]) -> Iterator[AnswerDelta]:
         """What each chunk of a streamed chat completion adds. Closing the iterator ends the request."""
         connection, response = self._open("POST", "/v1/chat/completions", {**body, "stream": True})
-        with contextlib.closing(connection), self._reading():
+        with contextlib.closing(connection), response, self._reading():
             while line := response.readline(MAX_ANSWER_BYTES):
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
@@ -139,7 +139,7 @@ class Api:
 
     def _read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
         connection, response = self._open(method, path, body)
-        with contextlib.closing(connection), self._reading():
+        with contextlib.closing(connection), response, self._reading():
             text = response.read(MAX_ANSWER_BYTES)
             if response.length or len(text) == MAX_ANSWER_BYTES:
                 raise ConnectionError(f"{len(text)} bytes came, and more were to come")
@@ -175,7 +175,7 @@ class Api:
                 f"no server answers at {where}: {error}; openinfer serve MODEL starts one"
             ) from error
         if response.status != 200:
-            with contextlib.closing(connection), self._reading():
+            with contextlib.closing(connection), response, self._reading():
                 text = response.read(MAX_REFUSAL_BYTES)
             refusal = ApiError(_message(text) or f"HTTP status {response.status}: {_shown(text)}")
             refusal.status = response.status
