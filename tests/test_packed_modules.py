@@ -86,6 +86,12 @@ def by_tensor(weight: Any) -> tuple[Tensors, Any]:
     return {"weight": codes, **scales}, codes.astype(np.float32) * scale
 
 
+def by_row(weight: Any) -> tuple[Tensors, Any]:
+    scales = (np.abs(weight).max(1, keepdims=True) / 448).astype(bfloat16)
+    codes = (weight / scales.astype(np.float32)).astype(float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scales}, codes.astype(np.float32) * scales.astype(np.float32)
+
+
 def by_block(weight: Any) -> tuple[Tensors, Any]:
     codes, scales = fp8.quantized(weight)
     meant = Linear(codes, scales.astype(np.float32)).values()
@@ -95,6 +101,7 @@ def by_block(weight: Any) -> tuple[Tensors, Any]:
 WAYS: dict[str, tuple[Any, Any]] = {
     "blocks": (fp8.QUANTIZED | {"modules_to_not_convert": [PLAIN]}, by_block),
     "tensor": (STATIC, by_tensor),
+    "rows": (fp8.BY_ROW, by_row),
     "W4A16": (P.FORMATS["W4A16"][2], lambda weight: P.packed("W4A16", weight)),
     "AWQ": (P.FORMATS["AWQ"][2], lambda weight: P.packed("AWQ", weight)),
     **packers.WAYS,
@@ -102,7 +109,7 @@ WAYS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "way", [*(pytest.param(w, marks=[pytest.mark.slow] if w in ("tensor", "W4A16") else []) for w in WAYS)]
+    "way", [*(pytest.param(w, marks=[pytest.mark.slow] if w in ("tensor", "rows", "W4A16") else []) for w in WAYS)]
 )
 def test_a_module_may_stay_plain(way: str, plain: Tensors, tmp_path: Path) -> None:
     said, pack = WAYS[way]
@@ -111,7 +118,7 @@ def test_a_module_may_stay_plain(way: str, plain: Tensors, tmp_path: Path) -> No
     assert got == answer(save(tmp_path / "same", same))
 
 
-@pytest.mark.parametrize("way", ["blocks", "NVFP4 (modelopt)", "INT8"])
+@pytest.mark.parametrize("way", ["blocks", "rows", "tensor", "AWQ", "NVFP4 (modelopt)", "INT8"])
 def test_the_head_and_the_embedding_may_be_packed(way: str, plain: Tensors, tmp_path: Path) -> None:
     said, pack = WAYS[way]
     found, same = packed(plain, pack, heads=True)

@@ -332,7 +332,7 @@ class LinearPlaces(Places):
             self.single.add(module + packing.scales)
             self.ignored.append(module + ".input_scale")
         elif packing.by_row:
-            of_scales = (_range(row, rows),)
+            of_scales = _range(row, rows), slice(0, 1)
         elif packing.fp4:
             of_scales = _range(row, rows), _range(column // FP4_BLOCK, columns // FP4_BLOCK)
         else:
