@@ -109,7 +109,8 @@ WAYS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "way", [*(pytest.param(w, marks=[pytest.mark.slow] if w in ("tensor", "rows", "W4A16") else []) for w in WAYS)]
+    "way",
+    [*(pytest.param(w, marks=[pytest.mark.slow] if w in ("tensor", "rows", "W4A16") else []) for w in WAYS)],
 )
 def test_a_module_may_stay_plain(way: str, plain: Tensors, tmp_path: Path) -> None:
     said, pack = WAYS[way]

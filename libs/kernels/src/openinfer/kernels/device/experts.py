@@ -62,6 +62,25 @@ def tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.c
 
 
 @triton.jit
+def pairs_of(order, rm, end, CHOSEN: tl.constexpr, FIRST: tl.constexpr):
+    """Of a tile's places rm: whether they are before its `end`, their pairs, and the rows of x that these read: tokens
+    if FIRST, else the places."""
+    inside = rm < end
+    pair = tl.load(order + rm, mask=inside, other=0)
+    source = tl.minimum(rm, end - 1)
+    if FIRST:
+        source = tl.load(order + source) // CHOSEN
+    return inside, pair, source
+
+
+@triton.jit
+def store_rows(out, acc, target, rn, inside, N):
+    """out [.., N]: the rows `target` become acc [BM, BN], in the columns rn."""
+    to = out + target.to(tl.int64)[:, None] * N + rn[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (rn < N)[None, :])
+
+
+@triton.jit
 def experts_product(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
@@ -80,11 +99,7 @@ def experts_product(
     rows: tl.constexpr = 2 if FIRST else 1
     on = tl.program_id(0) * BN
     rn, rm, rk = on + tl.arange(0, BN), begin + tl.arange(0, BM), tl.arange(0, BK)
-    inside = rm < end
-    pair = tl.load(order + rm, mask=inside, other=0)
-    source = tl.minimum(rm, end - 1)
-    if FIRST:
-        source = tl.load(order + source) // CHOSEN
+    inside, pair, source = pairs_of(order, rm, end, CHOSEN, FIRST)
     of_expert = weight + expert.to(tl.int64) * rows * N * K
     of_rows = tl.minimum(rn, N - 1) * K
     up = of_expert + N.to(tl.int64) * K
@@ -120,8 +135,7 @@ def experts_product(
         target = rm
     else:
         target = pair
-    to = out + target.to(tl.int64)[:, None] * N + rn[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (rn < N)[None, :])
+    store_rows(out, acc, target, rn, inside, N)
 
 
 @triton.jit
@@ -171,11 +185,7 @@ def experts_product_int4(
         return
     rows: tl.constexpr = 2 if FIRST else 1
     rn, rm = tl.program_id(0) * BN + tl.arange(0, BN), begin + tl.arange(0, BM)
-    inside = rm < end
-    pair = tl.load(order + rm, mask=inside, other=0)
-    source = tl.minimum(rm, end - 1)
-    if FIRST:
-        source = tl.load(order + source) // CHOSEN
+    inside, pair, source = pairs_of(order, rm, end, CHOSEN, FIRST)
     byte = tl.arange(0, GROUP // 2)
     column = byte // 16 * 32 + byte % 16
     row = expert.to(tl.int64) * rows * N + tl.minimum(rn, N - 1)
@@ -191,5 +201,4 @@ def experts_product_int4(
         up = sum_of_groups(of_codes, of_words, of_x, 0, K // GROUP, GROUP, BN, BM)
         acc = gated(acc, tl.trans(up), out.dtype.element_ty)
         target = rm
-    to = out + target.to(tl.int64)[:, None] * N + rn[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (rn < N)[None, :])
+    store_rows(out, acc, target, rn, inside, N)

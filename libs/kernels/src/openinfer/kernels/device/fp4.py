@@ -9,7 +9,7 @@ of rows times 2^16, so a product with the scale and one of the sum put that righ
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.experts import tile_of
+from openinfer.kernels.device.experts import pairs_of, store_rows, tile_of
 from openinfer.kernels.device.formats import _number, operand_row, packed_operand
 from openinfer.kernels.device.int4 import _sum_parts
 from openinfer.kernels.device.norm import gated
@@ -114,11 +114,7 @@ def experts_product_fp4(
     rows: tl.constexpr = 2 if FIRST else 1
     on = tl.program_id(0) * BN
     rn, rm = on + tl.arange(0, BN), begin + tl.arange(0, BM)
-    inside = rm < end
-    pair = tl.load(order + rm, mask=inside, other=0)
-    source = tl.minimum(rm, end - 1)
-    if FIRST:
-        source = tl.load(order + source) // CHOSEN
+    inside, pair, source = pairs_of(order, rm, end, CHOSEN, FIRST)
     base = expert.to(tl.int64) * rows * N
     row = base + tl.minimum(rn, N - 1)
     packed = base + tl.minimum(on + operand_row(tl.arange(0, BN), WARPS), N - 1)
@@ -138,8 +134,7 @@ def experts_product_fp4(
             acc, tl.trans(up * tl.load(factors + (row + half) * stride)[:, None]), out.dtype.element_ty
         )
         target = rm
-    to = out + target.to(tl.int64)[:, None] * N + rn[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (rn < N)[None, :])
+    store_rows(out, acc, target, rn, inside, N)
 
 
 @triton.jit

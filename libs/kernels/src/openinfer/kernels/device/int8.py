@@ -6,7 +6,7 @@ are those of device.coded_linear.)"""
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.experts import tile_of
+from openinfer.kernels.device.experts import pairs_of, store_rows, tile_of
 from openinfer.kernels.device.int4 import _sum_parts
 from openinfer.kernels.device.norm import gated
 
@@ -63,11 +63,7 @@ def experts_product_int8(
         return
     rows: tl.constexpr = 2 if FIRST else 1
     rn, rm = tl.program_id(0) * BN + tl.arange(0, BN), begin + tl.arange(0, BM)
-    inside = rm < end
-    pair = tl.load(order + rm, mask=inside, other=0)
-    source = tl.minimum(rm, end - 1)
-    if FIRST:
-        source = tl.load(order + source) // CHOSEN
+    inside, pair, source = pairs_of(order, rm, end, CHOSEN, FIRST)
     column = tl.arange(0, CHUNK)
     row = expert.to(tl.int64) * rows * N + tl.minimum(rn, N - 1)
     groups = K // GROUP if GROUP else 1
@@ -83,8 +79,7 @@ def experts_product_int8(
         up = _sum_of_chunks(of_codes, of_scales, of_x, 0, K // CHUNK, BN, BM, GROUP, CHUNK)
         acc = gated(acc, tl.trans(up), out.dtype.element_ty)
         target = rm
-    to = out + target.to(tl.int64)[:, None] * N + rn[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (rn < N)[None, :])
+    store_rows(out, acc, target, rn, inside, N)
 
 
 @triton.jit

@@ -155,7 +155,7 @@ def _mixed_in(packing: Mixed, modules: set[str], names: set[str]) -> Mixed:
 
 
 def _mixed(groups: Groups) -> AnyPacking:
-    """One packing for all, or the one of each module."""
+    """The packing of the first group that takes a module."""
     packings = list(dict.fromkeys(one for _, one in groups))
 
     def pick(module: str) -> Pack | None:

@@ -260,19 +260,19 @@ class LinearPlaces(Places):
     ) -> None:
         """Projections one below the other in a weight [N, K]. Raises ContractError where a part of a packed weight does
         not begin with a block or group, and is not within one."""
-        start = block = 0
+        start, block, columns = 0, 0, linear.columns
         for one in parts:
             part = WeightPart(*one)
             rows = _range(start, part.rows)
             start += part.rows
             weight, scales = linear.weight[rows], linear.scales
-            source = _range(part.row, part.rows), _range(part.column, linear.columns)
+            source = _range(part.row, part.rows), _range(part.column, columns)
             layer = TensorLoad(part.module + ".weight", weight, source)
             self.layers.append(layer)
             if packing is None:
                 self.loads.append(layer)
             elif isinstance(packing, Grouped):
-                self._grouped(part, linear.columns, weight, None if scales is None else scales[rows], packing)
+                self._grouped(part, columns, weight, None if scales is None else scales[rows], packing)
             elif packing.by_row and scales is not None:
                 self._rows(part, weight, scales[rows], packing)
             elif packing.made and scales is not None:

@@ -20,7 +20,7 @@ DEPTH = 128
 """Columns that a turn of FP4's kernel multiplies, and at most of INT8's."""
 
 
-class Coded(NamedTuple):
+class FormKernels(NamedTuple):
     """The kernels of a form, whose names end with `name`. args, constants: what they are given of the weight."""
 
     name: str
@@ -41,19 +41,19 @@ class Coded(NamedTuple):
         return {"WARPS": warps, "PAIRS": target.arch >= 90 and not target.interpreted}
 
 
-def coded_form(weight: Linear[Operand]) -> Coded | None:
+def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
     """The kernels of a weight, None for one of another format."""
     form, scales = weight.form, weight.scales
     if isinstance(form, Int8):
         assert scales is not None
         constants = {"GROUP": form.group, "CHUNK": _chunk(form, weight.columns)}
         args: dict[str, Arg] = {"weight": weight.weight, "scales": scales}
-        return Coded("int8", "openinfer.kernels.device.int8", args, constants)
+        return FormKernels("int8", "openinfer.kernels.device.int8", args, constants)
     if isinstance(form, Fp4):
         assert isinstance(scales, Tensor)
         last = (*(slice(None) for _ in scales.shape[1:]), slice(scales.shape[-1] - 1, None))
         args = {"weight": weight.weight, "scales": scales, "factors": scales.view_as(float32)[last]}
-        return Coded("fp4", "openinfer.kernels.device.fp4", args, {})
+        return FormKernels("fp4", "openinfer.kernels.device.fp4", args, {})
     return None
 
 
@@ -75,7 +75,7 @@ def _few(p: Problem) -> Iterator[Command]:
         both = p.both()
         yield from [*_few(p.ungated(both)), launch_silu_mul(p.out, both)]
         return
-    own = coded_form(p.weight)
+    own = form_kernels(p.weight)
     assert own is not None
     tile = few_tile(p.target, p.m, p.n, p.k)
     columns, tiles = -(-p.n // tile.rows), -(-p.m // tile.bm)
@@ -96,7 +96,7 @@ def _few(p: Problem) -> Iterator[Command]:
 
 
 def _widened(p: Problem) -> Iterator[Command | Problem]:
-    own, wide, block = coded_form(p.weight), Scratch((p.rows, p.k), bfloat16), 32
+    own, wide, block = form_kernels(p.weight), Scratch((p.rows, p.k), bfloat16), 32
     assert own is not None
     columns = int(own.constants.get("CHUNK", 32))
     args: Mapping[str, Arg] = {"out": wide, **own.args, "N": p.rows, "K": Aligned(p.k)}

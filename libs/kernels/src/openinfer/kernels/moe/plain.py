@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.linear.few_bits import coded_form, unpacks
+from openinfer.kernels.linear.few_bits import form_kernels, unpacks
 from openinfer.kernels.moe import SORT_BLOCK, Pairs
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes
@@ -129,14 +129,14 @@ class PlainExperts:
             module, kernel = "openinfer.kernels.device.experts", "experts_product_int4"
             tile = ExpertTile(min(64, tile.bm), 64, 0, True)
             own, args = {"GROUP": form.group}, {"weight": weight.weight, "words": scales}
-        elif (coded := coded_form(weight)) is not None:
+        elif (kernels := form_kernels(weight)) is not None:
             if not unpacks(form, k):
                 raise ContractError(
                     f"experts are {form} with {k} columns; on a GPU they are a multiple of 128"
                 )
-            module, kernel = coded.device, f"experts_product_{coded.name}"
+            module, kernel = kernels.device, f"experts_product_{kernels.name}"
             tile = ExpertTile(min(64, tile.bm), 64, 0, True)
-            own, args = {**coded.constants, **coded.in_pairs(self.target, tile.warps)}, coded.words()
+            own, args = {**kernels.constants, **kernels.in_pairs(self.target, tile.warps)}, kernels.words()
         else:
             module, kernel = _DEVICE, "experts_product"
             own = {"BK": tile.bk, "SCALED": scales is not None, "TALL": tile.tall}
