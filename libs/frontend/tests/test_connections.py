@@ -142,6 +142,30 @@ def test_a_body_that_does_not_come_is_408(live: Any) -> None:
     connection.close()
 
 
+@pytest.mark.parametrize("coding", [b"Content-Length: 70000", b"Transfer-Encoding: chunked"])
+def test_an_answer_before_the_body_keeps_the_connection(live: Any, coding: bytes) -> None:
+    connection = send(live, b"POST /nowhere HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % coding)
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
+    chunked = coding.endswith(b"chunked")
+    connection.sendall(b"%x\r\n" % 70000 * chunked + b"a" * 70000 + b"\r\n0\r\n\r\n" * chunked)
+    time.sleep(0.1)
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert b"HTTP/1.1 200" in rest(connection)
+
+
+@pytest.mark.parametrize("coding", [b"Content-Length: 2000000", b"Transfer-Encoding: chunked"])
+def test_an_answer_before_a_large_body_ends_the_connection(
+    live: Any, coding: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 60)
+    connection = send(live, b"POST /nowhere HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % coding)
+    if coding.endswith(b"chunked"):
+        connection.sendall(b"%x\r\n" % 2_000_000 + b"a" * 1_500_000)
+    answer = rest(connection)  # to the end, which comes from the server
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
 def test_a_websocket_is_not_offered(live: Any) -> None:
     head = [b"GET /health HTTP/1.1", b"Host: x", b"Connection: Upgrade", b"Upgrade: websocket"]
     head += [b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", b"Sec-WebSocket-Version: 13"]

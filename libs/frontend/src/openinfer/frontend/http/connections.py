@@ -24,6 +24,8 @@ SWEEP_S = 2.0
 LINGER_S = 5.0
 LINGER_BYTES = 32 << 20
 """The time that a client has to read a refusal, while the rest of its request is thrown away, and the most of that."""
+SPARE_BYTES = 1 << 20
+"""The most that is read of a body whose answer is complete, so that the connection can serve the next request."""
 LOOK_S = (0.01, 0.1, 1.0)
 """Seconds between looks at a client that has closed its sending half; the last counts from then on."""
 
@@ -51,7 +53,7 @@ def _strict(parser: Any) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._framing = Framing()
-            self._answered = self._thrown_away = self._whole = 0
+            self._answered = self._thrown_away = self._whole = self._spared = 0
             self._refused = self._half_closed = False
 
         def data_received(self, data: bytes) -> None:
@@ -65,15 +67,23 @@ def _strict(parser: Any) -> Any:
             if violation is None and self._framing.heads - self._answered > MAX_PIPELINED:
                 violation = Violation(f"More than {MAX_PIPELINED} requests wait for their answers.")
                 sound, self._framing.heads = 0, before
+            if self._framing.in_head or self._framing.heads > self._answered:
+                self._spared = 0
+            else:
+                self._spared += sound
             if sound:
                 super().data_received(data if sound == len(data) else data[:sound])
             if violation is not None and not (self._refused or self.transport.is_closing()):
                 self._refuse(str(violation), self._framing.heads - (not self._framing.in_head))
+            elif self._spared > SPARE_BYTES:
+                self._linger()
 
         def on_response_complete(self) -> None:
             self._answered += 1
-            early = self.cycle.more_body and self.cycle.response_complete  # the rest is not parsed
-            if early or (self._refused and self._answered >= self._whole):
+            early = self.cycle.more_body and self.cycle.response_complete
+            if (early and self._framing.body_left > SPARE_BYTES) or (
+                self._refused and self._answered >= self._whole
+            ):
                 self._linger()
             elif self._half_closed and self._answered >= self._whole:
                 self.transport.close()

@@ -47,6 +47,11 @@ class Framing:
         """Between messages, or within a head."""
         return self._part == "head"
 
+    @property
+    def body_left(self) -> int:
+        """Bytes of the body still to come, as far as its head or the chunk under way says."""
+        return self._skip
+
     def feed(self, data: bytes) -> tuple[int, Violation | None]:
         """How many bytes are sound, and what is wrong with the next one, if there is something."""
         at = 0
