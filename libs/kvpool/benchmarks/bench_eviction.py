@@ -1,9 +1,9 @@
 """Hit rates of the eviction policies on synthetic traces: `python benchmarks/bench_eviction.py [--json]`.
 
 Every trace is a list of (prompt and output, length of the prompt, priority), from a seed, and all policies see the
-same. A hit is a prompt token that need not be computed. A second table shows what shared tails add, by block size. A
-third is of a group with a window beside one that keeps all: by its policy (the other has lru), and by its part of the
-memory; a page of 128 tokens is seven times as large in it, as in DeepSeek-V4, and prompts come in chunks of 2,048.
+same. A hit is a prompt token that need not be computed. A second table is of a group with a window beside one that
+keeps all: by its policy (the other has lru), and by its part of the memory; a page of 128 tokens is seven times as
+large in it, as in DeepSeek-V4, and prompts come in chunks of 2,048.
 """
 
 from __future__ import annotations
@@ -96,14 +96,9 @@ def hit_rate(
     trace: Sequence[Request],
     num_tokens: int,
     eviction: str = "lru",
-    *,
-    block_size: int = 16,
-    share_tails: int | None = None,
 ) -> float:
     """Share of the prompt tokens found. Ten requests run at a time, fewer where the pool is dry."""
-    pool = Pool(
-        [Group("kv", block_size, num_tokens // block_size)], eviction=eviction, share_tails=share_tails
-    )
+    pool = Pool([Group("kv", 16, num_tokens // 16)], eviction=eviction)
     running = []
     found = asked = 0
     for tokens, num_prompt, priority in trace:
@@ -181,25 +176,12 @@ def compare_policies(seed: int) -> dict[str, dict[str, float]]:
     return results
 
 
-def compare_tails(seed: int) -> dict[str, dict[str, float]]:
-    """Hit rates on the chats, by block size."""
-    make, turns, num_tokens = TRACES["chats"]
-    trace = list(make(random.Random(seed), turns))
-    return {
-        f"blocks of {size}": {
-            "whole blocks": hit_rate(trace, num_tokens, block_size=size),
-            "tails of 4 or more": hit_rate(trace, num_tokens, block_size=size, share_tails=4),
-        }
-        for size in (16, 64, 256)
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Hit rates of the eviction policies on synthetic traces.")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    results = compare_policies(options.seed) | compare_tails(options.seed) | compare_windows(options.seed)
+    results = compare_policies(options.seed) | compare_windows(options.seed)
     if options.json:
         json.dump(results, sys.stdout)
         return

@@ -1,4 +1,4 @@
-"""Long random histories of pools with windows, snapshots, compressed pages, tails, holds and events.
+"""Long random histories of pools with windows, snapshots, compressed pages, holds and events.
 
 The memory of testing.History shows whether what is called cached is there. Here it is also checked that everything
 that could be found is found, and that events, replayed, give exactly what can be found.
@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from openinfer.kvpool import AllBlocksCleared, BlockStored, Group, Lease, Pool, hash_blocks
-from openinfer.kvpool.parts import Pages
+from openinfer.kvpool.parts import Pages, Snapshots
 from openinfer.kvpool.testing import Broken, History
 
 POOLS = {
@@ -29,11 +29,6 @@ POOLS = {
         ],
         {},
     ),
-    "tails": ([Group("kv", 5, 14)], {"share_tails": 2}),
-    "tails in two groups, one a window": (
-        [Group("kv", 4, 14), Group("window", 4, 12, window=6)],
-        {"share_tails": 1},
-    ),
     "a window of few blocks": ([Group("full", 2, 40), Group("window", 2, 10, window=5)], {}),
     "only a window": ([Group("window", 3, 12, window=7)], {}),
     "few states": ([Group("kv", 2, 24), Group("state", 4, 4, snapshots=True)], {}),
@@ -48,12 +43,11 @@ class Audited(History):
         super().__init__(Pool(groups, events=True, **options), groups, seed, holds=True)
         self.index = [{} for _ in groups]  # name -> parent, by what the events told
         self.num_chunks = 0  # reserved, while the rest of the sequence has no room in a window yet
-        self.with_tails = "share_tails" in options
 
     def acquire(self, tokens=None):
         count = len(self.live)
         super().acquire(tokens)
-        if len(self.live) > count and not self.with_tails:
+        if len(self.live) > count:
             seq = self.live[-1]
             assert seq.lease.num_cached == self.longest_hit(seq.tokens, seq.salt)
 
@@ -61,8 +55,6 @@ class Audited(History):
         """Refused exactly if a group has too few blocks for what it is asked for, and grown by just that."""
         lease = seq.lease
         wanted, lacking = [], False
-        if lease._copies_due:  # the first block after the cached ones comes at once
-            num_tokens = max(num_tokens, lease.num_cached + 1)
         for index, group in enumerate(self.groups):
             held, room = len(lease.block_table(index)), group.num_blocks - 1 - self.pool.num_used(index)
             if group.snapshots:
@@ -71,8 +63,8 @@ class Audited(History):
                 end = max(num_tokens, kept_tokens if group.window is None else 0)
                 count = max(0, math.ceil(end / group.block_size) - held)
                 room -= math.ceil(leave * (group.num_blocks - 1))
-            source = lease._parts[index].source
-            if lease._copies_due and source and self.pool._ledgers[index]._users[source] == 1:
+            source = lease._parts[index].source if group.snapshots and not held else 0
+            if source and self.pool._ledgers[index]._users[source] == 1:
                 room += 1  # it is taken over where there is no room for a copy
             wanted.append(held + count)
             lacking |= count > max(0, room)
@@ -130,11 +122,7 @@ class Audited(History):
                 index[name] = parent
                 parent = name
         for index, ledger in zip(self.index, self.pool._ledgers, strict=True):
-            whole = {name for name in ledger._index if not self.with_tails or self.is_whole(ledger, name)}
-            assert set(index) == whole
-
-    def is_whole(self, ledger, name):
-        return len(ledger.tails._after[ledger.tails._prefix[name]][name]) == ledger.group.block_size
+            assert index.keys() == ledger._index.keys()
 
 
 def play(kind, seed, operations, policy):
@@ -200,14 +188,16 @@ def test_room_that_is_promised_and_not_given_is_noticed(monkeypatch):
 
 
 def test_a_source_that_is_not_kept_is_noticed(monkeypatch):
-    note = Lease._note_copies
+    reserve = Lease.reserve
 
-    def drop(self):
-        note(self)
+    def drop(self, *args):
+        grown = reserve(self, *args)
         for part in self._parts:
-            part.drop_source()
+            if isinstance(part, Snapshots) and part.table:
+                part.drop_source()
+        return grown
 
-    monkeypatch.setattr(Lease, "_note_copies", drop)
+    monkeypatch.setattr(Lease, "reserve", drop)
     with pytest.raises(Broken):
         play("few states", 3, 20_000, "lru")  # it takes a snapshot that is evicted just then
 

@@ -370,16 +370,3 @@ def test_the_source_of_a_copy_stays_until_a_commit_goes_further_than_it():
     for holder in (lease, *others):
         holder.release()
     pool.check_integrity()
-
-
-def test_the_source_of_a_tail_stays_until_a_commit_goes_further_than_it():
-    pool = Pool([Group("kv", 4, 20)], share_tails=1)
-    computed(pool, [1] * 8).release()
-    lease = pool.acquire([1, 1, 1, 1, 1, 1, 2, 2])
-    lease.reserve(8)
-    [copy] = lease.copies
-    lease.commit([1, 1, 1, 1, 1, 1, 2, 2], lease.num_cached)
-    assert pool.block_state(copy.source) is BlockState.SHARED
-    lease.commit([1, 1, 1, 1, 1, 1, 2, 2], lease.num_cached + 1)
-    assert pool.block_state(copy.source) is BlockState.CACHED
-    lease.release()

@@ -136,18 +136,6 @@ def test_the_cache_is_not_reset_while_something_loads():
     assert pool.reset_prefix_cache()
 
 
-def test_a_loaded_block_can_be_the_source_of_a_tail():
-    pool, _, lease = loaded([FULL], [1] * 9, [1] * 8, share_tails=2)
-    with lease:
-        assert lease.load()
-        pool.poll(None)
-    with pool.acquire([1, 1, 1, 1, 1, 1, 1, 2]) as other:
-        assert other.num_cached == 7
-    with pool.acquire([2] * 44) as other:
-        other.reserve(44)  # evicts all
-    pool.check_integrity()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, STATE), (FULL, Group("fine", 2, 30))])
 @pytest.mark.parametrize("eviction", ["lru", "lineage", "priority", "s3fifo"])

@@ -28,7 +28,7 @@ class Lease:
     """Names of the first whole blocks of `pool.hash_block_size` tokens, as far as they were needed. Read only."""
     copies: list[Copy]
     """Copies that the caller carries out before it computes. The first reserve that grows sets them, if the cached
-    prefix ends in a snapshot or inside a page."""
+    prefix ends in a snapshot."""
 
     def __init__(
         self,
@@ -53,17 +53,16 @@ class Lease:
         self._loading = False
         self._num_committed = 0
         self._has_sources = False  # until the first commit that goes further
-        self._copies_due = False  # until the first reserve that grows
         self._released = False
         if index.enabled and len(tokens) > 1:
             self._attach(*index.find(tokens, chain))
 
     def _attach(self, num_cached: int, tables: Sequence[list[int]], sources: Sequence[int]) -> None:
         self.num_cached = self._num_committed = num_cached
-        self._has_sources = self._copies_due = any(sources)
+        self._has_sources = any(sources)
         for part, table, source in zip(self._parts, tables, sources, strict=True):
             if isinstance(part, Pages):
-                part.attach(table, source)
+                part.attach(table)
             elif source:
                 part.attach(num_cached, source)
         self.num_tokens = min([part.num_tokens for part in self._parts])
@@ -129,34 +128,24 @@ class Lease:
         if num_tokens <= self.num_tokens and kept_tokens <= self.num_tokens:
             self._count_query()
             return []
-        if self._copies_due:
-            num_tokens = max(num_tokens, self.num_cached + 1)  # the copies need their targets at once
         wanted = []
         for group, part in enumerate(self._parts):
             count = part.missing(num_tokens, kept_tokens)
             if count > 0:
-                if count > part.room(self._copies_due, leave):
+                if count > part.room(leave):
                     return None
                 wanted.append((group, part, count))
         grown = [(group, len(part.table), part.grow(count)) for group, part, count in wanted]
-        if self._copies_due:
-            self._note_copies()
+        for group, part, _ in wanted:
+            if isinstance(part, Snapshots) and part.source:
+                self.copies.append(Copy(group, part.source, part.table[0], self.num_cached))
         self.num_tokens = min([part.num_tokens for part in self._parts])
         self._count_query()
         return grown
 
     def reach(self, leave: float = 0.0) -> int:
         """The largest num_tokens for which reserve(num_tokens, leave=leave) has room now."""
-        return min([part.reach(self._copies_due, leave) for part in self._parts])
-
-    def _note_copies(self) -> None:
-        self._copies_due = False
-        for group, part in enumerate(self._parts):
-            if part.source and isinstance(part, Pages):
-                index, count = divmod(self.num_cached, part.ledger.group.block_size)
-                self.copies.append(Copy(group, part.source, part.table[index], count))
-            elif part.source:
-                self.copies.append(Copy(group, part.source, part.table[0], self.num_cached))
+        return min([part.reach(leave) for part in self._parts])
 
     def _count_query(self) -> None:
         # Count here, not in acquire: a sequence may be looked up many times before there is room for it.
@@ -209,7 +198,8 @@ class Lease:
         if self._has_sources and num_confirmed > self.num_cached:
             self._has_sources = False
             for part in self._parts:
-                part.drop_source()
+                if isinstance(part, Snapshots):
+                    part.drop_source()
         for part in self._parts:
             if num_confirmed >= part.due:
                 part.commit(self._chain, tokens, num_confirmed)
@@ -220,8 +210,6 @@ class Lease:
             return
         self._released = True
         for part in self._parts:
-            if isinstance(part, Pages):
-                part.keep_tail(self._chain)
             part.release()
         self.num_tokens = 0
         self.copies.clear()

@@ -10,7 +10,6 @@ from .errors import EvictionError
 from .events import BlockRemoved, BlockStored, EventLog, PoolStats
 from .eviction import Eviction
 from .group import BlockState, Group
-from .tails import Tails
 
 
 class Ledger:
@@ -29,11 +28,9 @@ class Ledger:
         policy: Eviction,
         stats: PoolStats,
         events: EventLog | None,
-        tails: Tails | None,
         saver: Saver | None = None,
     ) -> None:
         self.group = group
-        self.tails = tails
         self.index = index
         # Window pages and snapshots are useful without the blocks before them.
         self.lineage = group.window is None and not group.snapshots
@@ -145,35 +142,27 @@ class Ledger:
                 )
             users[block] = 1
             blocks.append(block)
-        whole = self._forget(names)
-        if self._saver is not None and whole:
-            block_of = dict(zip(names, blocks, strict=True))
-            self._saver.save(self.index, whole, [block_of[name] for name in whole])
-        self._stats.evicted += count
-        return blocks
-
-    def _forget(self, names: list[bytes]) -> list[bytes]:
-        """Take names out of the index. Returns the names of whole blocks."""
         for name in names:
-            self._name[self._index.pop(name)] = None
-        if self.tails is not None:
-            names = self.tails.remove(names)
+            self._name[index.pop(name)] = None
         if self._events is not None and names:
             self._events.removed(self.index, names)
-        return names
+        if self._saver is not None and names:
+            self._saver.save(self.index, names, blocks)
+        self._stats.evicted += count
+        return blocks
 
     def register(
         self,
         blocks: Sequence[int],
         names: Sequence[bytes],
         parent: bytes | None,
-        tokens: Sequence[int] | None,
+        tokens: Sequence[int],
         salt: bytes = b"",
     ) -> None:
         """Name private blocks, each the child of the one before it, the first of `parent`.
 
-        If another used block has the name, the new block becomes its duplicate. tokens: of the blocks, for events;
-        None: no event. salt: of the sequence, for events.
+        If another used block has the name, the new block becomes its duplicate. tokens: of the blocks, and salt: of
+        the sequence, both for events.
         """
         index, fresh, before = self._index, [], parent
         for position, name in enumerate(names):
@@ -193,7 +182,7 @@ class Ledger:
                 self._name[other] = None
                 self._free.append(other)
         self._stats.registered += len(fresh)
-        if self._events is not None and tokens is not None:
+        if self._events is not None:
             size, parents = self.group.block_size, [parent, *names]
             for first, last in _runs(fresh):
                 run = tokens[first * size : last * size]
@@ -246,8 +235,6 @@ class Ledger:
             block = self._index.pop(name)
             self._name[block] = None
             self._free.append(block)
-            if self.tails is not None:
-                self.tails.remove([name])
 
     # -- auditing --
 

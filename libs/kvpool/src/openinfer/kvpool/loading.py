@@ -64,8 +64,6 @@ class LoadPart:
     names: Sequence[bytes]
     parent: bytes | None
     """Name of the block before the run. None for a first block and for snapshots."""
-    root: bytes
-    """Root of the chain of names."""
     tokens: Sequence[int]
     """Tokens of the run. () for a snapshot."""
     salt: bytes
@@ -109,8 +107,6 @@ class LoadPart:
             if name in come:
                 tokens = self.tokens[index * size : (index + 1) * size]
                 self.ledger.register([block], [name], parent, tokens, self.salt)
-                if self.ledger.tails is not None:
-                    self.ledger.tails.add(parent or self.root, name, tokens)
             elif self.ledger.lineage and not self.ledger.complete(block):
                 break
             parent = name
@@ -176,9 +172,9 @@ class BlockLoads(Generic[Owner]):
         start = end - group.num_needed(end) * group.block_size
         names = self._index.names(ledger, chain.names, start, end)
         if group.snapshots:
-            return LoadPart(ledger, names, None, chain.root, (), chain.salt)
+            return LoadPart(ledger, names, None, (), chain.salt)
         parent = chain.names[start // self._index.unit - 1] if start else None
-        return LoadPart(ledger, names, parent, chain.root, tokens[start:end], chain.salt)
+        return LoadPart(ledger, names, parent, tokens[start:end], chain.salt)
 
     def poll(self, wait_s: float | None) -> list[Owner]:
         """Owners whose loads have ended."""

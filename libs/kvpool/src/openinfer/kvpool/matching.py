@@ -27,12 +27,8 @@ class Index:
         self.unit, self.step = math.gcd(*sizes), math.lcm(*sizes)
 
     def find(self, tokens: Sequence[int], chain: Chain) -> tuple[int, list[list[int]], list[int]]:
-        """match() for the longest prefix that leaves a token to compute. With shared tails, the prefix may end in a
-        block."""
-        end, tables, sources = self.match(tokens, chain, len(tokens) - 1)
-        if self.ledgers[0].tails is not None:
-            end += self._match_tails(tokens, end, chain, sources)
-        return end, tables, sources
+        """match() for the longest prefix that leaves a token to compute."""
+        return self.match(tokens, chain, len(tokens) - 1)
 
     def parts(self, priority: int) -> list[Pages | Snapshots]:
         """The empty parts of a new lease, by group."""
@@ -94,20 +90,6 @@ class Index:
             if ledger.group.window is not None or ledger.group.snapshots
         ]
         return _last_boundary(runs, end, self.step)
-
-    def _match_tails(self, tokens: Sequence[int], end: int, chain: Chain, sources: list[int]) -> int:
-        """Number of tokens after `end` that a block shares in every group. Sets the source of each group's copy."""
-        prefix = chain.names[end // self.unit - 1] if end else chain.root
-        tokens = tokens[end : min(end + self.step, len(tokens) - 1)]
-        count = len(tokens)
-        for index, ledger in enumerate(self.ledgers):
-            name, shared = ledger.tails.find(prefix, tokens) if ledger.tails is not None else (None, 0)
-            sources[index] = (ledger.find(name) or 0) if name is not None else 0
-            count = min(count, shared)
-        if not all(sources):
-            sources[:] = [0] * len(sources)
-            return 0
-        return count
 
     def missing(self, tokens: Sequence[int], chain: Chain) -> list[list[bytes]]:
         """By group, the names of whole blocks that are not cached, up to the last boundary that leaves a token to

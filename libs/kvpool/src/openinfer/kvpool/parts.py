@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from .hashing import Chain
 from .ledger import Ledger
-from .tails import tail_name
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """State to be copied inside one group."""
+    """The state of a group of snapshots, to be copied from one block to another."""
 
     group: int
     source: int
@@ -22,7 +21,7 @@ class Copy:
     target: int
     """Block to copy to. It belongs to the lease."""
     num_tokens: int
-    """For a page, the number of first tokens to copy. For a snapshot, the tokens that the state has seen."""
+    """Tokens that the state has seen."""
 
 
 class Pages:
@@ -34,15 +33,13 @@ class Pages:
         self.table: list[int] = []
         self.num_tokens = 0  # tokens that fit into the table
         self.due = 0  # commit() has work to do from this number of confirmed tokens on
-        self.source = 0  # block to copy into the first new block, because both begin alike
         self._scale = scale  # hashes a block
         self._block_size = ledger.group.block_size
         self._window = ledger.group.window
         self._first = 0  # earlier entries are out of the window
         self._num_committed = 0  # blocks
-        self._tail: Sequence[int] = ()  # committed tokens of the next, partial block, if tails are shared
 
-    def attach(self, blocks: list[int], source: int) -> None:
+    def attach(self, blocks: list[int]) -> None:
         """Start from these complete blocks. An entry is 0 where the window does not need the block."""
         self.table = blocks
         self.num_tokens = len(blocks) * self._block_size
@@ -50,15 +47,10 @@ class Pages:
         if self._window is not None:
             self._first = blocks.count(0)
         self.ledger.share(blocks[self._first :])
-        if source:
-            self.ledger.share([source])
-            self.source = source
 
     def held(self) -> Iterator[int]:
         """Blocks in use, for audits."""
         yield from self.table[self._first :]
-        if self.source:
-            yield self.source
 
     def missing(self, num_tokens: int, kept_tokens: int) -> int:
         """Blocks to allocate until num_tokens tokens fit, or kept_tokens if that is more and there is no window."""
@@ -66,35 +58,28 @@ class Pages:
             num_tokens = kept_tokens
         return -(-num_tokens // self._block_size) - len(self.table)
 
-    def room(self, with_source: bool, leave: float) -> int:
-        """Blocks that grow() may append if that part of the group stays free. with_source: grow() may take the source
-        over."""
-        room = self.ledger.room(self.source if with_source else 0)
+    def room(self, leave: float) -> int:
+        """Blocks that grow() may append if that part of the group stays free."""
+        room = self.ledger.room()
         return room - math.ceil(leave * (self.ledger.group.num_blocks - 1)) if leave else room
 
-    def reach(self, with_source: bool, leave: float) -> int:
+    def reach(self, leave: float) -> int:
         """Tokens that fit when all of room() is used."""
-        return (len(self.table) + max(0, self.room(with_source, leave))) * self._block_size
+        return (len(self.table) + max(0, self.room(leave))) * self._block_size
 
     def grow(self, count: int) -> list[int]:
-        """Append `count` new blocks. Without room for a copy, the source itself becomes the first."""
-        blocks = self.ledger.allocate(count, self.source)
-        if blocks[0] == self.source:
-            self.source = 0
+        """Append `count` new blocks."""
+        blocks = self.ledger.allocate(count)
         self.table.extend(blocks)
         self.num_tokens = len(self.table) * self._block_size
         return blocks
 
     def commit(self, chain: Chain, tokens: Sequence[int], num_confirmed: int) -> None:
         """Name the blocks that the confirmed tokens fill, and release blocks that have left the window."""
-        size, tails = self._block_size, self.ledger.tails
-        last = num_confirmed // size
-        if chain.enabled:
-            if last > self._num_committed:
-                self._register(chain, tokens, last)
-            if tails is not None:
-                self._tail = tokens[last * size : num_confirmed]
-        self.due = (last + 1) * size if tails is None else 0
+        size, last = self._block_size, num_confirmed // self._block_size
+        if chain.enabled and last > self._num_committed:
+            self._register(chain, tokens, last)
+        self.due = (last + 1) * size
         if self._window is not None:
             first = max(num_confirmed - self._window, 0) // size
             if first > self._first:
@@ -111,30 +96,9 @@ class Pages:
         own = tokens[first * size : last * size]
         self.ledger.register(self.table[first:last], names, parent, own, chain.salt)
         self._num_committed = last
-        if self.ledger.tails is not None:
-            for index, name in enumerate(names):
-                self.ledger.tails.add(parent or chain.root, name, own[index * size : (index + 1) * size])
-                parent = name
-
-    def drop_source(self) -> None:
-        """The copy was carried out, or will not be."""
-        if self.source:
-            self.ledger.release([self.source], self._priority)
-            self.source = 0
-
-    def keep_tail(self, chain: Chain) -> None:
-        """Make the last, partial block findable before a release."""
-        tails, index = self.ledger.tails, self._num_committed
-        if tails is None or len(self._tail) < tails.min_tokens:
-            return
-        parent = chain.names[index - 1] if index else None
-        name = tail_name(parent or chain.root, self._tail)
-        self.ledger.register(self.table[index : index + 1], [name], parent, None)
-        tails.add(parent or chain.root, name, self._tail)
 
     def release(self) -> None:
         """Give everything back."""
-        self.drop_source()
         self.ledger.release(reversed(self.table[self._first :]), self._priority)
         self.table.clear()
         self._first = 0
@@ -170,14 +134,14 @@ class Snapshots:
         """The live block, once."""
         return 0 if self.table else 1
 
-    def room(self, with_source: bool, leave: float) -> int:
-        """Blocks that grow() may allocate. A sequence needs one live block in total, so `leave` is ignored for this
-        group."""
-        return self.ledger.room(self.source if with_source else 0)
+    def room(self, leave: float) -> int:
+        """Blocks that grow() may allocate, the source among them. A sequence needs one live block in total, so `leave`
+        is ignored for this group."""
+        return self.ledger.room(self.source)
 
-    def reach(self, with_source: bool, leave: float) -> int:
+    def reach(self, leave: float) -> int:
         """No limit, if there is a live block or room for it."""
-        return sys.maxsize if self.table or self.room(with_source, leave) else 0
+        return sys.maxsize if self.table or self.room(leave) else 0
 
     def grow(self, count: int) -> list[int]:
         """Allocate the live block. Without room for a copy, the source itself becomes the live block."""

@@ -16,7 +16,6 @@ from .ledger import Ledger, Saver
 from .loading import BlockLoads, Loader
 from .matching import Index
 from .places import BlockPlaces
-from .tails import Tails
 
 
 class Pool:
@@ -27,12 +26,10 @@ class Pool:
     named block without users stays cached until the pool needs its room. The pool is not thread-safe.
 
     groups: at least one, names unique. prefix_cache=False turns sharing off: nothing is hashed or kept.
-    eviction: "lru", "lineage", "priority", "s3fifo", or a function that makes an `Eviction` for a group. share_tails: a
-    prefix may end inside a block if it shares at least this number of the block's tokens; the caller then copies the
-    block (`Lease.copies`). All groups must be pages of one size. None: whole blocks only. events: keep events for
-    `take_events`, which the caller must call then. loader: brings blocks that the pool does not have (`Lease.load`,
-    `poll`). saver: takes the blocks that the pool evicts; `openinfer.kvpool.tiers.Tiers` is a loader and a saver.
-    Raises InvalidGroup.
+    eviction: "lru", "lineage", "priority", "s3fifo", or a function that makes an `Eviction` for a group. events:
+    keep events for `take_events`, which the caller must call then. loader: brings blocks that the pool does not have
+    (`Lease.load`, `poll`). saver: takes the blocks that the pool evicts; `openinfer.kvpool.tiers.Tiers` is a loader and
+    a saver. Raises InvalidGroup.
     """
 
     def __init__(
@@ -41,12 +38,11 @@ class Pool:
         *,
         prefix_cache: bool = True,
         eviction: str | Callable[[Group], Eviction] = "lru",
-        share_tails: int | None = None,
         events: bool = False,
         loader: Loader | None = None,
         saver: Saver | None = None,
     ) -> None:
-        _check(groups, eviction, share_tails)
+        _check(groups, eviction)
         self.groups = tuple(groups)
         self.prefix_cache = prefix_cache
         self.stats = PoolStats()
@@ -54,15 +50,7 @@ class Pool:
         self._events = EventLog() if events else None
         self._places = BlockPlaces()
         self._ledgers = [
-            Ledger(
-                group,
-                index,
-                make(group),
-                self.stats,
-                self._events,
-                Tails(group.block_size, share_tails) if share_tails else None,
-                saver,
-            )
+            Ledger(group, index, make(group), self.stats, self._events, saver)
             for index, group in enumerate(groups)
         ]
         self._saver = saver
@@ -223,21 +211,10 @@ class Pool:
             raise IntegrityError(problems)
 
 
-def _check(
-    groups: Sequence[Group], eviction: str | Callable[[Group], Eviction], share_tails: int | None
-) -> None:
+def _check(groups: Sequence[Group], eviction: str | Callable[[Group], Eviction]) -> None:
     if not groups:
         raise InvalidGroup("a pool needs at least one group")
     if len({group.name for group in groups}) != len(groups):
         raise InvalidGroup(f"group names must differ, given {[group.name for group in groups]}")
     if isinstance(eviction, str) and eviction not in POLICIES:
         raise InvalidGroup(f"eviction is {eviction!r}; give one of {sorted(POLICIES)}, or a callable")
-    if share_tails is None:
-        return
-    sizes = {group.block_size for group in groups}
-    if len(sizes) > 1 or any(group.snapshots for group in groups):
-        raise InvalidGroup(
-            "tails can be shared only where all groups are pages of one size; leave share_tails out"
-        )
-    if not 1 <= share_tails < min(sizes):
-        raise InvalidGroup(f"share_tails is {share_tails}; give 1..{min(sizes) - 1} tokens, or None")
