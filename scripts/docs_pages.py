@@ -122,7 +122,7 @@ FORMS = [
         "load; activations stay plain",
     ),
     (
-        "\\*-GGUF of Qwen3, 3.5, Llama, Mistral",
+        "\\*-GGUF of Qwen3, 3.5, Llama, Mistral, Qwen2.5",
         "Q4_0 to Q8_0, Q4_K to Q6_K, F16, BF16",
         "load, as plain weights",
     ),
@@ -133,7 +133,12 @@ FORMS = [
     ),
     ("nvidia/DeepSeek-V4-\\*-NVFP4", "", "refused: `moe_quant_algo`"),
     ("\\*-bnb-4bit, exl3, MLX; W4A8, MXFP8, asymmetric INT8", "", "refused by the key"),
-    ("other families, but Llama with `examples/llama`", "", "refused: `model_type`"),
+    (
+        "Llama 3, Mistral, Qwen/Qwen2.5-\\*(-Instruct), -Coder, -Math; DeepSeek-R1-Distill-\\*",
+        "BF16",
+        "load with `examples/llama`",
+    ),
+    ("other families", "", "refused: `model_type`"),
 ]
 """Published checkpoints, their format, and what becomes of them."""
 

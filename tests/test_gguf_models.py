@@ -27,7 +27,7 @@ from openinfer.tensor.testing import write_gguf
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = ROOT / "tests" / "goldens"
-LLAMA = ROOT / "examples" / "llama" / "golden" / "llama-tiny"
+LLAMA, QWEN2 = (ROOT / "examples" / "llama" / "golden" / name for name in ("llama-tiny", "qwen2-tiny"))
 GREEDY = SamplingParams(temperature=0.0)
 OUTER = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
 NAMES = {
@@ -56,7 +56,8 @@ def renamed(published: Arrays, prefix: str) -> Arrays:
         elif name.startswith(f"{prefix}layers."):
             layer, _, rest = inner.removeprefix("layers.").partition(".")
             stored = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}.get(rest)
-            found[f"blk.{layer}.{stored or NAMES[rest.removesuffix('.weight')] + '.weight'}"] = array
+            name, _, kind = rest.rpartition(".")
+            found[f"blk.{layer}.{stored or f'{NAMES[name]}.{kind}'}"] = array
     return found
 
 
@@ -133,6 +134,16 @@ def llama(folder: Path) -> Path:
     )
 
 
+def qwen2(folder: Path) -> Path:
+    meta = metadata("qwen2", json.loads((QWEN2 / "config.json").read_text()))
+    return write(
+        folder / "qwen2.gguf",
+        {key: value for key, value in meta.items() if not key.endswith("_length") or "attention" not in key}
+        | tokenizer(QWEN2, "qwen2") | {"tokenizer.ggml.eos_token_id": 1},
+        renamed(tensors_of(QWEN2), "model."),
+    )  # fmt: skip
+
+
 def qwen35(folder: Path) -> Path:
     golden = GOLDENS / "qwen3_5-tiny"
     config = json.loads((golden / "config.json").read_text())["text_config"]
@@ -183,7 +194,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("make", "published"),
-    [(qwen3, GOLDENS / "qwen3-tiny"), (llama, LLAMA), (qwen35, GOLDENS / "qwen3_5-tiny")],
+    [
+        (qwen3, GOLDENS / "qwen3-tiny"),
+        (llama, LLAMA),
+        (qwen2, QWEN2),
+        (qwen35, GOLDENS / "qwen3_5-tiny"),
+    ],
 )
 def test_a_gguf_file_holds_the_published_tensors(
     tmp_path: Path, make: Callable[[Path], Path], published: Path
@@ -205,12 +221,20 @@ def test_a_gguf_file_holds_the_published_tensors(
             assert np.abs(array - expected[name].reshape(array.shape)).max() <= 1e-6, name
 
 
-@pytest.mark.parametrize("make", [qwen3, qwen35])
-def test_greedy_tokens_are_those_of_the_checkpoint(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    family = "qwen3" if make is qwen3 else "qwen3_5"
+@pytest.mark.parametrize(
+    ("make", "family", "published"),
+    [
+        (qwen3, "qwen3", GOLDENS / "qwen3-tiny"),
+        (qwen2, "llama", QWEN2),
+        (qwen35, "qwen3_5", GOLDENS / "qwen3_5-tiny"),
+    ],
+)
+def test_greedy_tokens_are_those_of_the_checkpoint(
+    tmp_path: Path, make: Callable[[Path], Path], family: str, published: Path
+) -> None:
     path, found = make(tmp_path), []
     assert recipes.find(recipes.checkpoint(str(path))).name == family
-    for model in (path, GOLDENS / f"{family}-tiny"):
+    for model in (path, published):
         with LLM(str(model), device="cpu", dtype="float32", max_model_len=512) as llm:
             answers = llm.generate(
                 ["The quick brown fox", "def main(x1, x22):\n\treturn"], GREEDY, max_tokens=12
@@ -224,7 +248,7 @@ def test_greedy_tokens_are_those_of_the_checkpoint(tmp_path: Path, make: Callabl
     [
         (
             {"general.architecture": "gemma3"},
-            "general.architecture is 'gemma3'; these are read: llama, qwen3, qwen35",
+            "general.architecture is 'gemma3'; these are read: llama, qwen2, qwen3, qwen35",
         ),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'; these are read: qwen2"),

@@ -305,7 +305,7 @@ def test_a_recipe_of_others_from_wheels() -> None:
     assert "llama: ok" in check_wheels("--pinned", "llama")
 
 
-MAX_EXAMPLE_LINES = 350
+MAX_EXAMPLE_LINES = 410
 
 
 def test_a_recipe_of_others_is_short(capsys: pytest.CaptureFixture[str]) -> None:

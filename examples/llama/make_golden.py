@@ -1,4 +1,4 @@
-"""Make the golden checkpoints of the tests: `python make_golden.py`, with torch, transformers and tokenizers.
+"""Make golden checkpoints of the tests: `python make_golden.py [NAME ...]`, with torch, transformers and tokenizers.
 
 The weights are random, in bf16. golden.npz gets the results of transformers in float32: for each prompt the logits of
 its last positions and 32 greedy tokens.
@@ -7,13 +7,21 @@ its last positions and 32 greedy tokens.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)  # fmt: skip
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -33,20 +41,46 @@ MODELS = {
         MistralForCausalLM,
         MistralConfig(**SIZES, tie_word_embeddings=False, sliding_window=24),
     ),
+    "qwen2-tiny": (
+        Qwen2ForCausalLM,
+        Qwen2Config(
+            **{
+                **SIZES,
+                "hidden_size": 32,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 16,
+                "intermediate_size": 48,
+                "vocab_size": 272,
+                "rms_norm_eps": 1e-6,
+            },
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+            use_sliding_window=False,
+            sliding_window=16,
+        ),
+    ),
 }
-LENGTHS, LAST, NEW = (1, 7, 33, 129, 300), 8, 32
+LENGTHS, NEW = (1, 7, 33, 129, 300), 32
+LAST = {"llama-tiny": 8, "mistral-tiny": 8, "qwen2-tiny": 3}
+"""Positions of a prompt whose logits are kept."""
 
 
 def main() -> None:
     for seed, (name, (kind, config)) in enumerate(MODELS.items()):
+        if name not in (sys.argv[1:] or MODELS):
+            continue
         torch.manual_seed(seed)
         config._attn_implementation = "eager"
         model = kind(config).eval()
         with torch.no_grad():
             for key, weight in model.named_parameters():
-                scale = 1 if "norm" in key else 2.5 if "embed" in key or "lm_head" in key else 1.5
+                scale = 2.5 if "embed" in key or "lm_head" in key else 1.5
                 noise = torch.randn_like(weight)
-                value = 1 + 0.1 * noise if "norm" in key else scale * noise / weight.shape[1] ** 0.5
+                if weight.dim() == 1:  # norms, and biases as large as what they are added to
+                    value = 1 + 0.1 * noise if "norm" in key else noise
+                else:
+                    value = scale * noise / weight.shape[1] ** 0.5
                 weight.copy_(value.to(torch.bfloat16))
         folder = Path(__file__).parent / "golden" / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,10 +91,10 @@ def main() -> None:
         config.save_pretrained(folder)
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": config.eos_token_id}))
         tokenizer(folder, config.vocab_size)
-        np.savez(folder / "golden.npz", **numbers(model))
+        np.savez(folder / "golden.npz", **numbers(model, LAST[name]))
 
 
-def numbers(model: torch.nn.Module) -> dict[str, np.ndarray]:
+def numbers(model: torch.nn.Module, last: int) -> dict[str, np.ndarray]:
     """The arrays ids{n}, logits{n} float32 [last, V] and greedy{n} of each prompt n. Prompts whose greedy tokens win
     narrowly are drawn again, because rounding may decide them."""
     found, generator = {}, torch.Generator().manual_seed(7)
@@ -70,7 +104,7 @@ def numbers(model: torch.nn.Module) -> dict[str, np.ndarray]:
             prompt = torch.randint(2, model.config.vocab_size, (1, length), generator=generator)
             new, margin = greedy(model, prompt)
         with torch.no_grad():
-            found[f"logits{n}"] = model(prompt).logits[0, -LAST:].float().numpy()
+            found[f"logits{n}"] = model(prompt).logits[0, -last:].float().numpy()
         found[f"ids{n}"] = prompt[0].to(torch.int32).numpy()
         found[f"greedy{n}"] = np.array(new, np.int32)
     return found

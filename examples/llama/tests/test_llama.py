@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,14 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+
+from openinfer.kernels.testing import Case, OpConformance
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.testing import EngineConformance, Golden, write_random_checkpoint
+from openinfer.tensor import bfloat16
 from openinfer_llama import RECIPE
+from openinfer_llama.bias import add_bias
 from openinfer_llama.config import Config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-LLAMA, MISTRAL = GOLDEN / "llama-tiny", GOLDEN / "mistral-tiny"
+LLAMA, MISTRAL, QWEN2 = GOLDEN / "llama-tiny", GOLDEN / "mistral-tiny", GOLDEN / "qwen2-tiny"
 COMMAND = (sys.executable, "-m", "openinfer.cli")
+
+
+def normal(kind: np.dtype[Any], *shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(kind)
 
 
 def goldens(folder: Path) -> list[Golden]:
@@ -42,6 +53,18 @@ class TestMistral(EngineConformance):
     recipe, checkpoint, goldens = RECIPE, MISTRAL, goldens(MISTRAL)
 
 
+class TestQwen2(EngineConformance):
+    recipe, checkpoint, goldens = RECIPE, QWEN2, goldens(QWEN2)
+
+
+class TestAddBias(OpConformance):
+    op = add_bias
+    cases = tuple(
+        Case({"x": normal(kind, rows, width), "bias": normal(kind, width)}, outputs={"x": 0.0})
+        for kind, rows, width in ((bfloat16, 3, 1040), (np.dtype(np.float32), 1, 48))
+    )
+
+
 def test_the_small_model_has_weights_for_a_test(tmp_path: Path) -> None:
     class Suite(EngineConformance):
         recipe, checkpoint = RECIPE, write_random_checkpoint(RECIPE, tmp_path / "small")
@@ -56,9 +79,12 @@ def config(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_what_the_configuration_says() -> None:
-    llama, mistral = (Config.parse(config(folder)) for folder in (LLAMA, MISTRAL))
+    llama, mistral, qwen2 = (Config.parse(config(folder)) for folder in (LLAMA, MISTRAL, QWEN2))
     assert (llama.window, mistral.window) == (0, 24)
-    assert (llama.tied, mistral.tied) == (True, False)
+    assert (llama.tied, mistral.tied, qwen2.tied) == (True, False, True)
+    assert (llama.biased, mistral.biased, qwen2.biased) == (False, False, True)
+    published = config(QWEN2, sliding_window=16, max_window_layers=2, layer_types=None, attention_bias=True)
+    assert Config.parse(published).window == 0  # use_sliding_window is false
     plain = 10000.0 ** (-np.arange(16) / 16)
     np.testing.assert_allclose(mistral.inv_freq, plain, rtol=1e-6)
     ratio = llama.inv_freq / plain
@@ -69,18 +95,33 @@ def test_what_the_configuration_says() -> None:
     np.testing.assert_array_equal(Config.parse(older).inv_freq, llama.inv_freq)
 
 
+WINDOWS = ["full_attention", "sliding_attention"]
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("folder", "changes", "words"),
     [
-        ({"attention_bias": True}, "attention_bias is True; this recipe runs False"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 evenly"),
+        (LLAMA, {"attention_bias": True}, "attention_bias is True; this recipe runs False"),
+        (LLAMA, {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'"),
+        (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (LLAMA, {"num_key_value_heads": 3}, "4 attention heads cannot share 3 evenly"),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window is True; this recipe runs False"),
+        (
+            QWEN2,
+            {"layer_types": WINDOWS},
+            "layer_types is a list of 2; it must name full_attention for 2 layers",
+        ),
+        (QWEN2, {"attention_bias": False}, "attention_bias is False; this recipe runs True"),
+        (
+            QWEN2,
+            {"dual_chunk_attention_config": {"chunk_size": 8}},
+            "dual_chunk_attention_config is an object",
+        ),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_what_is_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
-        Config.parse(config(LLAMA, **changes))
+        Config.parse(config(folder, **changes))
 
 
 def run(*arguments: str | Path) -> str:
@@ -104,6 +145,9 @@ def test_kernels_for_a_gpu_are_planned() -> None:
 
     specs = startup.kernel_specs(RECIPE, Source.read(LLAMA), RECIPE.options(device="cuda"), H200)
     assert any(spec.function == "attend_new" and ("q_norm", None) in spec.constants for spec in specs)
+    assert not any(spec.function == "add_bias" for spec in specs)
+    specs = startup.kernel_specs(RECIPE, Source.read(QWEN2), RECIPE.options(device="cuda"), H200)
+    assert any(spec.function == "add_bias" for spec in specs)
 
 
 @pytest.mark.slow

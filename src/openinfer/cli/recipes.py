@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 GROUP = "openinfer.recipes"
 _LLAMA = "examples/llama in a checkout serves it: pip install ./examples/llama"
-_OTHER_RECIPES = {"llama": _LLAMA, "mistral": _LLAMA}
+_OTHER_RECIPES = dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA)
 
 
 class NoRecipe(ValueError):

@@ -1,4 +1,4 @@
-"""Llama 3.x and Mistral for openinfer, from a distribution of its own. The command line finds `RECIPE`."""
+"""Llama 3.x, Mistral and Qwen2.5 for openinfer, from a distribution of its own. The command line finds `RECIPE`."""
 
 from openinfer_llama.recipe import RECIPE
 

@@ -14,7 +14,7 @@ from openinfer.tensor import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A Llama or Mistral. `window`: tokens of the sliding window, 0 for full attention."""
+    """A Llama, Mistral or Qwen2. `window`: tokens of the sliding window, 0 for full attention."""
 
     hidden_size: int
     num_layers: int
@@ -28,6 +28,7 @@ class Config:
     max_position_embeddings: int
     tied: bool
     window: int
+    biased: bool  # queries, keys and values
     inv_freq: Floats  # this and the next two: see Rope
     rope_scale: float
     max_positions: int
@@ -42,7 +43,9 @@ class Config:
         fields = Fields(raw)
         if "quantization_config" in fields:
             raise UnsupportedModel("config.json: quantization_config: use the BF16 checkpoint instead")
-        fields.is_all({"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}, "this recipe runs")
+        biased = fields.get("model_type") == "qwen2"  # always there: config.json need not say so
+        fields.is_all({"attention_bias": biased, "mlp_bias": False, "hidden_act": "silu"}, "this recipe runs")
+        fields.is_all({"use_sliding_window": False, "dual_chunk_attention_config": None}, "this recipe runs")
         hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
         kv_heads = fields.size("num_key_value_heads", default=heads)
         if heads % kv_heads:
@@ -51,13 +54,14 @@ class Config:
         tied = fields.flag("tie_word_embeddings") and not has_own_head(
             checkpoint, "model.embed_tokens.weight"
         )
-        kinds = ("full_attention", "sliding_attention")
-        windowed = raw.get("model_type") == "mistral" and "sliding_window" in fields
+        windowed = fields.get("model_type") == "mistral" and "sliding_window" in fields
+        kind, layers = ("full_attention", "sliding_attention")[windowed], fields.size("num_hidden_layers")
+        fields.strings("layer_types", (kind,), layers)
         return cls(
-            hidden, fields.size("num_hidden_layers"), heads * head_dim, kv_heads * head_dim, kv_heads, head_dim,
+            hidden, layers, heads * head_dim, kv_heads * head_dim, kv_heads, head_dim,
             fields.size("intermediate_size"), vocab, fields.number("rms_norm_eps", default=1e-6, most=1),
             fields.size("max_position_embeddings"), tied,
-            fields.size("sliding_window") if windowed else 0,
-            *rope_of(fields, head_dim, default=1e4, layer_types=[kinds[windowed]]),
+            fields.size("sliding_window") if windowed else 0, biased,
+            *rope_of(fields, head_dim, default=1e4, layer_types=[kind]),
             eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
         )  # fmt: skip

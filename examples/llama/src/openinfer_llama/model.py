@@ -22,6 +22,7 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.authoring import KvCache
 from openinfer.tensor import Arena, Stream, Tensor, TensorLoad
+from openinfer_llama.bias import add_bias
 from openinfer_llama.config import Config
 
 
@@ -35,6 +36,7 @@ class Layer:
     post_norm: Tensor  # [H]
     gate_up: Tensor  # [2 I, H]
     down: Tensor  # [H, I]
+    bias: Tensor | None = None  # of qkv, [(A + 2 G) d]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,10 @@ class Weights:
     @classmethod
     def allocate(cls, c: Config, arena: Arena, dtype: np.dtype[Any]) -> Weights:
         """Uninitialised weights."""
-        h, inter = c.hidden_size, c.intermediate_size
-        shapes = ((h,), (c.q_size + 2 * c.kv_size, h), (h, c.q_size), (h,), (2 * inter, h), (h, inter))
+        h, inter, qkv = c.hidden_size, c.intermediate_size, c.q_size + 2 * c.kv_size
+        shapes: list[tuple[int, ...]] = [(h,), (qkv, h), (h, c.q_size), (h,), (2 * inter, h), (h, inter)]
         table = arena.alloc((c.vocab_size, h), dtype, "embed")
+        shapes += [(qkv,)] * c.biased
         layers = [Layer(*(arena.alloc(shape, dtype) for shape in shapes)) for _ in range(c.num_layers)]
         norm = arena.alloc((h,), dtype, "norm")
         return cls(table, layers, norm, table if c.tied else arena.alloc((c.vocab_size, h), dtype, "lm_head"))
@@ -71,6 +74,9 @@ class Weights:
             yield from (
                 TensorLoad(f"model.layers.{n}.{name}.weight", place) for name, place in places.items()
             )
+            if layer.bias is not None:
+                for name, part in zip("qkv", (slice(q), slice(q, q + kv), slice(q + kv, None)), strict=True):
+                    yield TensorLoad(f"model.layers.{n}.self_attn.{name}_proj.bias", layer.bias[part])
         yield TensorLoad("model.norm.weight", self.norm)
         if not c.tied:
             yield TensorLoad("lm_head.weight", self.lm_head)
@@ -103,6 +109,8 @@ class Model:
         embed(pack, out=x, token_ids=batch.expand(pack, t, num_rows), table=w.embed)
         for n, layer in enumerate(w.layers):
             norm_linear(pack, out=qkv, x=x, norm_weight=layer.input_norm, weight=layer.qkv, eps=eps)
+            if layer.bias is not None:
+                add_bias(pack, x=qkv, bias=layer.bias)
             norm_rope_attend(
                 pack, out=heads, **self.kv.layer(n), qkv=qkv, cos_sin=self.cos_sin, block_tables=tables, **step,
                 eps=eps, scale=c.head_dim**-0.5, window=c.window, max_q_len=max_q_len,

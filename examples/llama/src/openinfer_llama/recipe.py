@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LlamaRecipe(Recipe[Options]):
-    """Serves Llama 3.x and Mistral checkpoints in bf16."""
+    """Serves Llama 3.x, Mistral and Qwen2.5 checkpoints in bf16."""
 
     name, options = "llama", Options
     small: Mapping[str, Any] = {
@@ -22,7 +22,7 @@ class LlamaRecipe(Recipe[Options]):
     }  # fmt: skip
 
     def matches(self, config: Mapping[str, Any]) -> bool:
-        return config.get("model_type") in ("llama", "mistral")
+        return config.get("model_type") in ("llama", "mistral", "qwen2")
 
     def blueprint(self, source: Source, options: Options, *, ranks: int = 1, rank: int = 0) -> Llama:
         from openinfer_llama.blueprint import Llama
@@ -36,7 +36,12 @@ class LlamaRecipe(Recipe[Options]):
         from openinfer.recipes.engine.gguf import REST, WORDS, dense
 
         splits = {"llama-bpe": WORDS + r"|\p{N}{1,3}" + REST, "gpt-2": None, "smollm": None}
-        return {"llama": dense({"model_type": "llama"}, splits, interleaved=True)}
+        return {
+            "llama": dense({"model_type": "llama"}, splits, interleaved=True),
+            "qwen2": dense(
+                {"model_type": "qwen2", "attention_bias": True}, {"qwen2": WORDS + r"|\p{N}" + REST}
+            ),
+        }
 
 
 RECIPE = LlamaRecipe()

@@ -223,8 +223,9 @@ def _rope_scaling(meta: GgufMetadata, given: Mapping[str, Any]) -> Json | None:
 def dense(
     fields: Json, splits: Mapping[str, str | None], *, head_norms: bool = False, interleaved: bool = False
 ) -> GgufFormat:
-    """The format of a dense model. fields: of its config.json besides the sizes. head_norms: queries and keys have
-    norms. interleaved: rows of a head are stored in the order of rotary pairs."""
+    """The format of a dense model. fields: of its config.json besides the sizes; by `attention_bias` queries, keys and
+    values have biases. head_norms: queries and keys have norms. interleaved: rows of a head are stored in the order of
+    rotary pairs."""
 
     def config(meta: GgufMetadata, file: GgufFile) -> Json:
         found = common(meta, file) | fields
@@ -255,6 +256,9 @@ def dense(
             for stored, published in names.items():
                 entry = GgufEntry(f"blk.{layer}.{stored}.weight", turned.get(stored))
                 yield f"model.layers.{layer}.{published}.weight", entry
+            for one in "qkv" if config["attention_bias"] else "":
+                bias = GgufEntry(f"blk.{layer}.attn_{one}.bias")
+                yield f"model.layers.{layer}.self_attn.{one}_proj.bias", bias
 
     return GgufFormat(config, entries, splits)
 
