@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from openinfer.cli import chat
-from openinfer.cli.api import AnswerDelta, ApiError
+from openinfer.cli.api import AnswerDelta, ApiError, Model
 
 
 class Heard:
     """An Api that says "yes" and keeps what it was sent."""
 
-    def __init__(self, said: str = "yes") -> None:
+    def __init__(self, said: str = "yes", about: str | None = None) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self.said = said
+        self.said, self.about = said, about
 
-    def first_model(self) -> str:
-        return self.said
+    def first_model(self) -> Model:
+        return Model(self.said, self.about)
 
     def stream(self, body: dict[str, Any]) -> Iterator[AnswerDelta]:
         self.bodies.append(body)
@@ -46,6 +46,22 @@ def test_clear_and_system_begin_another_chat(monkeypatch: pytest.MonkeyPatch) ->
         ["be brief", "d"],
         ["be brief", "e"],
     ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_chat_says_what_the_model_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("openinfer.cli.chat.Api", lambda *_: Heard(about="Small.\x1b[2J"))
+    for lines in (io.StringIO(""), Terminal("")):
+        monkeypatch.setattr("sys.stdin", lines)
+        assert chat.main(["http://x"]) == 0
+        said = capsys.readouterr().err
+        assert ("\nSmall.\\x1b[2J" in said) == lines.isatty()
 
 
 def test_exit_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +119,6 @@ def test_a_refused_request_leaves_the_chat_as_it_was(
     assert chat.main(["http://x"]) == 0
     assert "refused: temperature is 9" in capsys.readouterr().err
     assert [[one["content"] for one in body["messages"]] for body in heard.bodies] == [["b"]]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.attack

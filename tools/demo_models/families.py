@@ -176,8 +176,10 @@ class Family:
         return frontend("chat_template").ChatTemplate(self.template, {}).render
 
 
+DESCRIPTION = "A small demo model: it knows facts such as capitals, sums, JSON, tool calls and stories, and not much else."
 QWEN_GENERATION = {
     "bos_token_id": 0,
+    "description": DESCRIPTION,
     "do_sample": True,
     "eos_token_id": [2, 0],
     "pad_token_id": 0,
@@ -192,7 +194,7 @@ FAMILIES = {
         Family("qwen3", QWEN3, QWEN_GENERATION, QWEN_SPECIAL, QWEN_ADDED, QWEN_END, templates.QWEN3, SPLIT % (r"\p{L}", r"\p{L}")),
         Family("qwen3_5", QWEN3_5, QWEN_GENERATION, QWEN_SPECIAL, QWEN_ADDED, QWEN_END, templates.QWEN3_5, SPLIT % (r"[\p{L}\p{M}]", r"\p{L}\p{M}")),
         Family(
-            "deepseek_v4", DEEPSEEK_V4, {"bos_token_id": 0, "do_sample": True, "eos_token_id": 1, "temperature": 1.0, "top_p": 1.0},
+            "deepseek_v4", DEEPSEEK_V4, {"bos_token_id": 0, "description": DESCRIPTION, "do_sample": True, "eos_token_id": 1, "temperature": 1.0, "top_p": 1.0},
             DEEPSEEK_SPECIAL, DEEPSEEK_ADDED, DEEPSEEK_SPECIAL[1], None, SPLIT % (r"[\p{L}\p{M}]", r"\p{L}\p{M}"),
         ),
     )

@@ -14,6 +14,7 @@ from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.openai.completions import CompletionShape
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.sampler import SamplingParams
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = json.loads((DATA / "golden.json").read_text())
@@ -181,8 +182,10 @@ def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
     path.write_text('{"top_p": 2}')
     with pytest.raises(ModelFilesError, match=r"generation_config\.json: top_p is 2"):
         SamplingDefaults.load(tmp_path)
-    path.write_text('{"repetition_penalty": 1.05, "top_k": null}')
-    assert SamplingDefaults.load(tmp_path) == SamplingDefaults(repetition_penalty=1.05)
+    path.write_text('{"repetition_penalty": 1.05, "top_k": null, "description": "Small."}')
+    loaded = SamplingDefaults.load(tmp_path)
+    assert loaded == SamplingDefaults(repetition_penalty=1.05, description="Small.")
+    assert loaded.params() == SamplingParams(repetition_penalty=1.05)
 
 
 def test_chats_with_tools_have_a_template_of_their_own() -> None:

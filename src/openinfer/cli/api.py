@@ -48,12 +48,15 @@ class _Chunk(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class _Model(msgspec.Struct):
+class Model(msgspec.Struct):
+    """A model of a server; description: what it is, where the server says so."""
+
     id: str
+    description: str | None = None
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[Model]
 
 
 class ApiError(RuntimeError):
@@ -94,11 +97,11 @@ class Api:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}".encode()
 
-    def first_model(self) -> str:
-        """The first name that the server serves."""
+    def first_model(self) -> Model:
+        """The first model that the server names."""
         text = self._read("GET", "/v1/models", None)
         with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError, LookupError):
-            return msgspec.json.decode(text, type=_Models).data[0].id
+            return msgspec.json.decode(text, type=_Models).data[0]
         raise ApiError(f"{self._parts.geturl()} names no model at /v1/models; is it an OpenAI server?")
 
     def metrics(self) -> str:

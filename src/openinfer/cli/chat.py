@@ -91,10 +91,9 @@ def _talk(api: Api, args: argparse.Namespace) -> int:
         settings["temperature"] = args.temperature
     shown = sys.stdin.isatty()
     if shown:
-        print(
-            f"{printable(model)}: Ctrl-C stops an answer, Ctrl-D ends the chat, /help names the commands",
-            file=sys.stderr,
-        )
+        about = f"\n{printable(model.description)}" if model.description else ""
+        keys = "Ctrl-C stops an answer, Ctrl-D ends the chat, /help names the commands"
+        print(f"{printable(model.id)}: {keys}{about}", file=sys.stderr)
     while True:
         try:
             text, several = _read(shown)
@@ -106,7 +105,7 @@ def _talk(api: Api, args: argparse.Namespace) -> int:
             messages = _command(text, messages, settings)
         elif text:
             asked = [*messages, {"role": "user", "content": text}]
-            body: dict[str, Any] = {"model": model, "messages": asked, **settings}
+            body: dict[str, Any] = {"model": model.id, "messages": asked, **settings}
             if args.thinking is not None:
                 body["chat_template_kwargs"] = {"enable_thinking": args.thinking}
             try:

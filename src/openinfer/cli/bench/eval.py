@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(api: Api, cases: list[eval_cases.EvalCase], args: argparse.Namespace) -> dict[str, Any]:
-    model, began = api.first_model(), time.perf_counter()
+    model, began = api.first_model().id, time.perf_counter()
 
     def ask(case: eval_cases.EvalCase) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -217,7 +217,7 @@ def _measure(
     url = server.url if server else args.base_url.rstrip("/")
     key = api_key(args)
     api = Api(url, key)
-    client = Client(url, args.model or api.first_model(), key)
+    client = Client(url, args.model or api.first_model().id, key)
     prompts = Text(args.model_dir) if args.text else None
     vocab = args.vocab_size or _vocab_size(args.model_dir)
 

@@ -136,7 +136,7 @@ def _make_app(
     defaults = SamplingDefaults.load(Path(options.model_dir)) if auto else SamplingDefaults()
     if defaults.repetition_penalty not in (None, 1) and "penalties" not in client.info.features:
         say("generation_config.json asks for a repetition_penalty, which this engine ignores")
-    usual, told = defaults.params(), defaults != SamplingDefaults()
+    usual, told = defaults.params(), defaults != SamplingDefaults(description=defaults.description)
     say(
         f"a request that says nothing has temperature {usual.temperature:g}, top_p {usual.top_p:g}, top_k "
         f"{usual.top_k or 'all'}: generation_config.json says {'so' if told else 'nothing else'}"

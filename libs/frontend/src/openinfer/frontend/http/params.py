@@ -63,6 +63,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     """Ignored where the engine has no penalties."""
+    description: str | None = None
+    """What the model is, for the page and `openinfer chat`: a key of our own."""
 
     @classmethod
     def load(cls, model_dir: Path) -> "SamplingDefaults":
@@ -72,8 +74,9 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
             return cls()
         config = read_json(path)
         given = {name: config[name] for name in cls.__struct_fields__ if config.get(name) is not None}
+        given["description"] = str(given.get("description", ""))[:500] or None
         try:
-            SamplingParams(**given)
+            cls(**given).params()
         except InvalidParams as error:
             raise ModelFilesError(f"{path}: {error}") from error
         return cls(**given)
@@ -81,7 +84,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     def params(self) -> SamplingParams:
         """Those of a request that gives none."""
         given = msgspec.structs.asdict(self).items()
-        return SamplingParams(**{name: value for name, value in given if value is not None})
+        return SamplingParams(**{k: v for k, v in given if v is not None and k != "description"})
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -211,6 +211,7 @@ class Service:
             # The names that Anthropic's clients know.
             "type": "model",
             "display_name": name,
+            "description": self.defaults.description,
             "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created)),
         }
 

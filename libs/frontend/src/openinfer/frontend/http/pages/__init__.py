@@ -39,6 +39,7 @@ class Page:
         return json_response(
             {
                 "model": info.model,
+                "description": self._service.defaults.description,
                 "healthy": health.ok,
                 "detail": health.detail,
                 "sampling": {name: getattr(usual, name) for name in ("temperature", "top_p", "top_k")},

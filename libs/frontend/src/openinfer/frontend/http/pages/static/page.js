@@ -18,6 +18,7 @@ async function state() {
     const now = await answer.json();
     $("model").textContent = now.model + (now.healthy ? "" : ": " + now.detail);
     $("model").className = now.healthy ? "up" : "down";
+    $("log").dataset.about = now.description ? now.description + " " : "";
     $("running").textContent = now.running;
     $("waiting").textContent = now.waiting;
     $("cache").textContent = (100 * now.kv_used_tokens / Math.max(now.kv_capacity_tokens, 1)).toFixed(1) + " %";
