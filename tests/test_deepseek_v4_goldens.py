@@ -185,7 +185,7 @@ def model_head(model, pack, ends):
     rows = len(ends) - 1
     last, ends = model.batch.last[:rows], Tensor.from_numpy(ends)
     select_rows(pack, out=last, x=model.hidden[: model.batch.token_ids.shape[0]], q_starts=ends)
-    model.draft_head(pack, rows)
+    model.draft_head(pack, rows, 1)
 
 
 def test_the_mtp_layer_predicts_the_token_after_next(load_model, deepseek):

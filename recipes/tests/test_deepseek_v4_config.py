@@ -287,8 +287,8 @@ def test_layers_that_draft_are_skipped_whatever_they_are(change: dict[str, Any],
                 validate(checkpoint, config, Format(fp4_experts=True, mtp=True))
     options = RECIPE.options(speculative_config='{"method": "mtp", "num_speculative_tokens": 2}')
     if not config.mtp:
-        has = "a DSpark drafter" if change is DSPARK else "no MTP layer"
-        with pytest.raises(SetupError, match=f"this checkpoint has {has}.*use method ngram"):
+        has, use = ("a DSpark drafter", "dspark") if change is DSPARK else ("no layers that draft", "ngram")
+        with pytest.raises(SetupError, match=f"has {has}.*needs an MTP layer; use method {use}"):
             RECIPE.blueprint(Source({**SMALL, **change}), options)
 
 

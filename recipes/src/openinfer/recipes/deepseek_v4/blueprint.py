@@ -18,6 +18,7 @@ from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.choices import choices
 from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.dspark import BlockBuffers, BlockDraftingModel
 from openinfer.recipes.deepseek_v4.layers import layers_alone
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.mtp import DraftingModel
@@ -28,6 +29,7 @@ from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.controls import of_halves, of_ranks, of_rotation
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.limits import Limits, Room
+from openinfer.recipes.engine.speculation import MAX_DRAFTS
 from openinfer.recipes.engine.verdict import Check, Reference
 from openinfer.tensor import Arena, Checkpoint, LoadReport, Stream, Tensor, nbytes_of
 
@@ -55,6 +57,10 @@ class DeepseekV4(Blueprint[Model]):
     def quantized(self) -> bool:
         """Whether activations are rounded where the published code rounds them."""
         return self.options.activation_quantization == "on"
+
+    @property
+    def trained_drafts(self) -> int:
+        return min(self.form.dspark.block, MAX_DRAFTS) if self.form.dspark is not None else 0
 
     def decode_rows(self, max_rows: int) -> Sequence[int]:
         """At most 7 padding rows."""
@@ -95,31 +101,37 @@ class DeepseekV4(Blueprint[Model]):
 
     def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
         windows, entries = blocks or (2, 2)
-        drafting = self.form.mtp
-        return groups(self.config, limits.dtype.itemsize, windows, entries, drafting=drafting)
+        itemsize, drafting = limits.dtype.itemsize, self.form.drafting
+        return groups(self.config, itemsize, windows, entries, drafting=drafting)
 
     def eviction(self, group: Group) -> Eviction:
         return eviction(group)
 
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
-        c, (windows, entries) = self.config, blocks
+        c, d, (windows, entries) = self.config, self.form.dspark, blocks
+        length, width, seen = limits.max_model_len, c.hc_mult * c.hidden_size, None
+        if d is not None:  # a step's drafts are computed at once, and may lie behind the last position
+            limits = dataclasses.replace(limits, max_tokens=max(limits.max_tokens, d.block * limits.max_rows))
+            length, seen = length + d.block, len(d.targets) * c.hidden_size
         weights = Weights.allocate(c, arena, limits.dtype, self.form)
-        length = limits.max_model_len
         tables = [place_rope_table(arena, stream, one, length) for one in (c.main_freq, c.compress_freq)]
         batch = Batch.allocate(
             arena, stream, [Field(name, (limits.max_rows + 1, limits.max_blocks)) for name in TABLES],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
-            width=c.hc_mult * c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
+            width=width, seen=seen, dtype=limits.dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
             ranks=c.part.ranks, adds=False,
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits, self.quantized)
-        cache = V4Cache.allocate(c, arena, limits.dtype, windows, entries, drafting=self.form.mtp)
+        cache = V4Cache.allocate(c, arena, limits.dtype, windows, entries, drafting=self.form.drafting)
         if arena.device.kind == "cuda":
             cache.zero_(stream)
         recent = None
         if limits.max_drafts:
             recent = Recent.allocate(c, arena, limits.max_rows + 1, limits.max_drafts)
         parts = (c, weights, cache, tables[0], tables[1], batch, buffers, self.quantized)
+        if d is not None:
+            reads, kept = tuple(n + 1 for n in d.targets), BlockBuffers.allocate(c, d, arena, limits)
+            return BlockDraftingModel(*parts, recent=recent, drafter=d, kept=kept, reads=reads)
         if not self.form.mtp:
             return Model(*parts, recent=recent)
         work = arena.alloc(buffers.streams.shape, limits.dtype, "MTP streams")
@@ -139,13 +151,16 @@ class DeepseekV4(Blueprint[Model]):
 
     def traced(self, model: Model, pack: NullPack) -> Model:
         layers = Repeated(pack, one_of_each(model.weights.layers, _kind))
+        if isinstance(model, BlockDraftingModel):  # what it reads counts once, not for each layer of a kind
+            model = dataclasses.replace(model, reads=(len(layers),) * len(model.reads))
         return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
 
     def memory(self, model: Model) -> Mapping[str, int]:
-        work = model.work if isinstance(model, DraftingModel) else None
+        own = nbytes_of(model.kept) if isinstance(model, BlockDraftingModel) else 0
+        own += model.work.nbytes if isinstance(model, DraftingModel) and model.work is not None else 0
         return {
             "weights": model.weights.nbytes,
-            "activations": nbytes_of(model.buffers) + (0 if work is None else work.nbytes),
+            "activations": nbytes_of(model.buffers) + own,
             "rotary tables": model.cos_sin.nbytes + model.compress_cos_sin.nbytes,
             "states of drafts": nbytes_of(model.recent) if model.recent is not None else 0,
         }

@@ -34,7 +34,7 @@ TABLES = ("window_tables", "entry_tables")
 class V4Cache:
     """The tensors of both groups, page-first; layers of a kind in their order. States are float32 (ops.compress)."""
 
-    window: Tensor  # [pages, layers, 128, d]; the MTP layer's last, where it drafts
+    window: Tensor  # [pages, layers, 128, d]; those of layers that draft last
     csa_state: Tensor  # [pages, CSA layers, 3, 3, d]
     index_state: Tensor  # [pages, CSA layers, 3, 3, di]
     hca_state: Tensor  # [pages, HCA layers, 1, 3, d]
@@ -51,9 +51,9 @@ class V4Cache:
         window_pages: int,
         entry_pages: int,
         *,
-        drafting: bool = False,
+        drafting: int = 0,
     ) -> V4Cache:
-        """Uninitialised. drafting: the MTP layer has a window."""
+        """Uninitialised. drafting: layers that draft."""
         c, csa, hca = config, config.count(CSA), config.count(HCA)
         layers = c.num_layers + drafting
         return cls(
@@ -103,7 +103,7 @@ class Recent:
 
 
 def groups(
-    config: Config, itemsize: int, window_pages: int, entry_pages: int, *, drafting: bool = False
+    config: Config, itemsize: int, window_pages: int, entry_pages: int, *, drafting: int = 0
 ) -> list[Group]:
     """The pool's groups."""
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openinfer.kernels import rope_frequencies
 from openinfer.recipes.deepseek_v4.ops import PAGE
@@ -13,6 +13,9 @@ from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, eos_ids, s
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
 from openinfer.recipes.engine.shard import WHOLE, Part
+
+if TYPE_CHECKING:
+    from openinfer.tensor import Checkpoint
 
 CSA, HCA = 4, 128
 """Tokens of a compressed entry. CSA is compressed sparse attention (overlapping windows, an indexer), HCA is heavily
@@ -30,6 +33,11 @@ WANTED: Mapping[str, Any] = {
     "hc_mult": 4,
 }
 """Keys that have this value in every published model."""
+
+
+DSPARK_HAS = ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
+MOST_BLOCK = 64
+"""Tokens of a block of drafts, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +104,9 @@ class Config:
         part.check(sizes)
         return dataclasses.replace(self, part=part)
 
-    def window_page_bytes(self, itemsize: int, *, drafting: bool = False) -> int:
+    def window_page_bytes(self, itemsize: int, *, drafting: int = 0) -> int:
         """Bytes of a page of the window group: 128 raw vectors a layer, and the states of the compressors after the
-        last of them. drafting: the MTP layer has vectors there too."""
+        last of them. drafting: layers that draft, which have vectors there too."""
         raw = (self.num_layers + drafting) * PAGE * self.head_dim * itemsize
         csa, hca = 9 * (self.head_dim + self.index_dim), 3 * self.head_dim
         return raw + 4 * (self.count(CSA) * csa + self.count(HCA) * hca)
@@ -153,6 +161,55 @@ class Config:
         )
         _check_sizes(config)
         return config
+
+
+@dataclass(frozen=True, slots=True)
+class Dspark:
+    """A DSpark drafter: layers that read a block of tokens at once, the one that was sampled last and noise behind it.
+
+    stages: its layers. block: tokens of a block, each of which gives a draft. noise: the id of all but the first.
+    targets: the layers of the model whose output it reads. rank: of its Markov head.
+    """
+
+    stages: int
+    block: int
+    noise: int
+    targets: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], config: Config, checkpoint: Checkpoint | None) -> Dspark:
+        """From the parsed config.json and the names in the checkpoint. None: as config.json says. Raises
+        UnsupportedModel naming the key or the tensors."""
+        fields, vocab, layers = Fields(raw), config.vocab_size, config.num_layers
+        fields.is_all({"draft_vocab_size": vocab, **dict.fromkeys(DSPARK_HAS, True)}, "a DSpark drafter has")
+        targets = fields.get("dspark_target_layer_ids")
+        good = isinstance(targets, list) and all(type(one) is int and 0 <= one < layers for one in targets)
+        if not good or targets != sorted(set(targets)):
+            raise UnsupportedModel(
+                f"config.json: dspark_target_layer_ids is {repr(targets)[:80]}; it must name layers in 0 to "
+                f"{layers - 1}, rising"
+            )
+        block = fields.size("dspark_block_size")
+        if block > MOST_BLOCK:
+            raise fields.wrong("dspark_block_size", f"it must be from 1 to {MOST_BLOCK}")
+        tail = len(fields.get("compress_ratios")) - layers
+        stages = tail or len(targets)
+        if checkpoint is not None:
+            found = {name.split(".")[1] for name in checkpoint.names if name.startswith("mtp.")}
+            stages = len(found)
+            if not found or found != {str(n) for n in range(stages)}:
+                raise UnsupportedModel(
+                    f"the checkpoint has tensors mtp.N of N {', '.join(sorted(found)[:8]) or '(none)'}; a DSpark "
+                    "drafter has them of 0, 1, ..."
+                )
+        fields.is_all({"n_mtp_layers": stages}, "by the checkpoint's tensors it is")
+        if tail not in (0, fields.get("num_nextn_predict_layers"), stages):
+            raise UnsupportedModel(
+                f"config.json: compress_ratios has {tail} ratios more than layers; the drafter has {stages} layers"
+            )
+        noise = fields.count("dspark_noise_token_id", default=-1, most=vocab - 1)
+        return cls(stages, block, noise, tuple(targets), fields.size("dspark_markov_rank"))
 
 
 def _refuse(fields: Fields) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.kernels.authoring import FP4_BLOCK, scale_blocks
-from openinfer.recipes.deepseek_v4.config import CSA, Config
+from openinfer.recipes.deepseek_v4.config import CSA, Config, Dspark
 from openinfer.tensor import bfloat16, float8_e4m3fn, float8_e8m0fnu, float32, int8, int64
 
 COPIES = ("mtp.0.emb.tok_emb.weight", "mtp.0.head.weight")
@@ -23,8 +23,10 @@ class Entry(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def inventory(config: Config, *, fp4_experts: bool, mtp: bool) -> Iterator[Entry]:
-    """The tensors of the main model, and of the MTP layer if it drafts."""
+def inventory(
+    config: Config, *, fp4_experts: bool, mtp: bool, dspark: Dspark | None = None
+) -> Iterator[Entry]:
+    """The tensors of the main model, and of the MTP layer or the DSpark drafter if these draft."""
     c = config
     yield Entry("embed.weight", (c.vocab_size, c.hidden_size), bfloat16)
     yield Entry("head.weight", (c.vocab_size, c.hidden_size), bfloat16)
@@ -39,6 +41,17 @@ def inventory(config: Config, *, fp4_experts: bool, mtp: bool) -> Iterator[Entry
         for name in ("enorm", "hnorm", "norm"):
             yield Entry(f"mtp.0.{name}.weight", (c.hidden_size,), bfloat16)
         yield from _hyper_connection(c, "mtp.0.hc_head", c.hc_mult, 1)
+    if dspark is not None:
+        last = f"mtp.{dspark.stages - 1}."
+        for stage in range(dspark.stages):
+            yield from _layer(c, f"mtp.{stage}.", 0, False, fp4_experts)
+        yield from _fp8("mtp.0.main_proj", c.hidden_size, len(dspark.targets) * c.hidden_size)
+        for name in ("mtp.0.main_norm", last + "norm"):
+            yield Entry(name + ".weight", (c.hidden_size,), bfloat16)
+        yield from _hyper_connection(c, last + "hc_head", c.hc_mult, 1)
+        for name in ("markov_w1", "markov_w2"):
+            yield Entry(f"{last}markov_head.{name}.weight", (c.vocab_size, dspark.rank), bfloat16)
+        yield Entry(last + "confidence_head.proj.weight", (1, c.hidden_size + dspark.rank), bfloat16)
 
 
 def _fp8(module: str, rows: int, columns: int) -> Iterator[Entry]:

@@ -70,15 +70,23 @@ class Model:
         streams = b.streams[:t]
         embed(pack, out=b.y[:t], token_ids=batch.expand(pack, t, r), table=w.embed)
         spread(pack, streams=streams, x=b.y[:t], add=False)
-        for layer in w.layers:
-            self.layer(pack, layer, StepSize(t, r, max_q_len), self.cache.window[:, layer.index])
+        layers = 0
+        for number, layer in enumerate(w.layers):
+            layers = number + 1
+            self.before_layer(pack, number, streams)
+            self.layer(pack, layer, StepSize(t, r, max_q_len))
+        self.before_layer(pack, layers, streams)
         self.head(pack, batch.select(pack, streams.reshape(t, -1), r, num_drafts))
 
-    def layer(self, pack: Pack, layer: Layer, step: StepSize, kv: Tensor) -> None:
-        """Each sublayer reads one mixture of the streams, and is mixed into all of them. kv: its raw vectors."""
+    def before_layer(self, pack: Pack, number: int, streams: Tensor) -> None:
+        """Called with the streams [T, n, D] before each layer, and after the last, for layers that draft."""
+
+    def layer(self, pack: Pack, layer: Layer, step: StepSize, own: Tensor | None = None) -> None:
+        """Each sublayer reads one mixture of the streams, and is mixed into all of them. own [T, d]: where the step is
+        of blocks of drafts, the memory of their raw vectors, which no page keeps."""
         b, t = self.buffers, step.tokens
         self.read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
-        self._attention(pack, layer.attention, layer.place, step, kv)
+        self._attention(pack, layer, step, own)
         ranks = self.config.part.ranks
         hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t], ranks=ranks)
         self.read_streams(pack, layer.ffn_mixing, layer.ffn_norm, t)
@@ -103,21 +111,21 @@ class Model:
             iters=c.hc_iters,
         )
 
-    def write_keys(self, pack: Pack, attention: Attention, t: int, kv: Tensor) -> None:
-        """The raw vectors of t tokens into the window's pages, and qr = the queries' low-rank vectors."""
-        b, batch = self.buffers, self.batch
+    def write_keys(self, pack: Pack, layer: Layer, t: int, own: Tensor | None = None) -> None:
+        """The raw vectors of t tokens into the window's pages, or `own`; and qr = the queries' low-rank vectors."""
+        b, batch, attention = self.buffers, self.batch, layer.attention
         self._project(pack, b.qkv[:t], b.rounded[:t], attention.into)
         q_kv_write(
             pack,
             qr=b.qr[:t],
-            kv=kv,
+            kv=self.cache.window[:, layer.index] if own is None else own,
             qkv=b.qkv[:t],
             q_norm=attention.q_norm,
             kv_norm=attention.kv_norm,
             cos_sin=self._angles(attention),
             positions=batch.positions[:t],
             token_slots=batch.token_slots[:t],
-            block_tables=batch.rows["window_tables"],
+            block_tables=batch.rows["window_tables"] if own is None else None,
             eps=self.config.rms_norm_eps,
             quantized=self.quantized,
         )
@@ -125,13 +133,14 @@ class Model:
     def _angles(self, attention: Attention) -> Tensor:
         return self.cos_sin if attention.entries is None else self.compress_cos_sin
 
-    def _attention(self, pack: Pack, attention: Attention, place: int, step: StepSize, kv: Tensor) -> None:
-        """y = attention over the window's raw vectors and the layer's entries."""
+    def _attention(self, pack: Pack, layer: Layer, step: StepSize, own: Tensor | None) -> None:
+        """y = attention over the window's raw vectors and the layer's entries, or the tokens' own."""
         c, b, batch, t = self.config, self.buffers, self.batch, step.tokens
         q, rows, positions = b.q[:t], batch.rows, batch.positions[:t]
-        self.write_keys(pack, attention, t, kv)
+        attention, place = layer.attention, layer.place
+        self.write_keys(pack, layer, t, own)
         self._project(pack, q.reshape(t, -1), b.qr[:t], attention.q)
-        entries, selected = None, None
+        entries, selected = own, None
         if isinstance(attention.entries, Sparse):
             entries, selected = self._select(pack, attention.entries, place, step), b.selected[:t]
         elif attention.entries is not None:
@@ -144,7 +153,7 @@ class Model:
             pack,
             out=b.heads[:t],
             q=q,
-            kv=kv,
+            kv=self.cache.window[:, layer.index],
             entries=entries,
             selected=selected,
             sinks=attention.sinks,
@@ -156,6 +165,7 @@ class Model:
             scale=c.head_dim**-0.5,
             eps=c.rms_norm_eps,
             window=c.sliding_window,
+            block=0 if own is None else step.longest,
         )
         out_a, out_b, groups = attention.out_a, attention.out_b, b.groups[:t]
         project(
@@ -276,13 +286,13 @@ class Model:
         rounded = self.quantized and linear.scales is not None
         project(pack, out=out, x=x, weight=linear, groups=1, rounded_x=rounded, quantized=False)
 
-    def logits_of(self, pack: Pack, mixing: Mixing, norm: Tensor, r: int) -> None:
-        """Logits of the streams in `batch.last`."""
-        c, b, last = self.config, self.buffers, self.batch.last
+    def logits_of(self, pack: Pack, mixing: Mixing, norm: Tensor, streams: Tensor) -> None:
+        """The first logits, of streams [r, n D] or [r, n, D]."""
+        c, b, r = self.config, self.buffers, streams.shape[0]
         hc_head(
             pack,
             out=b.collapsed[:r],
-            streams=last[:r].reshape(r, c.hc_mult, -1),
+            streams=streams.reshape(r, c.hc_mult, -1),
             fn=mixing.fn,
             base=mixing.base,
             scale=mixing.scale,
@@ -294,7 +304,7 @@ class Model:
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the streams in `batch.last`."""
-        self.logits_of(pack, self.weights.head, self.weights.norm, num_rows)
+        self.logits_of(pack, self.weights.head, self.weights.norm, self.batch.last[:num_rows])
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding pages."""

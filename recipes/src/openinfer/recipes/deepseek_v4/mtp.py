@@ -44,17 +44,17 @@ class DraftingModel(Model):
         self._normed(pack, scratch, flat, mtp.h_norm)
         self._project(pack, flat, scratch, mtp.h_proj)
         spread(pack, streams=streams, x=b.y[:t], add=True)
-        kv, layer = self.cache.window[:, self.config.num_layers], mtp.layer
+        layer = mtp.layer
         if only_keys:
             self.read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
-            self.write_keys(pack, layer.attention, t, kv)
+            self.write_keys(pack, layer, t)
         else:
-            self.layer(pack, layer, StepSize(t, rows, max_q_len), kv)
+            self.layer(pack, layer, StepSize(t, rows, max_q_len))
 
-    def draft_head(self, pack: Pack, num_rows: int) -> None:
+    def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
         """Logits of this layer's streams in `batch.last`."""
         mtp, _ = self._layer
-        self.logits_of(pack, mtp.head, mtp.norm, num_rows)
+        self.logits_of(pack, mtp.head, mtp.norm, self.batch.last[:num_rows])
 
     def _normed(self, pack: Pack, out: Tensor, x: Tensor, weight: Tensor) -> None:
         eps, quantized = self.config.rms_norm_eps, self.quantized

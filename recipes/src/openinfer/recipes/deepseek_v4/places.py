@@ -22,16 +22,22 @@ from openinfer.kernels.authoring import (
     WeightPart,
     padded_rows,
 )
-from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.config import Config, Dspark
 from openinfer.tensor import Checkpoint, CheckpointError, Tensor, float32, int8
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a checkpoint spells the weights: FP4 experts (else FP8); and whether the MTP layer is loaded."""
+    """How a checkpoint spells the weights: FP4 experts (else FP8); and which layers that draft are loaded."""
 
     fp4_experts: bool
     mtp: bool = False
+    dspark: Dspark | None = None
+
+    @property
+    def drafting(self) -> int:
+        """Layers that draft."""
+        return self.dspark.stages if self.dspark is not None else int(self.mtp)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Format:

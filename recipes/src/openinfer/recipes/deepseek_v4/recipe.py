@@ -35,13 +35,21 @@ class DeepseekOptions(Options):
         "batch_invariant": "its kernels split their sums by the number of tokens",
     }
 
-    draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp")
+    draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp", "dspark")
 
     activation_quantization: str = option(
         "on",
         "on: round activations, the cache and the indexer to FP8 and FP4 where the published code does",
         choices=("on", "off"),
     )
+
+
+LAYERS = {
+    "": "no layers that draft",
+    "mtp": "an MTP layer",
+    "dspark": "a DSpark drafter (dspark_block_size, dspark_target_layer_ids)",
+}
+"""What a checkpoint has, by the method that needs it."""
 
 
 class DeepseekV4Recipe(Recipe[DeepseekOptions]):
@@ -59,7 +67,7 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
     ) -> DeepseekV4:
         """The model of a source. Without a checkpoint its experts are in FP4, as the published ones are."""
         from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
-        from openinfer.recipes.deepseek_v4.config import Config
+        from openinfer.recipes.deepseek_v4.config import Config, Dspark
         from openinfer.recipes.deepseek_v4.places import Format
 
         config = Config.parse(source.config, source.eos).of_rank(rank, ranks)
@@ -68,10 +76,18 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
         if speculation is not None and speculation.proposes:
             if speculation.quantization is not None:
                 raise SetupError("--speculative-config: quantization is for Qwen3.5's MTP head; leave it out")
-            if not config.mtp:
-                has = "a DSpark drafter, which is not supported" if config.dspark else "no MTP layer"
-                raise SetupError(f"--speculative-config: this checkpoint has {has}; use method ngram")
-            form = dataclasses.replace(form, mtp=True)
+            wanted, has = speculation.method, "mtp" if config.mtp else "dspark" if config.dspark else ""
+            if wanted != has:
+                raise SetupError(
+                    f"--speculative-config: this checkpoint has {LAYERS[has]} by its config.json, and method {wanted} "
+                    f"needs {LAYERS[wanted]}; use method {has or 'ngram'}"
+                )
+            drafter = Dspark.parse(source.config, config, source.checkpoint) if config.dspark else None
+            if drafter is not None and (drafts := speculation.num_speculative_tokens) > drafter.block:
+                raise SetupError(
+                    f"--speculative-config: num_speculative_tokens is {drafts}; this drafter makes {drafter.block}"
+                )
+            form = dataclasses.replace(form, mtp=config.mtp, dspark=drafter)
         return DeepseekV4(config, form, options)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:

@@ -108,6 +108,10 @@ class SparseAttendArgs(Generic[T]):
     kv and entries are one layer, dense within a page, pages at any stride. Every vector is key and value at once, for
     all heads.
 
+    With `block` B the tokens are blocks of B, one of each of R rows, token i of row r being number i R + r, and
+    `entries` [T, d] has a vector of each. A token sees those of its row's block, and the raw vectors of the `window`
+    positions before the block.
+
         q' = q / rms(q) of each head (with eps), rounded, its last r channels rotated in pairs (2i, 2i + 1) at
              positions[t], rounded
         p_i = exp(scale * q' . x_i - top);  o = sum of p_i x_i / (sum of p_i + exp(sinks[head] - top))    float32
@@ -133,12 +137,13 @@ class SparseAttendArgs(Generic[T]):
     scale: float
     eps: float
     window: int
+    block: int = 0
 
     @property
     def most(self: SparseAttendArgs[Tensor]) -> int:
         """Entries that a token sees, at most."""
-        if self.entries is None:
-            return 0
+        if self.entries is None or self.block:
+            return self.block
         return (
             self.entry_tables.shape[1] * self.entries.shape[1]
             if self.selected is None
@@ -150,7 +155,7 @@ class SparseAttendArgs(Generic[T]):
         """Whether the kernel for Hopper takes the call: heads of 512 by the 64, pages that are rows of a matrix."""
         _, heads, dim = self.q.shape
         layers = (self.kv, *(() if self.entries is None else (self.entries,)))
-        rows = all(layer.strides[0] % dim == 0 for layer in layers)
+        rows = all(layer.strides[0] % dim == 0 for layer in layers) and not self.block
         return heads % 64 == 0 and dim == 512 and self.cos_sin.shape[2] == 32 and rows
 
     def tuning(self: SparseAttendArgs[Tensor], target: Target) -> AttendTuning | HopperTuning:
@@ -183,11 +188,11 @@ class SparseAttendArgs(Generic[T]):
         constants = {
             "D": dim,
             "PAGE_BITS": PAGE.bit_length() - 1,
-            "ENTRY_BITS": -1 if self.entries is None else self.entries.shape[1].bit_length() - 1,
+            "ENTRY_BITS": -1 if self.most == self.block else entries.shape[1].bit_length() - 1,
             "BN": tuning.block,
             "SPLITS": splits,
         }
-        rotary = {"ROTARY": 2 * self.cos_sin.shape[2]}
+        rotary = {"ROTARY": 2 * self.cos_sin.shape[2], "BLOCK": self.block}
         args: dict[str, Arg] = {
             "out": self.out,
             "q": self.q,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.authoring import Linear
-from openinfer.recipes.deepseek_v4.config import CSA, Config
+from openinfer.recipes.deepseek_v4.config import CSA, Config, Dspark
 from openinfer.recipes.deepseek_v4.inventory import COPIES, inventory
 from openinfer.recipes.deepseek_v4.places import Format, Mixing, ModelPlaces, check_scales
 from openinfer.tensor import (
@@ -111,6 +111,20 @@ class Mtp:
 
 
 @dataclass(frozen=True, slots=True)
+class Stages:
+    """The weights of a DSpark drafter of k targets and rank r. confidence float32 [D + r]."""
+
+    main_proj: Linear[Tensor]  # [D, k D]
+    main_norm: Tensor
+    layers: tuple[Layer, ...]
+    head: Mixing
+    norm: Tensor
+    rows: Tensor  # [V, r]: of the token before a draft
+    columns: Tensor  # [V, r]: of the draft
+    confidence: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """A rank's weights, and where each comes from. nbytes: of the arena."""
 
@@ -120,6 +134,7 @@ class Weights:
     norm: Tensor
     lm_head: Tensor  # [V of the rank, D]
     mtp: Mtp | None
+    stages: Stages | None
     places: Places
     nbytes: int
 
@@ -136,7 +151,8 @@ class Weights:
         rows = c.part.slice(c.vocab_size)
         lm_head = p.plain("head.weight", rows.stop - rows.start, c.hidden_size, source=(rows,))
         mtp = _mtp(p, c) if form.mtp else None
-        return cls(embed, layers, head, norm, lm_head, mtp, p, arena.used - used)
+        stages = _stages(p, c, form.dspark) if form.dspark is not None else None
+        return cls(embed, layers, head, norm, lm_head, mtp, stages, p, arena.used - used)
 
     def load(
         self, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None] | None = None
@@ -150,9 +166,9 @@ class Weights:
 def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly the published tensors. Layers that draft may have
     any tensors where they are not loaded."""
-    entries = inventory(config, fp4_experts=form.fp4_experts, mtp=form.mtp)
+    entries = inventory(config, fp4_experts=form.fp4_experts, mtp=form.mtp, dspark=form.dspark)
     expected = {e.name: (e.shape, dtypes.WEIGHTS if e.dtype == bfloat16 else (e.dtype,)) for e in entries}
-    checkpoint.require(expected, ignore=COPIES if form.mtp else ("mtp.*",))
+    checkpoint.require(expected, ignore=COPIES if form.drafting else ("mtp.*",))
 
 
 def _layer(p: ModelPlaces, c: Config, at: str, index: int, place: int, ratio: int, hashed: bool) -> Layer:
@@ -259,7 +275,24 @@ def _mtp(p: ModelPlaces, c: Config) -> Mtp:
         h_proj=p.packed((at + "h_proj", hidden), columns=hidden),
         e_norm=p.gain(at + "enorm", hidden),
         h_norm=p.gain(at + "hnorm", hidden),
-        layer=_layer(p, c, at, 0, 0, 0, hashed=False),
+        layer=_layer(p, c, at, c.num_layers, 0, 0, hashed=False),
         head=p.mixing(at + "hc_head", c, c.hc_mult, 1),
         norm=p.gain(at + "norm", hidden),
+    )
+
+
+def _stages(p: ModelPlaces, c: Config, d: Dspark) -> Stages:
+    last, hidden = f"mtp.{d.stages - 1}.", c.hidden_size
+    markov, proj = last + "markov_head.markov_", last + "confidence_head.proj.weight"
+    return Stages(
+        main_proj=p.packed(("mtp.0.main_proj", hidden), columns=len(d.targets) * hidden),
+        main_norm=p.gain("mtp.0.main_norm", hidden),
+        layers=tuple(
+            _layer(p, c, f"mtp.{n}.", c.num_layers + n, 0, 0, hashed=False) for n in range(d.stages)
+        ),
+        head=p.mixing(last + "hc_head", c, c.hc_mult, 1),
+        norm=p.gain(last + "norm", hidden),
+        rows=p.plain(markov + "w1.weight", c.vocab_size, d.rank),
+        columns=p.plain(markov + "w2.weight", c.vocab_size, d.rank),
+        confidence=p.converted(proj, 1, hidden + d.rank, convert=lambda w: w.astype(np.float32)),
     )

@@ -62,6 +62,11 @@ class Blueprint(ABC, Generic[M]):
     """Forms of the cache that the model can have (--kv-cache-dtype) besides numbers of its own dtype."""
 
     @property
+    def trained_drafts(self) -> int:
+        """Drafts of a row for which its layers that draft were trained, if they were for a number."""
+        return 0
+
+    @property
     @abstractmethod
     def page_size(self) -> int:
         """Tokens of an entry of a block table."""

@@ -127,7 +127,7 @@ def decide(options: Options, device: Device, blueprint: Blueprint[Any]) -> Limit
     chosen = device.kind != "cuda" or options.max_num_batched_tokens is not None
     adapters = AdapterSizes(options.max_loras, options.max_lora_rank) if options.enable_lora else None
     speculation = options.speculation()
-    drafts = speculation.num_speculative_tokens if speculation else 0
+    drafts = (speculation.num_speculative_tokens or blueprint.trained_drafts) if speculation else 0
     if speculation is not None and speculation.method == "custom_class":
         GuardedDrafters.named(speculation.model, 1)  # to refuse a wrong class before weights load
     return Limits(

@@ -15,8 +15,10 @@ from openinfer.scheduler import Drafter, GuardedDrafters, NGram, Suffixes
 
 MAX_DRAFTS = 8
 MAX_LOOKUP = 1024
-OF_LAYERS = ("mtp", "eagle3")
+OF_LAYERS = ("mtp", "dspark", "eagle3")
 """Methods in which layers draft: the checkpoint's own, or those of another one."""
+OF_BLOCKS = ("dspark",)
+"""Methods whose layers were trained for a number of drafts, which num_speculative_tokens may leave to them."""
 OF_MODEL = ("eagle3", "custom_class")
 """Methods with the key `model`."""
 
@@ -25,7 +27,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The value of the flag. A config of these keys means what it means to vLLM."""
 
     method: str
-    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)]
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)] = 0
     model: str = ""
     quantization: str | None = None
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] = 2
@@ -49,6 +51,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise SetupError(
                 f"--speculative-config: method {config.method!r} is not possible with this model; "
                 f"possible: {', '.join(methods)}"
+            )
+        if not config.num_speculative_tokens and config.method not in OF_BLOCKS:
+            raise SetupError(
+                f"--speculative-config {text[:200]}: missing required field `num_speculative_tokens`"
             )
         if config.prompt_lookup_min > config.prompt_lookup_max:
             raise SetupError(

@@ -196,6 +196,6 @@ class DraftingModel(Model):
             block_tables=self.batch.rows["block_tables"], first=first, only_keys=only_keys,
         )  # fmt: skip
 
-    def draft_head(self, pack: Pack, num_rows: int) -> None:
+    def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
         """See Proposer."""
         self.drafter.draft_head(pack, self.batch.last[:num_rows], self.batch.logits[:num_rows])

@@ -179,7 +179,7 @@ class Model:
             block_tables=self.batch.rows["block_tables"], eps=c.rms_norm_eps,
         )  # fmt: skip
 
-    def draft_head(self, pack: Pack, num_rows: int) -> None:
+    def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
         """graph.runner.Proposer: logits of the MTP head's states in `batch.last`."""
         mtp = self.weights.mtp
         assert mtp is not None

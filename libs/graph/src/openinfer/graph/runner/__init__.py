@@ -8,7 +8,7 @@ try:
     from openinfer.graph.runner.follower import Leader, LoneLeader, follow_leader
     from openinfer.graph.runner.host import HostPack
     from openinfer.graph.runner.model import Constraint, Masks, Model, NoStates, States
-    from openinfer.graph.runner.proposing import Proposer
+    from openinfer.graph.runner.proposing import BlockProposer, Proposer
     from openinfer.graph.runner.ring import Ring, RingReader, Writer
     from openinfer.graph.runner.runner import Payload, Runner
     from openinfer.graph.runner.sampling import Sampling
@@ -27,6 +27,7 @@ __all__ = [
     "AdapterQueue",
     "AllRanks",
     "Batch",
+    "BlockProposer",
     "Constraint",
     "DraftCounts",
     "Drafting",

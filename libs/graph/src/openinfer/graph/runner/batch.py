@@ -92,10 +92,12 @@ class Batch:
         proposes: bool = False,
         ranks: int = 1,
         adds: bool = True,
+        seen: int | None = None,
     ) -> Batch:
         """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states.
         max_drafts: of a row; 0: the fields of drafts do not exist. proposes: layers of the model make the drafts.
-        adds: whether several ranks add up hidden states by `add`."""
+        adds: whether several ranks add up hidden states by `add`. seen: the width of what layers that draft read of a
+        token; None: that of its hidden states."""
         logits = max_rows * (1 + max_drafts)
         shared = row_fields(max_rows, max_tokens, vocab_size, logits)
         shared += draft_fields(max_rows, max_drafts, vocab_size, proposes)
@@ -116,7 +118,9 @@ class Batch:
             ),
             adapters=adapters,
             max_drafts=max_drafts,
-            proposals=Proposals.allocate(arena, stream, max_rows, max_tokens, width=width, dtype=dtype)
+            proposals=Proposals.allocate(
+                arena, stream, max_rows, max_tokens, width=seen or width, dtype=dtype
+            )
             if proposes
             else None,
             normed=arena.alloc((max_tokens, width), dtype) if ranks > 1 and adds else None,

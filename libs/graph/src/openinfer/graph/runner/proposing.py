@@ -42,8 +42,19 @@ class Proposer(Protocol):
     def seen(self) -> Tensor:
         """[T, W]: what `further` reads of each token if it is the first."""
 
-    def draft_head(self, pack: Pack, num_rows: int) -> None:
-        """batch.logits[:num_rows] of the drafting layers' states in batch.last[:num_rows]."""
+    def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
+        """batch.logits[:num_rows] of the drafting layers' states in batch.last[:num_rows]. A BlockProposer ends
+        those of draft number `place` (1, 2, ...), which `block` has begun, by the tokens before it in
+        next_ids[:num_rows] (Proposals)."""
+
+
+@runtime_checkable
+class BlockProposer(Proposer, Protocol):
+    """A Proposer that computes all drafts of a row at once. `further` only writes its keys and values."""
+
+    def block(self, pack: Pack, num_rows: int, places: int) -> None:
+        """Begin the logits of `places` drafts of each row of a step that has sampled: draft n of row r stands at
+        (n - 1) * num_rows + r. next_ids[:num_rows] (Proposals) gets the tokens that were sampled."""
 
 
 def keeps(shape: Shape) -> bool:
@@ -127,18 +138,23 @@ def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
         following=rows["following"][:r],
         **of_rows,
     )
-    of_step = StepRows({**step, "seq_lens": lens})
-    proposer.further(pack, made.next_ids[:t], of_step, shape.longest, first=True, only_keys=not places)
+    of_step, blocks = StepRows({**step, "seq_lens": lens}), isinstance(proposer, BlockProposer)
+    only_keys = blocks or not places
+    proposer.further(pack, made.next_ids[:t], of_step, shape.longest, first=True, only_keys=only_keys)
     if not places:
         return
-    select_rows(pack, out=batch.last[:r], x=model.hidden[:t], q_starts=made.ends[: r + 1])
+    if isinstance(proposer, BlockProposer):
+        proposer.block(pack, r, places)
+    else:
+        select_rows(pack, out=batch.last[:r], x=model.hidden[:t], q_starts=made.ends[: r + 1])
     alone = StepRows({**batch.step(r, r), "seq_lens": lens, "q_starts": made.alone[: r + 1]})
     for place in range(1, places + 1):
-        if place > 1:
+        if place > 1 and not blocks:
             select_rows(pack, out=model.hidden[:r], x=batch.last[:r], q_starts=alone["q_starts"])
             proposer.further(pack, made.next_ids[:r], alone, 1, first=False)
             select_rows(pack, out=batch.last[:r], x=model.hidden[:r], q_starts=alone["q_starts"])
-        proposer.draft_head(pack, r)
+        proposer.draft_head(pack, r, place)
+        first = (place - 1) * r if blocks else 0
         propose(
             pack,
             drafts=rows["drafts"],
@@ -147,7 +163,7 @@ def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
             token_slots=batch.token_slots[:r],
             lens=lens,
             spans=spans,
-            tokens=draw_drafts(pack, rows, batch.sampled, spans, rows["draft_masks"]),
+            tokens=draw_drafts(pack, rows, batch.sampled, spans, rows["draft_masks"], first),
             alive=rows["alive"],
             seq_lens=rows["seq_lens"],
             reserved=rows["reserved"],

@@ -37,16 +37,9 @@ class Proposals:
 
     @classmethod
     def allocate(
-        cls,
-        arena: Arena,
-        stream: Stream,
-        max_rows: int,
-        max_tokens: int,
-        *,
-        width: int,
-        dtype: np.dtype[Any],
+        cls, arena: Arena, stream: Stream, max_rows: int, max_tokens: int, *, width: int, dtype: np.dtype[Any]
     ) -> Proposals:
-        """The arena owns the memory. width, dtype: of a token's hidden states."""
+        """The arena owns the memory. width, dtype: of what these layers read of a token."""
         sizes = (max_tokens, max_rows + 1, max_rows + 1, max_rows + 1, max_rows + 1)
         next_ids, lens, ends, spans, alone = (arena.alloc((size,), int32) for size in sizes)
         kept = (max_rows + 1, kept_tokens(max_tokens))

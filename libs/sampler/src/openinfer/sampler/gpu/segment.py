@@ -130,16 +130,21 @@ def verify_rows(
 
 
 def draw_drafts(
-    pack: Pack, rows: RowFields, buffers: SampleBuffers, spans: Tensor, allowed_masks: Tensor
+    pack: Pack,
+    rows: RowFields,
+    buffers: SampleBuffers,
+    spans: Tensor,
+    allowed_masks: Tensor,
+    first: int = 0,
 ) -> Tensor:
     """Draw a draft for each row that sampled in a step which is over, from the logits of a layer that drafts. Returns
     the tokens, int32 [R], -1 = none. They come with the noise, filters and penalties that the row's own token will have
     at that position. spans int32 [R + 1]: 0, n, 2 n, ... for draft number n. allowed_masks: in place of the rows' own,
-    because a grammar's mask at that position is not known yet."""
+    because a grammar's mask at that position is not known yet. first: where the rows' logits begin."""
     b, r = buffers, spans.shape[0] - 1
     step = {"slots": rows["slots"][:r], "emits": rows["emits"][:r], "alive": rows["alive"]}
     state = {name: rows[name] for name in SAMPLE_FIELDS} | {"allowed_masks": allowed_masks}
-    drawn = {"tokens": b.tokens[:r], "logprobs": b.logprobs[:r], "logits": b.logits[:r]}
+    drawn = {"tokens": b.tokens[:r], "logprobs": b.logprobs[:r], "logits": b.logits[first : first + r]}
     sample(pack, **drawn, **step, q_starts=spans, seq_lens=rows["seq_lens"], **state)
     return b.tokens[:r]
 

@@ -255,3 +255,23 @@ def spread(streams, x, width, STREAMS: tl.constexpr, ADD: tl.constexpr, BLOCK: t
             old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
             new = (old + value.to(tl.float32)).to(value.dtype)
         tl.store(place, new, mask=inside)
+
+
+@triton.jit
+def mean_streams(
+    out, streams, width, stride, STREAMS: tl.constexpr, QUANTIZED: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """out[t] = the mean of streams[t] [STREAMS, width], rounded, and q8 of that if QUANTIZED; rows of out are `stride`
+    apart. width <= BLOCKS * 128. Grid (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < width
+    total = tl.zeros((BLOCKS, 128), tl.float32)
+    for s in tl.static_range(STREAMS):
+        total += tl.load(streams + (token * STREAMS + s) * width + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
+    value = (total / STREAMS).to(out.dtype.element_ty)
+    if QUANTIZED:
+        value = q8(value.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + token * stride + column, value, mask=inside)

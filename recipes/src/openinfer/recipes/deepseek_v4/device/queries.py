@@ -44,7 +44,7 @@ def q_kv_write(
     width, table_width, page_stride, eps,
     BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, 2): the query's `width` <= BLOCK columns, and the key-value vector's D."""
+    """Grid (tokens, 2): the query's `width` <= BLOCK columns, and the key-value vector's D. PAGE 0: kv has no pages."""
     token = tl.program_id(0).to(tl.int64)
     source = qkv + token * (width + D)
     if tl.program_id(1) == 0:
@@ -54,6 +54,9 @@ def q_kv_write(
         if slot == 0:
             return
         position = tl.load(positions + token)
-        page = tl.load(block_tables + slot * table_width + position // PAGE).to(tl.int64)
-        to = kv + page * page_stride + position % PAGE * D
+        if PAGE:
+            page = tl.load(block_tables + slot * table_width + position // PAGE).to(tl.int64)
+            to = kv + page * page_stride + position % PAGE * D
+        else:
+            to = kv + token * D
         _write_key(to, source + width, kv_norm, cos_sin, position, eps, D, ROTARY, QUANTIZED)

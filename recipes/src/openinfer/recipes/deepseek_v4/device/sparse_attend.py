@@ -19,17 +19,25 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _sights(position, window, most, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, BN: tl.constexpr):
-    """(low, seen, blocks of the window, blocks in all) of a position.
+def _sights(end, window, most, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, BN: tl.constexpr):
+    """(low, seen, blocks of the window, blocks in all) of a token that sees no raw vector from position `end` on.
 
     low: the position of the first raw vector that it sees. seen: the number of entries that it sees.
     """
-    low = tl.maximum(position + 1 - window, 0)
-    seen = 0
+    low = tl.maximum(end - window, 0)
+    seen = most
     if ENTRY_BITS >= 0:
-        seen = tl.minimum((position + 1) >> (PAGE_BITS - ENTRY_BITS), most)
-    of_window = tl.cdiv(position + 1 - low, BN)
+        seen = tl.minimum(end >> (PAGE_BITS - ENTRY_BITS), most)
+    of_window = tl.cdiv(end - low, BN)
     return low, seen, of_window, of_window + tl.cdiv(seen, BN)
+
+
+@triton.jit
+def _end(positions, token, tokens, BLOCK: tl.constexpr):
+    """Where the raw vectors end that a token sees: behind itself, or with BLOCK before its row's block."""
+    if BLOCK:
+        return tl.load(positions + token % (tokens // BLOCK))
+    return tl.load(positions + token) + 1
 
 
 @triton.jit
@@ -43,14 +51,14 @@ def sparse_attend(
     out, q, kv, entries, selected, sinks, cos_sin, positions, token_slots, kv_tables, entry_tables, partial, weight,
     kv_width, entry_width, kv_stride, entry_stride, heads, window, most, scale, eps,
     D: tl.constexpr, ROTARY: tl.constexpr, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, SELECTED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, tokens, cdiv(heads, BM)).
 
-    A page has 2^PAGE_BITS raw vectors or 2^ENTRY_BITS entries; ENTRY_BITS is -1 without entries. A token sees at most
-    `most` entries: the columns of `selected` if SELECTED, else more than any token sees. With SPLITS > 1 the kernel
-    does not write out. It writes the input of `merge_parts`: partial [tokens, SPLITS, heads, D] and weight float32
-    [tokens, SPLITS, heads].
+    A page has 2^PAGE_BITS raw vectors or 2^ENTRY_BITS entries; ENTRY_BITS is -1 without pages of entries. A token sees
+    at most `most` entries: the columns of `selected` if SELECTED, else more than any token sees. BLOCK: tokens of a
+    block, each with an entry (SparseAttendArgs), or 0. With SPLITS > 1 the kernel does not write out. It writes the
+    input of `merge_parts`: partial [tokens, SPLITS, heads, D] and weight float32 [tokens, SPLITS, heads].
     """
     QUARTER: tl.constexpr = D // 4
     part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -73,7 +81,8 @@ def sparse_attend(
                     mask=inside,
                 )
         return
-    low, seen, of_window, blocks = _sights(position, window, most, PAGE_BITS, ENTRY_BITS, BN)
+    end = _end(positions, token, tl.num_programs(1), BLOCK)
+    low, seen, of_window, blocks = _sights(end, window, most, PAGE_BITS, ENTRY_BITS, BN)
     if part >= blocks:
         return
     kv_table, entry_table = kv_tables + slot * kv_width, entry_tables + slot * entry_width
@@ -90,7 +99,7 @@ def sparse_attend(
     for block in range(part, blocks, SPLITS):
         raw = block < of_window
         first = tl.where(raw, block, block - of_window) * BN
-        count = tl.where(raw, position + 1 - low, seen) - first
+        count = tl.where(raw, end - low, seen) - first
         live = i < count
         number = first + i
         table, base, stride, bits = kv_table, kv, kv_stride, PAGE_BITS
@@ -101,8 +110,13 @@ def sparse_attend(
             chosen = tl.load(selected + token * most + number, mask=live & (block >= of_window), other=0)
             number = tl.where(raw, number, chosen)
         number += tl.where(raw, low, 0)
-        page = tl.load(table + (number >> bits), mask=live, other=0).to(tl.int64)
-        key = (base + page * stride + (number & ((1 << bits) - 1)) * D)[:, None] + column
+        at, paged = number & ((1 << bits) - 1), live
+        if BLOCK:
+            rows = tl.num_programs(1) // BLOCK
+            base, paged = tl.where(raw, kv, entries), live & raw
+            at = tl.where(raw, at, number * rows + token.to(tl.int32) % rows)
+        page = tl.load(table + (number >> bits), mask=paged, other=0).to(tl.int64)
+        key = (base + page * stride + at * D)[:, None] + column
         real = live[:, None]  # what was never written may be NaN
         k0 = tl.load(key, mask=real, other=0.0)
         k1 = tl.load(key + QUARTER, mask=real, other=0.0)
@@ -147,7 +161,7 @@ def sparse_attend(
 def merge_parts(
     out, partial, weight, sinks, cos_sin, positions, token_slots, heads, window, most,
     D: tl.constexpr, ROTARY: tl.constexpr, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, BN: tl.constexpr,
-    SPLITS: tl.constexpr, HEADS: tl.constexpr,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """HEADS of a token's heads from its parts, the sink among them, rotated back. Grid (tokens, cdiv(heads, HEADS))."""
     token = tl.program_id(0).to(tl.int64)
@@ -163,7 +177,8 @@ def merge_parts(
     cos = tl.load(angle, mask=pair >= 0, other=1.0)
     sin = tl.load(angle + ROTARY // 2, mask=pair >= 0, other=0.0)
     sink = tl.load(sinks + tl.minimum(head, heads - 1)) * LOG2E
-    _, _, _, blocks = _sights(position, window, most, PAGE_BITS, ENTRY_BITS, BN)
+    end = _end(positions, token, tl.num_programs(0), BLOCK)
+    _, _, _, blocks = _sights(end, window, most, PAGE_BITS, ENTRY_BITS, BN)
     logs, parts = (), ()
     for part in tl.static_range(SPLITS):
         logs += (tl.load(weight + first + part * heads),)

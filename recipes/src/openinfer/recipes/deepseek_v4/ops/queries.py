@@ -53,7 +53,8 @@ class _Args(Generic[T]):
     the window pages, dense within a page, pages at any stride. All of one float dtype; q_norm float32 [Q], kv_norm
     float32 [d]. cos_sin float32 [P, 2, r / 2], by position. positions, token_slots int32 [T]; block_tables int32
     [S, B]: the page of position p of slot s is block_tables[s, p // 128]. Slot 0's table names page 0, which no row
-    reads, so tokens of slot 0 may write there or not at all. Q is a multiple of 128, d - r of 64.
+    reads, so tokens of slot 0 may write there or not at all. None: kv is [T, d], a vector a token. Q is a multiple of
+    128, d - r of 64.
     """
 
     qr: T
@@ -64,15 +65,19 @@ class _Args(Generic[T]):
     cos_sin: T
     positions: T
     token_slots: T
-    block_tables: T
+    block_tables: T | None
     eps: float
     quantized: bool
 
 
 def _check(a: _Args[Tensor]) -> None:
-    expect("kv", a.kv, (-1, PAGE, -1), *FLOATS, dense=False)
-    expect("kv[0]", a.kv[0], a.kv.shape[1:])
-    dim, tokens = a.kv.shape[2], a.positions.shape[0]
+    dim, tokens = a.kv.shape[-1], a.positions.shape[0]
+    if a.block_tables is None:
+        expect("kv", a.kv, (tokens, dim), *FLOATS)
+    else:
+        expect("kv", a.kv, (-1, PAGE, -1), *FLOATS, dense=False)
+        expect("kv[0]", a.kv[0], a.kv.shape[1:])
+        expect("block_tables", a.block_tables, (-1, -1), int32)
     expect("qr", a.qr, (tokens, -1), a.kv.dtype)
     width = a.qr.shape[1]
     expect("qkv", a.qkv, (tokens, width + dim), a.kv.dtype)
@@ -81,7 +86,6 @@ def _check(a: _Args[Tensor]) -> None:
     expect_cos_sin(a.cos_sin, dim)
     expect("positions", a.positions, (tokens,), int32)
     expect("token_slots", a.token_slots, (tokens,), int32)
-    expect("block_tables", a.block_tables, (-1, -1), int32)
     plain = dim - 2 * a.cos_sin.shape[2]
     require(width % SCALE_BLOCK == 0, f"qr has {width} columns; it must be a multiple of {SCALE_BLOCK}")
     require(plain % KV_BLOCK == 0, f"{plain} channels are not rotated; it must be a multiple of {KV_BLOCK}")
@@ -96,12 +100,15 @@ def _reference(a: _Args[Array]) -> None:
     position = a.positions[live]
     key = f32(rms_norm(a.qkv[live, width:], a.kv_norm, a.eps))
     key = rounded(rope(key, a.cos_sin, position), a.kv.dtype)
-    page = a.block_tables[a.token_slots[live], position // PAGE]
-    a.kv[page, position % PAGE] = rounded_key(key, 2 * a.cos_sin.shape[2]) if a.quantized else key
+    key = rounded_key(key, 2 * a.cos_sin.shape[2]) if a.quantized else key
+    if a.block_tables is None:
+        a.kv[live] = key
+    else:
+        a.kv[a.block_tables[a.token_slots[live], position // PAGE], position % PAGE] = key
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
-    (tokens, width), dim = a.qr.shape, a.kv.shape[2]
+    (tokens, width), dim, tables = a.qr.shape, a.kv.shape[-1], a.block_tables
     require(
         a.kv.dtype == bfloat16, f"kv is {a.kv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
     )
@@ -112,8 +119,9 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         (tokens, 2),
         {
             **tensors(a),
+            "block_tables": a.token_slots if tables is None else tables,
             "width": aligned(width),
-            "table_width": a.block_tables.shape[1],
+            "table_width": 0 if tables is None else tables.shape[1],
             "page_stride": Aligned(a.kv.strides[0]),
             "eps": a.eps,
         },
@@ -121,7 +129,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
             "BLOCK": power_of_two(width),
             "D": dim,
             "ROTARY": 2 * a.cos_sin.shape[2],
-            "PAGE": PAGE,
+            "PAGE": 0 if tables is None else PAGE,
             "QUANTIZED": a.quantized,
         },
     )

@@ -31,7 +31,11 @@ def _check(a: SparseAttendArgs[Tensor]) -> None:
     expect("out", a.out, (tokens, heads * dim), a.q.dtype)
     expect("kv", a.kv, (-1, PAGE, dim), a.q.dtype, dense=False)
     expect("kv[0]", a.kv[0], a.kv.shape[1:])
-    if a.entries is not None:
+    if a.block and a.entries is not None:
+        require(a.selected is None, "a block has its entries, of which none are selected")
+        require(tokens % a.block == 0, f"{tokens} tokens are no blocks of {a.block}")
+        expect("entries", a.entries, (tokens, dim), a.q.dtype)
+    elif a.entries is not None:
         expect("entries", a.entries, (-1, -1, dim), a.q.dtype, dense=False)
         expect("entries[0]", a.entries[0], a.entries.shape[1:])
         require(
@@ -49,6 +53,7 @@ def _check(a: SparseAttendArgs[Tensor]) -> None:
     expect("entry_tables", a.entry_tables, (a.kv_tables.shape[0], -1), int32)
     require(a.scale > 0, f"scale is {a.scale}; it must be positive")
     require(a.eps > 0, f"eps is {a.eps}; it must be positive")
+    require(not a.block or a.entries is not None, "a block has entries")
     require(1 <= a.window <= PAGE, f"window is {a.window}; it must be in [1, {PAGE}]")
 
 
@@ -60,9 +65,13 @@ def _reference(a: SparseAttendArgs[Array]) -> None:
         a.token_slots
     ):  # one query at a time: the result must not depend on the chunk
         slot, p = a.token_slots[token], int(a.positions[token])
-        position = np.arange(max(0, p + 1 - a.window), p + 1)
+        rows = len(o) // a.block if a.block else 1
+        end = int(a.positions[token % rows]) if a.block else p + 1
+        position = np.arange(max(0, end - a.window), end)
         parts = [f32(a.kv[a.kv_tables[slot, position // PAGE], position % PAGE])]
-        if a.entries is not None:
+        if a.block and a.entries is not None:
+            parts.append(f32(a.entries[token % rows :: rows]))
+        elif a.entries is not None:
             per_page = a.entries.shape[1]
             w = np.arange((p + 1) // (PAGE // per_page))
             if a.selected is not None:
@@ -88,7 +97,10 @@ def _cost(workload: Workload, a: SparseAttendArgs[Tensor]) -> Cost:
     context = seen(workload)
     raw = workload.rows * a.window + workload.tokens - workload.rows
     pairs, held = workload.tokens * min(a.window, context), float(min(raw, workload.kv_tokens))
-    if a.entries is not None:
+    if a.block:
+        pairs += workload.tokens * a.block
+        held += workload.tokens
+    elif a.entries is not None:
         ratio = PAGE // a.entries.shape[1]
         each = context / ratio if a.selected is None else min(a.selected.shape[1], context / ratio)
         pairs += workload.tokens * each

@@ -1,0 +1,295 @@
+"""DSpark drafts of DeepSeek-V4: the drafter against its description in numpy, and whole engines."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dspark_form import BLOCK, TARGETS, Reference, write_dspark
+from golden_rows import TapPack, start_row
+
+from openinfer.graph import Buckets, Shape
+from openinfer.graph.runner import segments
+from openinfer.graph.runner.proposing import draft
+from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Target
+from openinfer.recipes.deepseek_v4 import RECIPE
+from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
+from openinfer.sampler.gpu import greedy_rows
+from openinfer.tensor import CheckpointError, Device, Stream, Tensor, bfloat16, uint8
+
+RESTLESS = "openinfer.recipes.engine.testing.restless:fcfs"
+DSPARK = '{"method": "dspark"}'
+ALL = json.dumps({"method": "dspark", "num_speculative_tokens": BLOCK})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dspark(tmp_path_factory.mktemp("dspark") / "deepseek_v4-dspark")
+
+
+class Notes:
+    """A pack that keeps the streams after each layer of the model, and what the drafter makes of them."""
+
+    def __init__(self) -> None:
+        self.inner = TapPack({"hc_post": "streams"})
+        self.main_x, self.logits, self.survival = [], [], []
+
+    def run(self, op: Any, args: Any) -> None:
+        self.inner.run(op, args)
+        if op.name == "norm_rows":
+            self.main_x.append(args.out.numpy().copy())
+        if op.name == "markov":
+            self.logits.append(args.logits.numpy()[0].copy())
+            self.survival.append(float(args.survival.numpy()[0]))
+
+
+def proposed(model: Any, tokens: list[int]) -> tuple[Notes, int, list[int]]:
+    """The notes, the token sampled after these, and the drafts of the positions behind it."""
+    rows, pack, count = model.batch.rows, Notes(), len(tokens)
+    rows.set("seq_lens", 1, 0)
+    rows.set("reserved", 1, 1024)
+    rows.write("draft_masks", 1, [-1] * rows.width("draft_masks"))
+    start_row(model, tokens)
+    model.forward(pack, count, 1, count)
+    greedy_rows(pack, rows, model.batch.sampled, 1)
+    draft(model, pack, Shape(count, 1, count), BLOCK)
+    held = rows["drafts"].numpy()[1]
+    drafts = [int(held[(count + 1 + n) % len(held)]) for n in range(BLOCK)]
+    return pack, int(rows["last_tokens"].numpy()[1]), drafts
+
+
+def model_of(place: Any, path: Path) -> Any:
+    return place(RECIPE, path, [9, 9], speculative_config=ALL, activation_quantization="off")
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_proposals_are_those_of_the_description(place: Any, path: Path, deepseek: Any, index: int) -> None:
+    """After prompts of 1 to 129 tokens, which is more than a window, and after some of the answer."""
+    model, reference = model_of(place, path), Reference(path)
+    for answered in (0, 3):
+        tokens = [*deepseek.prompt(index), *deepseek.greedy(index)[:answered]]
+        notes, anchor, drafts = proposed(model, tokens)
+        assert anchor == deepseek.greedy(index)[answered]
+        streams = notes.inner.streams
+        read = np.concatenate([streams[2 * n + 1][: len(tokens)].mean(1) for n in TARGETS], 1)
+        wanted, logits, sure = reference.propose(read, anchor)
+        np.testing.assert_allclose(notes.main_x[0], reference.main_x(read), atol=1e-3, rtol=0)
+        np.testing.assert_allclose(np.stack(notes.logits), logits, atol=1e-3, rtol=0)
+        np.testing.assert_allclose(notes.survival, np.cumprod(sure), atol=1e-4, rtol=0)
+        assert drafts == wanted
+
+
+def test_a_drafter_that_reads_other_layers_is_noticed(place: Any, path: Path, deepseek: Any) -> None:
+    """A negative control: the inputs of the target layers in place of their outputs."""
+    model, tokens = model_of(place, path), deepseek.prompt(2)
+    right = np.stack(proposed(model, tokens)[0].logits)
+    object.__setattr__(model, "reads", tuple(n - 1 for n in model.reads))
+    assert np.abs(np.stack(proposed(model, tokens)[0].logits) - right).max() > 0.1
+
+
+@pytest.mark.parametrize("rounding", ["off", "on"])
+def test_a_gpus_launches_of_drafts_in_the_interpreter(place: Any, path: Path, rounding: str) -> None:
+    """After a step of two rows, one of them dead: the drafter's context, its block and its heads."""
+    target = Target(arch=90, num_sms=4, interpreted=True)
+    regions = (Tensor.from_numpy(np.zeros(64 << 20, uint8)) for _ in range(2))
+    driver, found = InterpDriver(), []
+    for pack in (LaunchPack(target, driver, *regions), CpuPack()):
+        model = place(
+            RECIPE, path, [5, 5], max_rows=2, max_tokens=16, length=256, dtype=bfloat16, speculative_config=ALL,
+            activation_quantization=rounding,
+        )  # fmt: skip
+        model.cache.window.numpy()[1:] = np.nan  # what was never written must never be read
+        shape, rows, prompt = (
+            Shape(16, 2, 16),
+            model.batch.rows,
+            np.random.default_rng(10).integers(3, 490, 11),
+        )
+        work = segments(model, CpuPack(), Buckets((2,), (16,), (2,), BLOCK))
+        for name, value in {"alive": 1, "limits": 60, "reserved": 64}.items():
+            rows.set(name, 1, value)
+        rows.write("stop_ids", 1, [-1] * 20)
+        rows.write("draft_masks", 1, [-1] * rows.width("draft_masks"))
+        for table in model.tables:
+            rows.write(table, 1, [3, 2])
+        rows.write("prompt", 0, [*prompt, 5, 6, -1, -1, -1])
+        for name, values in {"slots": [1, 2], "emits": [1, 1], "q_starts": [0, 11, 13]}.items():
+            rows.write(name, 0, values)
+            rows.write("sure_starts", 0, [0, 11, 13])
+        for _ in rows.uploads(Stream(Device("cpu"))):
+            work["upload",]()
+        for key in (("forward", shape), ("sample", 2, 0)):
+            work[key]()
+        draft(model, pack, shape, BLOCK)
+        drafts, seen = rows["drafts"].numpy()[1, 12 : 12 + BLOCK].tolist(), model.kept.survival.numpy()[0]
+        found.append((model.batch.logits.numpy()[: 2 * BLOCK : 2].copy(), float(seen), drafts))
+    (ours, sure, drafts), (expected, certain, wanted) = found
+    count = (
+        1 if rounding == "on" else BLOCK
+    )  # a code that differs may give another draft, and others after it
+    assert np.linalg.norm((ours - expected)[:count]) / np.linalg.norm(expected[:count]) < 0.04 * (
+        4 if count == 1 else 1
+    )
+    assert abs(sure - certain) < 0.05
+    assert drafts[0] == wanted[0]
+    launched = {name.rpartition(".")[2].partition("[")[0] for name in driver.launched}
+    assert {"start_block", "markov_logits", "markov_survival", "sparse_attend", "q_kv_write"} <= launched, (
+        launched
+    )
+
+
+# -- whole engines --
+
+
+def engine(session: Any, path: Path, config: str | None = DSPARK, **flags: Any) -> Any:
+    return session(path, speculative_config=config, activation_quantization="off", **flags)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_greedy_tokens_are_those_without_drafts(session: Any, path: Path, deepseek: Any, ranks: int) -> None:
+    asked = [(deepseek.prompt(n), 32, {"ignore_eos": True}) for n in range(5)]
+    made = engine(session, path, tensor_parallel_size=ranks)
+    made.engine.runner.drafting.worth.choose = lambda available, rows, cost: BLOCK if available else 0
+    for index, got in enumerate(made.outcomes_of(asked)):
+        assert got.tokens == deepseek.greedy(index)
+    right = made.engine.stats().accepted_by_position
+    assert right[0] > 30
+    assert right[BLOCK - 1] > 5
+    assert all(a >= b for a, b in pairwise(right))
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_an_engines_proposals_are_those_of_a_fresh_drafter(
+    session: Any, place: Any, path: Path, deepseek: Any, index: int
+) -> None:
+    """Whatever was rejected before, after plain steps that the drafter saw later, and from chunks of the prompt."""
+    made, fresh = engine(session, path, max_num_batched_tokens=24), model_of(place, path)
+    runner, prompt = made.engine.runner, deepseek.prompt(index)
+    steps, found = iter(range(1000)), list[tuple[int, int, list[int]]]()
+    runner.drafting.worth.choose = lambda available, rows, cost: BLOCK * (next(steps) % 8 < 4)
+    runner.drafting.worth.idle = lambda cost: 0
+    launch, rows = runner.graphs.launch, runner.model.batch.rows
+
+    def noted(key: tuple[Any, ...]) -> None:
+        launch(key)
+        slots = np.flatnonzero(rows["alive"].numpy())
+        if key[0] == "draft" and key[2] and len(slots):
+            (slot,), held = slots.tolist(), rows["drafts"].numpy()
+            count, anchor = int(rows["seq_lens"].numpy()[slot]), int(rows["last_tokens"].numpy()[slot])
+            drafts = held[slot, np.arange(count + 1, count + 1 + key[2]) % held.shape[1]].tolist()
+            if count >= len(prompt):
+                found.append((count, anchor, drafts))
+
+    runner.graphs.launch = noted
+    made.submit(prompt, 32, ignore_eos=True)
+    made.finish()
+    tokens, right = [*prompt, *made.outcomes[0].tokens], 0
+    assert len(found) > 8
+    for count, anchor, drafts in found:
+        assert anchor == tokens[count]
+        assert drafts == proposed(fresh, tokens[:count])[2][: len(drafts)]
+        right += drafts[:1] == tokens[count + 1 : count + 2]
+    assert right > 3
+
+
+def test_rows_of_every_kind_get_the_tokens_that_they_get_without(session: Any, path: Path) -> None:
+    """In small chunks, with preemption, cached prefixes and fewer tokens of a step than rows have drafts."""
+    rng, asked = random.Random(2), []
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.3},
+        {"frequency_penalty": 0.5}, {"allowed_token_ids": tuple(range(40, 90)), "temperature": 0.7},
+        {"logit_bias": [(7, 4.0)], "min_p": 0.01, "temperature": 0.9},
+    ]  # fmt: skip
+    for n, kind in enumerate(kinds):
+        prompt = [rng.randrange(3, 500) for _ in range(20 + 31 * n)]
+        asked.append((prompt, 24, {"ignore_eos": True, "seed": n, "logprobs": 1, **kind}))
+    plain = engine(session, path, None, enable_prefix_caching=False)
+    small = {"max_num_batched_tokens": 17, "scheduling_policy": RESTLESS}
+    drafted = engine(session, path, max_num_seqs=4, **small)
+    drafted.engine.runner.drafting.worth.choose = lambda available, rows, cost: 2 if available else 0
+    for want, got in zip(plain.outcomes_of(asked), drafted.outcomes_of(asked), strict=True):
+        assert got.tokens == want.tokens
+        for mine, theirs in zip(want.logprobs, got.logprobs, strict=True):
+            assert abs(mine.logprob - theirs.logprob) < 1e-4
+    stats = drafted.engine.stats()
+    assert stats.preemptions > 0
+    assert stats.draft_tokens > 50
+
+
+def last_blocks(run: Any, prompt: list[int]) -> tuple[int, list[int], np.ndarray[Any, Any]]:
+    """Tokens of a prompt that were cached, accepted drafts by position, and what the heads read of the last block."""
+    before = run.engine.stats().accepted_by_position
+    number = run.submit(prompt, 24, ignore_eos=True)
+    run.finish()
+    accepted = run.engine.stats().accepted_by_position
+    found = [b - a for a, b in zip([*before, *[0] * BLOCK], accepted, strict=False)]
+    return (
+        run.outcomes[number].cached,
+        found,
+        run.engine.runner.model.buffers.collapsed.numpy()[:BLOCK].copy(),
+    )
+
+
+def steady(run: Any) -> Any:
+    run.engine.runner.drafting.worth.choose = lambda available, rows, cost: BLOCK if available else 0
+    return run
+
+
+def test_a_cached_prefix_has_the_drafters_context(session: Any, path: Path, deepseek: Any) -> None:
+    run, prompt = steady(engine(session, path)), deepseek.prompt(4)
+    none, right, block = last_blocks(run, prompt)
+    cached, again, same = last_blocks(run, prompt)
+    assert (none, cached) == (0, 256)
+    assert again == right
+    assert sum(right) > 5
+    np.testing.assert_allclose(same, block, atol=1e-4)
+    drafter = run.engine.runner.model.cache.window.numpy()[:, -3:]  # a negative control
+    drafter[:] = np.roll(drafter, 1, axis=-1)
+    run.submit(prompt[:257], 1, ignore_eos=True)
+    run.finish()
+    assert np.abs(last_blocks(run, prompt)[2] - block).max() < 1e-4 or cached == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"dspark_block_size": 0}, r"an MTP layer.*method dspark needs a DSpark drafter \(dspark_block_size"),
+        ({"dspark_block_size": -1}, "dspark_block_size is -1"),
+        ({"dspark_block_size": 65}, "dspark_block_size is 65; it must be from 1 to 64"),
+        ({"dspark_noise_token_id": 512}, "dspark_noise_token_id is 512; it must be an integer from 0 to 511"),
+        ({"dspark_noise_token_id": None}, "dspark_noise_token_id is None"),
+        ({"dspark_target_layer_ids": [0, 3]}, r"dspark_target_layer_ids is \[0, 3\].*0 to 2, rising"),
+        ({"dspark_target_layer_ids": [2, 0]}, "dspark_target_layer_ids"),
+        ({"dspark_target_layer_ids": [0, 1, 2]}, r"main_proj\.(weight|scale).*\[128, 256\]|main_proj"),
+        ({"draft_vocab_size": 256}, "draft_vocab_size is 256; a DSpark drafter has 512"),
+        ({"enable_confidence_head": False}, "enable_confidence_head is False"),
+        ({"sample_from_anchor": False}, "sample_from_anchor is False"),
+        ({"n_mtp_layers": 2}, "n_mtp_layers is 2; by the checkpoint's tensors it is 3"),
+        ({"compress_ratios": [0, 4, 128, 0, 0]}, "compress_ratios has 2 ratios more"),
+        ({"dspark_markov_rank": 16}, r"markov_w[12]\.weight.*\[512, 32\], must be \[512, 16\]"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused_and_the_model_serves(
+    session: Any, tmp_path: Path, deepseek: Any, changes: dict[str, Any], complaint: str
+) -> None:
+    folder = write_dspark(tmp_path / "changed", **changes)
+    with pytest.raises((SetupError, UnsupportedModel, CheckpointError), match=complaint):
+        engine(session, folder)
+    (got,) = engine(session, folder, None).outcomes_of([(deepseek.prompt(1), 8, {"ignore_eos": True})])
+    assert got.tokens == deepseek.greedy(1)[:8]
+
+
+def test_other_models_and_other_methods(session: Any, path: Path, deepseek: Any) -> None:
+    goldens = Path(__file__).parent / "goldens"
+    with pytest.raises(SetupError, match=r"method 'dspark' is not possible with this model; possible: ngram"):
+        session(goldens / "qwen3-tiny", speculative_config=DSPARK)
+    with pytest.raises(SetupError, match=r"has an MTP layer.*needs a DSpark drafter.*use method mtp"):
+        engine(session, deepseek.path)
+    with pytest.raises(SetupError, match=r"has a DSpark drafter.*needs an MTP layer; use method dspark"):
+        engine(session, path, '{"method": "mtp", "num_speculative_tokens": 2}')
+    with pytest.raises(SetupError, match="num_speculative_tokens is 6; this drafter makes 5"):
+        engine(session, path, ALL.replace("5", "6"))
