@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, attend, norm_linear, usable_cores
+from openinfer.kernels import CpuPack, attend, gate_up_silu, linear_add, norm_linear, usable_cores
+from openinfer.kernels.lora.low_rank import Lora
 from openinfer.kernels.op.cores import HOST_WAY, HostWay, together
 from openinfer.tensor import Tensor
 
@@ -69,10 +70,39 @@ def attended(lengths: list[int], starts: list[int], window: int, **way: Any) -> 
 @pytest.mark.parametrize("window", [0, 1, 20, 500])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_attention_of_many_queries_at_once(window: int, threads: int) -> None:
-    rows = [1, 70, 33, 1, 5], [40, 0, 19, 0, 64]
+    rows = [1, 70, 33, 1, 5, 1, 40], [40, 0, 19, 0, 64, 700, 300]
     right = attended(*rows, window, batch_invariant=True)
     assert np.abs(attended(*rows, window, threads=threads) - right).max() < 2e-6
     assert np.array_equal(attended(*rows, window, batch_invariant=True, threads=threads), right)
+
+
+@pytest.mark.parametrize("rows", [3, 63, 64, 130])
+def test_ops_whose_rows_cores_divide(rows: int) -> None:
+    """With a norm, a gate and two adapters, whose tokens alternate."""
+    rng, k, n = np.random.default_rng(rows), 64, 96
+
+    def numbers(*shape: int) -> Any:
+        return Tensor.from_numpy(rng.standard_normal(shape, np.float32))
+
+    def lora(parts: tuple[int, ...], columns: int) -> Lora[Tensor]:
+        slots = (np.arange(rows) % 3).astype(np.int32)
+        adapters, token_slots = (Tensor.from_numpy(a) for a in (np.arange(3, dtype=np.int32), slots))
+        a, b = numbers(2, 16 * len(parts), columns), numbers(2, sum(parts), 16)
+        return Lora(a=a, b=b, adapters=adapters, token_slots=token_slots, parts=parts)
+
+    x, h, norm, weights = numbers(rows, k), numbers(rows, n), numbers(k), [numbers(2 * n, k), numbers(k, n)]
+    given = lora((n, n), k), lora((k,), n)
+    found = []
+    for way in ({"batch_invariant": True}, {"threads": 3}, {"threads": 3, "batch_invariant": True}):
+        pack, added = CpuPack(**way), Tensor.from_numpy(x.numpy().copy())
+        outs = [numbers(rows, 2 * n), numbers(rows, n)]
+        norm_linear(pack, out=outs[0], x=x, weight=weights[0], norm_weight=norm, eps=1e-6, lora=given[0])
+        gate_up_silu(pack, out=outs[1], x=x, weight=weights[0], norm_weight=norm, eps=1e-6, lora=given[0])
+        linear_add(pack, x=added, h=h, weight=weights[1], lora=given[1])
+        found.append([one.numpy() for one in (*outs, added)])
+    for right, fast, fixed in zip(*found, strict=True):
+        assert np.abs(fast - right).max() <= 1e-4 * np.abs(right).max()
+        assert np.array_equal(fixed, right)
 
 
 def on(threads: int, work: Callable[[], Any]) -> Any:

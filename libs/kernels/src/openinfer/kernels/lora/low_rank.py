@@ -60,9 +60,9 @@ def expect_lora(x: Tensor, columns: int, lora: Lora[Tensor] | None) -> None:
     expect("lora.token_slots", lora.token_slots, (tokens,), int32)
 
 
-def lora_sums(h: Array, lora: Lora[Array]) -> Array:
-    """float32 [T, N]: what the adapters add to the products of h."""
-    ids, rank = lora.adapters[lora.token_slots], lora.b.shape[2]
+def lora_sums(h: Array, lora: Lora[Array], tokens: slice = slice(None)) -> Array:
+    """float32 [T, N]: what the adapters add to the products of h, which are those `tokens` of the step."""
+    ids, rank = lora.adapters[lora.token_slots[tokens]], lora.b.shape[2]
     added = np.zeros((len(h), sum(lora.parts)), np.float32)
     for adapter in np.unique(ids[ids > 0]):
         rows = np.flatnonzero(ids == adapter)

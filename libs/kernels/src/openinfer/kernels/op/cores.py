@@ -11,11 +11,12 @@ import ctypes
 import math
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import NamedTuple
 
 Job = Callable[[], None]
@@ -28,8 +29,16 @@ class HostWay(NamedTuple):
     batch_invariant: bool = True
 
 
+class _Call(NamedTuple):
+    """Jobs of one call of `together`; no thread takes those of another in between."""
+
+    left: deque[Job]
+    way: HostWay
+    ended: SimpleQueue[BaseException | None]
+
+
 HOST_WAY = ContextVar("host way", default=HostWay())  # noqa: B039 (it is immutable)
-_jobs: SimpleQueue[tuple[Job, SimpleQueue[BaseException | None]]] = SimpleQueue()
+_calls: SimpleQueue[_Call] = SimpleQueue()
 _helpers: list[threading.Thread] = []
 
 
@@ -80,24 +89,23 @@ def lone_blas() -> bool:
 
 
 def together(jobs: Sequence[Job]) -> None:
-    """Run jobs that do not depend on each other, on the threads of HOST_WAY. Returns when all have ended; raises what
-    one raised."""
-    while len(_helpers) < HOST_WAY.get().threads - 1:
-        _helpers.append(threading.Thread(target=_help, name="cores", daemon=True))
-        _helpers[-1].start()
-    if HOST_WAY.get().threads == 1 or len(jobs) < 2:
+    """Run jobs that do not depend on each other, on the threads of HOST_WAY. Each job has one thread for what it calls.
+    Returns when all have ended; raises what one raised."""
+    way = HOST_WAY.get()
+    if way.threads == 1 or len(jobs) < 2:
         for job in jobs:
             job()
         return
-    ended: SimpleQueue[BaseException | None] = SimpleQueue()
-    for job in jobs[1:]:
-        _jobs.put((job, ended))
-    jobs[0]()
-    try:
-        while True:
-            _run(*_jobs.get_nowait())
-    except Empty:
-        errors = [ended.get() for _ in jobs[1:]]
+    while len(_helpers) < way.threads - 1:
+        _helpers.append(threading.Thread(target=_help, name="cores", daemon=True))
+        _helpers[-1].start()
+    call = _Call(deque(jobs), way._replace(threads=1), SimpleQueue())
+    for _ in range(min(way.threads, len(jobs)) - 1):
+        _calls.put(call)
+    token = HOST_WAY.set(way)
+    _work(*call)
+    HOST_WAY.reset(token)
+    errors = [call.ended.get() for _ in jobs]
     for error in errors:
         if error is not None:
             raise error
@@ -105,13 +113,20 @@ def together(jobs: Sequence[Job]) -> None:
 
 def _help() -> None:
     while True:
-        _run(*_jobs.get())
+        _work(*_calls.get())
 
 
-def _run(job: Job, ended: SimpleQueue[BaseException | None]) -> None:
-    try:
-        job()
-    except BaseException as error:  # its caller raises it
-        ended.put(error)
-    else:
-        ended.put(None)
+def _work(left: deque[Job], way: HostWay, ended: SimpleQueue[BaseException | None]) -> None:
+    """Run what is left of a call, until nothing is."""
+    HOST_WAY.set(way)
+    while left:
+        try:
+            job = left.popleft()
+        except IndexError:  # another thread took the last one
+            return
+        try:
+            job()
+        except BaseException as error:  # its caller raises it
+            ended.put(error)
+        else:
+            ended.put(None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +21,31 @@ WEIGHT_BYTES = 1 << 19
 """Of a weight that several rows are multiplied with while it is in a core's cache."""
 ALONE = 1 << 17
 """A weight of fewer numbers is not divided among cores: waking one takes as long."""
+MANY_ROWS = 64
+"""From so many rows on, cores divide the rows of all of an op, not only each product's columns."""
+_kept = threading.local()
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Uninitialised memory of this thread, which the next call with this name gives out again. New memory of this size
+    comes page by page from the system, which takes five times as long as to fill it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    found: Array | None = getattr(_kept, name, None)
+    if found is None or found.nbytes < nbytes:
+        found = np.empty(nbytes + nbytes // 4, np.uint8)
+        setattr(_kept, name, found)
+    return found[:nbytes].view(dtype).reshape(shape)
+
+
+def over_rows(count: int, part: Callable[[slice], None]) -> None:
+    """Call `part` for slices of `count` rows that do not depend on each other: all at once, or divided among the
+    threads of HOST_WAY."""
+    threads = HOST_WAY.get().threads
+    if threads == 1 or count < MANY_ROWS:
+        part(slice(0, count))
+    else:
+        size = -(-count // (threads * ROW_TILE)) * ROW_TILE
+        together([partial(part, slice(start, start + size)) for start in range(0, count, size)])
 
 
 def f32(x: Array) -> Array:
@@ -36,11 +64,12 @@ def matmul_nt(x: Array, weight: Array) -> Array:
     x, weight = f32(x), f32(weight)
     way, out = HOST_WAY.get(), np.empty((x.shape[0], weight.shape[0]), np.float32)
     product = _by_tiles if way.batch_invariant else _by_rows if len(x) <= FEW_ROWS else _at_once
-    parts = 2 * way.threads if way.threads > 1 and weight.size >= ALONE else 1
-    size = -(-len(weight) // parts)
-    together(
-        [partial(product, x, weight[n : n + size], out[:, n : n + size]) for n in range(0, len(weight), size)]
-    )
+    if way.threads == 1 or weight.size < ALONE:
+        product(x, weight, out)
+    else:
+        size = -(-len(weight) // way.threads)
+        parts = [slice(start, start + size) for start in range(0, len(weight), size)]
+        together([partial(product, x, weight[part], out[:, part]) for part in parts])
     return out
 
 

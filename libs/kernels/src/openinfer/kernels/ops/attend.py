@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from openinfer.kernels.attention import attention_launches, choose_attention
 from openinfer.kernels.attention.call import AttendArgs, AttentionCall, AttentionChoice
@@ -19,7 +21,7 @@ from openinfer.kernels.op.contract import FLOATS, expect, expect_max_q_len, expe
 from openinfer.kernels.op.cores import HOST_WAY, together
 from openinfer.kernels.op.launch import Command, Launch
 from openinfer.kernels.op.op import Cost, Op, Workload
-from openinfer.kernels.op.reference import Array, f32
+from openinfer.kernels.op.reference import Array, f32, scratch
 from openinfer.kernels.op.rounding import q8_values
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, int32, uint8
@@ -40,6 +42,8 @@ def _check(a: AttendArgs[Tensor]) -> None:
 
 QUERIES = 32
 """Tokens whose scores are computed together; one by one where the result must not depend on the chunk."""
+FEW_PAGES = 16
+"""Fewer are gathered by numpy's indexing, which starts sooner; more by np.take into memory that is there already."""
 
 
 def _reference(a: AttendArgs[Array]) -> None:
@@ -53,12 +57,20 @@ def _reference(a: AttendArgs[Array]) -> None:
         first = int(a.seq_lens[slot])
         length = first + end - start
         pages = a.block_tables[slot, : -(-length // page_size)]
-        keys, values = (_cached(a.kv, a.kv_scales, pages, part, length) for part in range(2))
-        jobs += [
-            partial(_attend, a, keys, values, slice(at, min(at + size, end)), first + at - start)
-            for at in range(start, end, size)
-        ]
-    together(jobs[::-1])  # the longest first
+        chunks = [slice(at, min(at + size, end)) for at in range(start, end, size)]
+        if len(chunks) == 1:
+            jobs.append(partial(_attend_row, a, pages, chunks, first - start))
+        else:
+            _attend_row(a, pages, chunks, first - start)
+    together(jobs)
+
+
+def _attend_row(a: AttendArgs[Array], pages: Array, chunks: list[slice], before: int) -> None:
+    """All tokens of a row, by chunks; token t is at position before + t."""
+    length = before + chunks[-1].stop
+    keys, values = (_cached(a.kv, a.kv_scales, pages, part, length) for part in range(2))
+    # The longest first.
+    together([partial(_attend, a, keys, values, tokens, before + tokens.start) for tokens in chunks[::-1]])
 
 
 def _attend(a: AttendArgs[Array], keys: Array, values: Array, tokens: slice, position: int) -> None:
@@ -66,8 +78,11 @@ def _attend(a: AttendArgs[Array], keys: Array, values: Array, tokens: slice, pos
     (kv_heads, _, dim), count = keys.shape, tokens.stop - tokens.start
     low, high = max(0, position + 1 - a.window) if a.window else 0, position + count
     query = f32(a.q[tokens]).reshape(count, kv_heads, -1, dim).swapaxes(0, 1).reshape(kv_heads, -1, dim)
-    scores = np.matmul(query, keys[:, low:high].transpose(0, 2, 1))
-    scores *= np.float32(a.scale)
+    if count > 1:
+        scores = np.matmul(query, keys[:, low:high].transpose(0, 2, 1))
+    else:  # BLAS takes half as long with the long side first
+        scores = np.matmul(keys[:, low:high], query.transpose(0, 2, 1)).transpose(0, 2, 1)
+    scores = np.multiply(scores, np.float32(a.scale), order="C")
     if count > 1:
         edge = low if a.window else position + 1  # all see what is before
         seen = np.arange(edge, high) - np.arange(position, high)[:, None]
@@ -86,8 +101,16 @@ def _cached(kv: Array, kv_scales: Array | None, pages: Array, part: int, length:
     """Keys (part 0) or values (1) of the first `length` tokens of pages: float32 [G, length, d]."""
 
     def by_token(array: Array) -> Array:
-        heads_first = array[pages, part].swapaxes(0, 1)
-        return np.asarray(heads_first.reshape(kv.shape[2], -1, *array.shape[4:])[:, :length])
+        heads, rest, stride = np.arange(array.shape[2]), array.shape[3:], array.strides[0]
+        row = math.prod(rest) * array.itemsize  # a head's part of a page
+        if len(pages) < FEW_PAGES or stride % row:
+            found: Array = array[pages[None], part, heads[:, None]]
+        else:
+            size = ((len(array) - 1) * stride // row + 2 * len(heads), row // array.itemsize)
+            at = pages * (stride // row) + (part * len(heads) + heads)[:, None]
+            found = scratch(f"cached {part} {array.dtype}", (*at.shape, size[1]), array.dtype)
+            np.take(as_strided(array, size, (row, array.itemsize)), at, axis=0, out=found, mode="clip")
+        return found.reshape(len(heads), -1, *rest[1:])[:, :length]
 
     codes = by_token(kv)
     return f32(codes) if kv_scales is None else q8_values(codes, by_token(kv_scales))

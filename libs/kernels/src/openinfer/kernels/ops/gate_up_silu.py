@@ -17,7 +17,7 @@ from openinfer.kernels.norms import Norm
 from openinfer.kernels.op.contract import FLOATS, expect, expect_norm, require
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Cost, Op, T, Workload
-from openinfer.kernels.op.reference import Array, matmul_nt, normed, rounded, silu
+from openinfer.kernels.op.reference import Array, matmul_nt, normed, over_rows, rounded, silu
 from openinfer.kernels.op.rounding import SCALE_BLOCK, coded
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
@@ -66,13 +66,19 @@ def _check(a: _Args[Tensor]) -> None:
 
 
 def _reference(a: _Args[Array]) -> None:
-    h, own = normed(a.x, a.norm_weight, a.eps), linear_of(a.weight)
-    both = [matmul_nt(coded(h, own.coding, own.x_scale), half) for half in own.halves()]
-    if a.lora is not None:
-        sums = np.split(lora_sums(h, a.lora), 2, axis=1)
-        both = [half + more for half, more in zip(both, sums, strict=True)]
-    gate, up = (rounded(half, a.x.dtype) for half in both)
-    a.out[:] = rounded(silu(gate), a.x.dtype) * up
+    own = linear_of(a.weight)
+    halves = own.halves()
+
+    def some(rows: slice) -> None:
+        h = normed(a.x[rows], a.norm_weight, a.eps)
+        both = [matmul_nt(coded(h, own.coding, own.x_scale), half) for half in halves]
+        if a.lora is not None:
+            sums = np.split(lora_sums(h, a.lora, rows), 2, axis=1)
+            both = [half + more for half, more in zip(both, sums, strict=True)]
+        gate, up = (rounded(half, a.x.dtype) for half in both)
+        a.out[rows] = rounded(silu(gate), a.x.dtype) * up
+
+    over_rows(len(a.x), some)
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:

@@ -18,7 +18,7 @@ from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_normed, require
 from openinfer.kernels.op.launch import Collective, Command, Scratch
 from openinfer.kernels.op.op import Cost, Op, T, Workload
-from openinfer.kernels.op.reference import Array, f32, matmul_nt, rounded
+from openinfer.kernels.op.reference import Array, f32, matmul_nt, over_rows, rounded
 from openinfer.kernels.op.reference import normed as normed_of
 from openinfer.kernels.op.rounding import coded
 from openinfer.kernels.op.target import Target
@@ -67,9 +67,14 @@ def _check(a: _Args[Tensor]) -> None:
 
 def _reference(a: _Args[Array], communicator: Communicator | None) -> None:
     own = linear_of(a.weight)
-    y = matmul_nt(coded(a.h, own.coding, own.x_scale), own.values())
-    if a.lora is not None:
-        y += lora_sums(a.h, a.lora)
+    weight, y = own.values(), np.empty(a.x.shape, np.float32)
+
+    def some(rows: slice) -> None:
+        y[rows] = matmul_nt(coded(a.h[rows], own.coding, own.x_scale), weight)
+        if a.lora is not None:
+            y[rows] += lora_sums(a.h[rows], a.lora, rows)
+
+    over_rows(len(a.x), some)
     a.x[:] = f32(a.x) + sum_over(communicator, rounded(y, a.x.dtype))
     if a.normed is not None:
         a.normed[:] = normed_of(a.x, a.norm_weight, a.eps)

@@ -14,7 +14,7 @@ from openinfer.kernels.norms import Norm
 from openinfer.kernels.op.contract import FLOATS, expect, expect_norm, require
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Cost, Op, T, Workload
-from openinfer.kernels.op.reference import Array, matmul_nt, normed
+from openinfer.kernels.op.reference import Array, matmul_nt, normed, over_rows
 from openinfer.kernels.op.rounding import coded
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, float32
@@ -60,11 +60,17 @@ def _check(a: _Args[Tensor]) -> None:
 
 
 def _reference(a: _Args[Array]) -> None:
-    h, own = normed(a.x, a.norm_weight, a.eps), linear_of(a.weight)
-    y = matmul_nt(coded(h, own.coding, own.x_scale), own.values())
-    if a.lora is not None:
-        y[:, : sum(a.lora.parts)] += lora_sums(h, a.lora)
-    a.out[:] = y
+    own = linear_of(a.weight)
+    weight = own.values()
+
+    def some(rows: slice) -> None:
+        h = normed(a.x[rows], a.norm_weight, a.eps)
+        y = matmul_nt(coded(h, own.coding, own.x_scale), weight)
+        if a.lora is not None:
+            y[:, : sum(a.lora.parts)] += lora_sums(h, a.lora, rows)
+        a.out[rows] = y
+
+    over_rows(len(a.x), some)
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:

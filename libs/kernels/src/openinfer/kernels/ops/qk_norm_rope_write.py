@@ -103,12 +103,13 @@ def _reference(a: WriteArgs[Array]) -> None:
     queries, keys = split[:, :first:step], split[:, first : first + kv_heads]
     if a.q_norm is not None and a.k_norm is not None:
         queries, keys = rms_norm(queries, a.q_norm, a.eps), rms_norm(keys, a.k_norm, a.eps)
+    turned = _rope(f32(np.concatenate((queries, keys), axis=1)), cos, sin)
     if a.q is not None:
-        a.q[:] = _rope(f32(queries), cos, sin)
+        a.q[:] = turned[:, :heads]
     live = np.flatnonzero(a.token_slots)
     position = a.positions[live]
     page = a.block_tables[a.token_slots[live], position // page_size]
-    key = _rope(f32(keys), cos, sin)[live].astype(a.qkv.dtype)
+    key = turned[live, heads:].astype(a.qkv.dtype, copy=False)
     for part, vectors in enumerate((key, split[live, first + kv_heads :])):
         if a.kv_scales is None:
             a.kv[page, part, :, position % page_size] = vectors
