@@ -1,7 +1,5 @@
 """The command `openinfer`. Every subcommand imports what it needs itself, so that --help answers at once."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import select

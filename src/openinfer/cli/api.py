@@ -1,7 +1,5 @@
 """A plain blocking client of an OpenAI server, for the commands that ask one."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import http.client

@@ -4,8 +4,6 @@ A checkpoint is served while the chat lasts; a URL, by default http://127.0.0.1:
 stops an answer, Ctrl-D ends the chat, /help names the commands. Text of several lines stands between two \"\"\".
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -2,8 +2,6 @@
 headers only, also of a name of the hub, and needs no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys

@@ -1,7 +1,5 @@
 """`openinfer compile MODEL_DIR --arch 90`: fill the kernel cache for a GPU that need not be here."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

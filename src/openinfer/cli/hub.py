@@ -1,7 +1,5 @@
 """Checkpoints of the Hugging Face hub, by name: downloaded once, found in the cache afterwards."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Code that bench, compile, explain, plan and tune share: a checkpoint's recipe, its flags, and errors as one line."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys
@@ -42,7 +40,7 @@ class Asked:
         return Source.read(self.model_dir) if self.published is None else Source(self.published)
 
 
-def without_prefix_cache(asked: Asked) -> Engine:
+def without_prefix_cache(asked: Asked) -> "Engine":
     """The engine without a prefix cache, for measurements: a prompt with a prefix hit would not be computed."""
     from openinfer.recipes.engine.startup import build
 

@@ -1,7 +1,5 @@
 """The recipe that serves a checkpoint: every installed recipe is asked."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping, Sequence
@@ -93,7 +91,7 @@ def _letters(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def gguf_formats() -> dict[str, GgufFormat]:
+def gguf_formats() -> "dict[str, GgufFormat]":
     """How GGUF files are read by the installed recipes, by architecture."""
     return {name: form for recipe in installed() for name, form in getattr(recipe, "gguf", dict)().items()}
 

@@ -1,7 +1,5 @@
 """`openinfer serve MODEL [flags]`: find the checkpoint's recipe and serve it."""
 
-from __future__ import annotations
-
 import sys
 
 from openinfer.cli import hub, recipes

@@ -12,8 +12,6 @@
 gives answers a form: `llm.chat(asked, grammar=Grammar.of_schema({"type": "object"}))`.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

@@ -1,7 +1,5 @@
 """`openinfer bench NAME`: the benchmarks. Each is a module of its own, imported when it is asked for."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """Two ledgers of `bench ops` beside each other: which ops got slower or faster, the largest change of a step first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ commonest client, `vllm bench serve`, so that figures compare:
 - Token counts are those of the usage chunk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random

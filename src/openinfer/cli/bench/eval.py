@@ -7,8 +7,6 @@ A checkpoint is served for the time of the run; a URL names a server that runs. 
 in openinfer.cli.bench.eval_cases; without --cases it is eval.jsonl beside the checkpoint's folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

@@ -8,8 +8,6 @@ A case file is JSON lines: {"kind", "messages", "tools", "thinking", "check"}. A
 - `calls`: the tool calls, in order: [{"name", "arguments"}]; [] for none.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

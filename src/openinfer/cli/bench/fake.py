@@ -3,8 +3,6 @@
 DIR gets a byte-level tokenizer of made-up words.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -4,8 +4,6 @@ CUPTI times every kernel inside the graphs, where other kernels have used the ca
 time from the end of all earlier kernels to the start of the next one; kernels that overlap have no gap between them.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

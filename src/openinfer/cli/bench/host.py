@@ -4,8 +4,6 @@ Each recipe's engine runs with a device that answers at once. The HTTP frontend 
 up; the client of `bench serve` asks it for streams and for whole answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import statistics

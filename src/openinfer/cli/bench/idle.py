@@ -1,7 +1,5 @@
 """A recipe's engine over a device that does nothing: its loop, pool, batch state and read-back, under load."""
 
-from __future__ import annotations
-
 import gc
 import os
 import statistics

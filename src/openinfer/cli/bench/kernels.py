@@ -5,8 +5,6 @@ not serve them. With --variants other launches of the same op stand beside those
 same. `--list` names the cases and needs no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata

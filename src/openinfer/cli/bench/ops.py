@@ -4,8 +4,6 @@ An op's calls of one step (one a layer) are captured together in a CUDA graph an
 from memory, as in a step, and activations come from where the step leaves them. Sampling is greedy.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import logging

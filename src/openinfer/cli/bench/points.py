@@ -4,8 +4,6 @@ A point is a name with numbers: `decode:ROWS,CONTEXT` (sequences, tokens of each
 `mixed:ROWS,CONTEXT,TOKENS` (decode rows with a prompt chunk in the same step), `offline:REQUESTS,IN,OUT`.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

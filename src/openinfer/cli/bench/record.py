@@ -1,7 +1,5 @@
 """The record of every benchmark: a JSON object that says when, where and by which command its figures were measured."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

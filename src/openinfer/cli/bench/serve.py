@@ -4,8 +4,6 @@ The server is started from MODEL_DIR and stopped again, or runs elsewhere (--bas
 fresh random token ids, of another seed for every load, so nothing is served from a prefix cache.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

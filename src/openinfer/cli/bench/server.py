@@ -1,7 +1,5 @@
 """A server of our own to measure: started, waited for, weighed and stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os

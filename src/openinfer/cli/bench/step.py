@@ -4,8 +4,6 @@ Steps are timed twice: through the engine on the host's clock, and on the device
 prefix cache is off.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

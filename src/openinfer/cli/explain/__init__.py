@@ -4,8 +4,6 @@ The floor of a call is the larger of its least memory traffic over the bandwidth
 ledger of `openinfer bench ops --json` the measured times stand beside it, where the very same shape was measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Op calls as lines of a ledger: the name has all that their time depends on; each has its cost and its floor."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

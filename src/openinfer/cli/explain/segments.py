@@ -1,7 +1,5 @@
 """The recorded segments one by one, each with a workload, on the null device or on the device of an engine."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ It needs no GPU and no weights: MODEL is a folder with config.json, or the name 
 scheduler and pool run in virtual time. A step takes what its ops cost at the speeds that were measured on the GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math

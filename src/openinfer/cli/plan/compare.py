@@ -1,7 +1,5 @@
 """Plans of servers beside each other: the knee of each, and which flags to take."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The predicted time of a server's steps, for the scheduler's simulator: a recorded step's ops on a known GPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

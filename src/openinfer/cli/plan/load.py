@@ -1,7 +1,5 @@
 """A server under loads, simulated: the engine's own scheduler and pool in virtual time, with predicted steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random
@@ -98,7 +96,7 @@ class PlannedServer:
         gpus: int,
         acceptance: float = 0.0,
         agents: Agents | None = None,
-    ) -> PlannedServer:
+    ) -> "PlannedServer":
         """Trace its steps and plan its memory. Raises SetupError."""
         options = dataclasses.replace(asked.options, enable_prefix_caching=agents is not None)
         outline = Outline(asked.recipe, asked.source(), options, target, ranks=gpus)

@@ -1,7 +1,5 @@
 """A plan as text and as a picture."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tiers of a server that need not be here: how much they hold, and how long a prefix takes from there."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ where it stopped. From installed wheels `device`, `ops` and `packed` run, and wi
 `model_serve`. The other stages need a checkout, its tests and scripts, and torch for the references.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import functools

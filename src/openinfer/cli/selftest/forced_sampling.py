@@ -4,8 +4,6 @@ Before each token a mask allows only the chosen one. So the compared log-probabi
 the token which the device sampled, under the noise of a drawn token.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ positions of each, the ids and log-probabilities of its most likely tokens. The 
 one divergence does not spread. Its log-probabilities of those ids are compared with the reference's (see `verdict`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A short check of a server over HTTP: start to ready, answers streamed and not, many at once, no block left in use."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 This needs no checkout and no torch: cases come from the modules of ops, the reference is a part of each op.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 An engine on the GPU is compared with the same engine in numpy, as in `selftest_model`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The accuracy gate on any checkpoint, without torch: the engine on the GPU against the same engine in numpy."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from pathlib import Path

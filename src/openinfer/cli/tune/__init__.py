@@ -6,8 +6,6 @@ The results are kept after every measurement. So a run that was stopped goes on 
 use them. `--out` writes a table elsewhere: the package's own tables (kernels/store/gpu_tables) are made that way.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

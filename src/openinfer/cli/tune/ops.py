@@ -1,7 +1,5 @@
 """The lines of single ops, from the trace of an engine on a CPU, which times each op."""
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from collections import defaultdict

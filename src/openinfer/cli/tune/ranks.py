@@ -3,8 +3,6 @@
 `python -m openinfer.cli.tune.ranks WIDTH ROWS,... BOOT` is a rank above 0.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

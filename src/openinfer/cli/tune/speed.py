@@ -3,8 +3,6 @@
 It needs no GPU. The speeds are those of predictions: `openinfer plan --speeds FILE` takes them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Buckets: the shapes that steps are recorded in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,7 +48,7 @@ class Buckets:
         decode_rows: Iterable[int],
         max_drafts: int = 0,
         lone_tokens: int = 0,
-    ) -> Buckets:
+    ) -> "Buckets":
         """Shapes for steps of at most `max_rows` rows and `max_tokens` tokens, and for a lone row of `lone_tokens`.
 
         decode_rows: sizes of decode steps that deserve a recording. The model chooses them: each recording adds to

@@ -1,7 +1,5 @@
 """StepCosts: how long a step of a shape takes, as predicted and as it took."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from openinfer.graph.buckets import Buckets, Shape

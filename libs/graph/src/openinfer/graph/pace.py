@@ -1,7 +1,5 @@
 """StepPace: each step's time beside the predicted one, in sum by the shape that it was recorded in."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Readback: results of steps on their way to the host, without the host waiting for them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

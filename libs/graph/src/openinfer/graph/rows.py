@@ -5,8 +5,6 @@ while it runs; a step names the slots it works on. So captured graphs always rea
 joins or leaves moves no other, and a step in which nothing changed uploads nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

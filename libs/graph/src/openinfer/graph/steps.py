@@ -1,7 +1,5 @@
 """StepGraphs: steps recorded once and replayed with one launch each."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

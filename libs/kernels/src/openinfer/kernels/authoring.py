@@ -32,8 +32,6 @@ Kernels themselves import Triton functions from the modules of openinfer.kernels
 openinfer.kernels.testing tests an op.
 """
 
-from __future__ import annotations
-
 from openinfer.kernels.attention import MERGED_AT_ONCE, NEW_PAIRS, attention_launches, choose_attention
 from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
 from openinfer.kernels.attention.kv_cache import (

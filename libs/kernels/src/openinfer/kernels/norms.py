@@ -1,7 +1,5 @@
 """The norm and the gate as commands: the neighbours of products."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Scratch, launch
@@ -17,7 +15,7 @@ class Norm(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, weight: Tensor | None, eps: float | None) -> Norm | None:
+    def of(cls, weight: Tensor | None, eps: float | None) -> "Norm | None":
         """None without a weight."""
         return None if weight is None or eps is None else cls(weight, eps)
 

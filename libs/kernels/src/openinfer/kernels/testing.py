@@ -7,8 +7,6 @@
 The interpreter needs `TRITON_INTERPRET=1` in the environment before anything imports triton. Needs pytest only to run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import datetime
 import functools

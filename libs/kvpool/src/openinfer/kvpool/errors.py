@@ -16,8 +16,6 @@
 A pool that is merely full raises nothing: `Lease.reserve` and `Lease.snapshot` answer None.
 """
 
-from __future__ import annotations
-
 
 class PoolError(Exception):
     """Base of all errors of openinfer.kvpool."""

@@ -4,8 +4,6 @@ Field names are those that inference engines publish and routers read. The event
 chooses the transport, for example msgpack over ZeroMQ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ rule cheap. A lease that uses a block also uses the block's parents, and it rele
 child before parent, and all children of a kept name are kept or evicted.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Group: one kind of state in equally sized blocks; BlockState: the life of a block."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from enum import IntEnum

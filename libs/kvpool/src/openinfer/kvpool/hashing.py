@@ -6,8 +6,6 @@ from the salt (a tenant's cache salt, a LoRA name, ...) and the block size. Name
 and on every machine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import sys

@@ -1,7 +1,5 @@
 """Hold: keeps blocks unchanged while a copy reads them, or while a prefix is pinned."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Self

@@ -1,7 +1,5 @@
 """Lease: the blocks of one sequence."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Self
@@ -33,7 +31,7 @@ class Lease:
     def __init__(
         self,
         index: Index,
-        loads: BlockLoads[Lease],
+        loads: "BlockLoads[Lease]",
         stats: PoolStats,
         chain: Chain,
         tokens: Sequence[int],

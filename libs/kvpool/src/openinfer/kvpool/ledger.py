@@ -1,7 +1,5 @@
 """Ledger: the books of one group, the users and the name of every block. Each operation is O(1) a block."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
@@ -28,7 +26,7 @@ class Ledger:
         policy: Eviction,
         stats: PoolStats,
         events: EventLog | None,
-        saver: Saver | None = None,
+        saver: "Saver | None" = None,
     ) -> None:
         self.group = group
         self.index = index

@@ -4,8 +4,6 @@ A load takes private blocks, has a Loader fill them, and then makes the filled b
 blocks until the loader reports the end of the load, even if the lease is released before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Index: which prefix of a sequence is cached, in every group."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 

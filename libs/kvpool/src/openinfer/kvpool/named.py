@@ -1,7 +1,5 @@
 """Eviction policies by name, as a command line gives them."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 

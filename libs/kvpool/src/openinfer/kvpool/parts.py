@@ -1,7 +1,5 @@
 """Pages and Snapshots: the part of a lease in one group."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Sequence

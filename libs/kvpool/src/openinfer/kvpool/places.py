@@ -1,7 +1,5 @@
 """Places: completes the events of tiers with what routers match blocks by: tokens, parent and adapter."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ class _Block:
     """A block that is somewhere. tokens None: the pool never had it, so only its name is known."""
 
     media: tuple[str, ...] = ()
-    tokens: array[int] | None = None
+    tokens: "array[int] | None" = None
     parent: bytes | None = None
     lora_name: str | None = None
     salt: bytes = b""

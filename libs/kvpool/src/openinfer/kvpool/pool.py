@@ -1,7 +1,5 @@
 """Pool: lends blocks to sequences, finds cached prefixes, and evicts cached blocks."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ A message has three frames: the topic, its number (8 bytes, big endian, from 0),
 them to the routers alone. Needs `openinfer-kvpool[events]`.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import deque
@@ -92,7 +90,7 @@ class EventsConfig:
                 raise InvalidConfig(f"{name} is {value!r}; ports are 0 to 65535")
 
     @classmethod
-    def parse(cls, text: str) -> EventsConfig:
+    def parse(cls, text: str) -> "EventsConfig":
         """From JSON: an object with some of the keys."""
         try:
             given = json.loads(text)
@@ -103,7 +101,7 @@ class EventsConfig:
             raise InvalidConfig(f"{text[:200]!r} must be an object with keys among {', '.join(known)}")
         return cls(**given)
 
-    def split(self, count: int) -> list[EventsConfig]:
+    def split(self, count: int) -> "list[EventsConfig]":
         """The configurations of `count` replicas of a server. A replica adds its rank to each port, as vLLM does;
         an address without a port gets `_dp` and the rank. Raises InvalidConfig where ports overlap."""
         found = [

@@ -14,8 +14,6 @@ For a row of fp32 logits, in vLLM's order:
 All values are fp32. A logit of -inf stays -inf.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

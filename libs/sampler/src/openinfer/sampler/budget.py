@@ -1,7 +1,5 @@
 """A thought that ends when its budget is spent: from then on only the token that closes it may come."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ class Spending:
         self._over = False
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def copy(self) -> Spending:
+    def copy(self) -> "Spending":
         """The same state, which goes its own way."""
         other = Spending(self._budget, self._vocabulary)
         other._spent, other._open, other._over = self._spent, self._open, self._over
@@ -71,7 +69,7 @@ class Spending:
             self._open = token == self._budget.opening
             self._over = not self._open and not self._vocabulary[token].isspace()
 
-    def restrict(self, mask: NDArray[np.int32]) -> bool:
+    def restrict(self, mask: "NDArray[np.int32]") -> bool:
         """If the closing token is due and fits, clear all other bits of a mask. Returns whether it did.
 
         Token t is bit t % 32 of word t // 32."""

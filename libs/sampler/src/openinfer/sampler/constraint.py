@@ -1,7 +1,5 @@
 """For engines: requests that wait for their grammar, and the tokens that a running sequence may draw next."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ SamplerError
 Array arguments of the wrong shape or dtype are a caller's bug, not a request's, and raise plain ValueError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """The form that an output must have, as plain data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ class Grammar:
 
     kind: Kind
     text: str = ""
-    content: Grammar | None = None
+    content: "Grammar | None" = None
     budget: Budget | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +57,7 @@ class Grammar:
             self._check_json()
 
     @classmethod
-    def of_schema(cls, schema: Mapping[str, Any]) -> Grammar:
+    def of_schema(cls, schema: Mapping[str, Any]) -> "Grammar":
         """A json_schema grammar from the schema as an object."""
         try:
             return cls("json_schema", json.dumps(schema))

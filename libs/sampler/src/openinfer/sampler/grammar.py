@@ -4,8 +4,6 @@ Importing this needs the standard library only. A `Grammar` is plain data, and a
 (llguidance).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -48,12 +46,14 @@ class Matcher:
     matcher: llguidance's; None for a grammar of the kind "any". spending: of the grammar's budget.
     """
 
-    def __init__(self, matcher: LLMatcher | None, vocabulary: int, spending: Spending | None = None) -> None:
+    def __init__(
+        self, matcher: "LLMatcher | None", vocabulary: int, spending: Spending | None = None
+    ) -> None:
         self._inner, self._vocabulary, self._spending = matcher, vocabulary, spending
         self.forces = False
         """Whether the last mask has the token alone that closes a thought."""
 
-    def fill(self, mask: NDArray[np.int32]) -> None:
+    def fill(self, mask: "NDArray[np.int32]") -> None:
         """Write which tokens may come next into int32[(V + 31) // 32], contiguous: bit t % 32 of word t // 32. The
         model's EOS is among them where the output may end, and alone where it must.
 
@@ -70,7 +70,7 @@ class Matcher:
         if self._spending is not None:
             self.forces = self._spending.restrict(mask)
 
-    def allowed(self) -> NDArray[np.bool_]:
+    def allowed(self) -> "NDArray[np.bool_]":
         """The mask as new bool[V]; ``~allowed()`` is a row of `forbid` for ``sample_arrays``."""
         import numpy as np  # at this place, because processes that serve HTTP do without numpy
 
@@ -88,7 +88,7 @@ class Matcher:
         if self._spending is not None:
             self._spending.accept(token)
 
-    def copy(self) -> Matcher:
+    def copy(self) -> "Matcher":
         """A matcher in the same state, which goes its own way."""
         inner = None if self._inner is None else self._inner.deep_copy()
         return Matcher(inner, self._vocabulary, None if self._spending is None else self._spending.copy())
@@ -123,7 +123,7 @@ class Compilation:
     """A grammar that a worker compiles."""
 
     def __init__(
-        self, future: Future[LLMatcher | str] | None, new: Callable[[LLMatcher | None], Matcher]
+        self, future: "Future[LLMatcher | str] | None", new: "Callable[[LLMatcher | None], Matcher]"
     ) -> None:
         self._future, self._new = future, new
 
@@ -200,7 +200,7 @@ class Compiler:
             else self._workers.submit(self._compile, replace(grammar, budget=None))
         )
 
-        def new(matcher: LLMatcher | None) -> Matcher:
+        def new(matcher: "LLMatcher | None") -> Matcher:
             spending = Spending(grammar.budget, self._tokens) if grammar.budget is not None else None
             return Matcher(matcher, self._vocabulary, spending)
 
@@ -214,7 +214,7 @@ class Compiler:
         """Stop the workers; what waits for one is dropped."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher | str:
+    def _compile(self, grammar: Grammar) -> "LLMatcher | str":
         """The matcher, or why there is none. Nothing is raised: an exception would keep what failed."""
         reason = self._refused.get(grammar)
         if reason is not None:
@@ -245,7 +245,7 @@ class Compiler:
             while self._refused_bytes > REFUSED_BYTES:
                 self._refused_bytes -= size(*self._refused.popitem(last=False))
 
-    def _compiled(self, grammar: Grammar) -> LLMatcher:
+    def _compiled(self, grammar: Grammar) -> "LLMatcher":
         written = (grammar.content or grammar).kind in ("lark", "gbnf")
         limits = self._ll.LLParserLimits(
             verbose_errors=False,
@@ -323,7 +323,7 @@ class _Tokens:
         return self.cut(text)
 
 
-def _loaded(tokenizer: str) -> LLTokenizer | None:
+def _loaded(tokenizer: str) -> "LLTokenizer | None":
     """A tokenizer from its JSON; None for one that llguidance cannot read."""
     from llguidance import LLTokenizer
 

@@ -5,8 +5,6 @@ characters of an answer used up a request's states. Here the parser counts, in p
 stands around a long string is written as rules too; all other parts of a schema are left to the compiler.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -49,7 +47,9 @@ def _is_long(schema: Mapping[str, Any]) -> bool:
 class JsonRules:
     """Writes one schema into `lark`. leaf: writes a part as the compiler of schemas has it, with its definitions."""
 
-    def __init__(self, lark: Lark, root: Mapping[str, Any], leaf: Callable[[Mapping[str, Any]], str]) -> None:
+    def __init__(
+        self, lark: "Lark", root: Mapping[str, Any], leaf: Callable[[Mapping[str, Any]], str]
+    ) -> None:
         self._lark, self._root, self._leaf = lark, root, leaf
         self._references: dict[str, str] = {}
 

@@ -3,8 +3,6 @@
 Plain text making, without llguidance, in whose dialect the result is written; `grammar.Compiler` reads it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any

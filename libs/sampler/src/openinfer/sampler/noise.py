@@ -5,8 +5,6 @@ rows, or on how often a step was replayed. The hash is uint32 adds, multiplies, 
 and a GPU kernel give the same bits. The logarithms that follow may differ between them in the last place.
 """
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """SamplingParams: what a request asks of the sampler, in plain values that JSON and msgpack can carry."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

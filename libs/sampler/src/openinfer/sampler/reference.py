@@ -19,8 +19,6 @@ implementation may keep one value more or less where a mass lies within rounding
 Logprobs are those of the raw logits: before temperature, filters, adjustments and forbidden tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any

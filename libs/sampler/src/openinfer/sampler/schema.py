@@ -4,8 +4,6 @@ A format that is not known is an annotation, as in JSON schema. The classes of p
 grammar can keep at a reasonable size is a wish: `wishes` names it, and an output may break it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

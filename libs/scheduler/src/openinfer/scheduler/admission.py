@@ -1,7 +1,5 @@
 """Admission: the lengths that a loop can serve, and room for a waiting sequence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .errors import Rejected, RejectReason

@@ -1,7 +1,5 @@
 """The loop's integrity check: compares its books with each other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """DecodeRows: the rows that decode, their drafts, and a calendar of the rows that need blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from typing import Generic
 

@@ -1,7 +1,5 @@
 """Drafters: guesses of a sequence's next tokens, made on the host while the device runs the step before."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

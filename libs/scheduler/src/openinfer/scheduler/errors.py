@@ -9,8 +9,6 @@
 An exception of the runner passes through unchanged.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 

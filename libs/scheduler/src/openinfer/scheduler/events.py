@@ -1,7 +1,5 @@
 """The results of StepLoop.step(), in order, and its counters. A sequence has one Scheduled, Tokens, one Finished."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field

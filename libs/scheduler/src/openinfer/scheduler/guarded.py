@@ -1,7 +1,5 @@
 """GuardedDrafters: drafters of a class that may be faulty. A fault turns them off, and no request fails."""
 
-from __future__ import annotations
-
 import logging
 import operator
 from collections.abc import Callable, Sequence
@@ -25,7 +23,7 @@ class GuardedDrafters:
         self._make, self._num_tokens, self._off = make, num_tokens, False
 
     @classmethod
-    def named(cls, name: str, num_tokens: int) -> GuardedDrafters:
+    def named(cls, name: str, num_tokens: int) -> "GuardedDrafters":
         """Drafters of the class MODULE:NAME, which is called without arguments. Raises InvalidSetup where it is not
         there, or makes no drafter."""
         make = imported(name, "drafter")

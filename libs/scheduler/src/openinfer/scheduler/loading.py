@@ -1,7 +1,5 @@
 """Loads: waiting sequences whose prefix the pool loads, and waiting sequences whose load has ended."""
 
-from __future__ import annotations
-
 from typing import Generic
 
 from .errors import ContractError

@@ -10,8 +10,6 @@ earlier by their length. It preempts only with nothing in flight, when every tok
 preempts.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """What decides a step: the protocols Policy, with its view and its decision, and Speculation.."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Pool and Lease: the KV block allocator that the loop asks for blocks. `openinfer.kvpool.Pool` implements both."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -5,8 +5,6 @@ by itself. It also ends rows by itself: EOS, stop ids and length clear the row's
 and yields nothing in later steps. So the host can launch a step before it has read the step before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, cast

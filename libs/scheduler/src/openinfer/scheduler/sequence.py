@@ -1,7 +1,5 @@
 """Seq: one request, and the loop's counters of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum

@@ -1,7 +1,5 @@
 """Suffixes: a Drafter that looks up the longest end of the sequence that has occurred before."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

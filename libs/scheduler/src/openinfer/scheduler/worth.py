@@ -1,7 +1,5 @@
 """Worth: how many drafts pay, by the cost of the step and by how often drafts were accepted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

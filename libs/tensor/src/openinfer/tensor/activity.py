@@ -4,8 +4,6 @@ CUPTI is opened at run time, from the package nvidia-cuda-cupti or from a CUDA t
 first context is made. It makes every launch somewhat slower, so it is opened only on request.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

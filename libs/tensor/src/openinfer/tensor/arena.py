@@ -1,7 +1,5 @@
 """Arena: one allocation, cut up front to back and never given back piece by piece."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
@@ -96,7 +94,7 @@ class Arena:
         """Give up the memory; see the class. Calling it again does nothing."""
         self._memory = None
 
-    def __enter__(self) -> Arena:
+    def __enter__(self) -> "Arena":
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -4,8 +4,6 @@ Everything that headers and the index claim is checked when the checkpoint is op
 allocated for it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap
@@ -184,7 +182,7 @@ class Checkpoint:
             file.close()
         self._maps.clear()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,7 +1,5 @@
 """DeviceClock: how fast a GPU's multiprocessors run now, and what slows them, by NVML."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any, NamedTuple
 
@@ -42,7 +40,7 @@ class DeviceClock:
         self._most = int(nvml.device_get_max_clock_info(handle, self._sm))
 
     @classmethod
-    def of(cls, device: Device) -> DeviceClock | None:
+    def of(cls, device: Device) -> "DeviceClock | None":
         """The clock of a device; None for a CPU, and where NVML does not work, which the log says."""
         if device.kind != "cuda":
             return None

@@ -1,7 +1,5 @@
 """The one door to the CUDA driver: `driver()` finds it, `check()` reads every status it returns."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ class DriverCounts(NamedTuple):
     waits: int
 
     @classmethod
-    def now(cls) -> DriverCounts:
+    def now(cls) -> "DriverCounts":
         """All calls that went through check()."""
         return cls(sum(_counts[call] for call in _ALLOCATE), sum(_counts[call] for call in _WAIT))
 

@@ -1,7 +1,5 @@
 """Device: which memory and which processor is meant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -29,7 +27,7 @@ class Device:
             raise DeviceError(f"no device {self.kind}:{self.index}; only cuda devices are numbered, from 0")
 
     @staticmethod
-    def parse(text: str) -> Device:
+    def parse(text: str) -> "Device":
         """The device that `str()` wrote: "cuda:1", "cuda" (the first), "cpu", "null"."""
         kind, colon, index = text.partition(":")
         if colon and not (index.isascii() and index.isdigit()):

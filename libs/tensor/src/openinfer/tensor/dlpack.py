@@ -3,8 +3,6 @@
 The structs are those of dlpack.h 1.0; consumers that name no version get a legacy capsule ("dltensor").
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any, TypeAlias
 

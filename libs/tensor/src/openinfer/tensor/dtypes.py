@@ -3,8 +3,6 @@
 A dtype is a `np.dtype`; the ones numpy lacks (bfloat16, the float8 family) come from ml_dtypes.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import ml_dtypes

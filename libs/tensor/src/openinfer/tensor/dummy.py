@@ -1,7 +1,5 @@
 """DummyCheckpoint: random weights of any shapes, for measuring a model without its checkpoint."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

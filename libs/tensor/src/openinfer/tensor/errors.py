@@ -14,8 +14,6 @@ TensorError(Exception)
 └── MissingExtra(ImportError)      an optional dependency is needed; the message has the install command
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -5,8 +5,6 @@ and places, then the data. Quantised tensors are rows of blocks. A block has cod
 the scales that make values of them.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

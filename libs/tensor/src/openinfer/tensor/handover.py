@@ -4,8 +4,6 @@ The receiver maps what it gets, and a file that became shorter afterwards would 
 that are sealed against that, and only from processes of its own user.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

@@ -5,8 +5,6 @@ The package gives names in the order of their data, dtypes and shapes, but no of
 nor overlaps, so each tensor begins where the one before it ends.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Checkpoint to device: page-locked buffers filled by threads while the one before uploads."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

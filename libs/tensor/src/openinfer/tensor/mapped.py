@@ -1,7 +1,5 @@
 """MappedMemory: memory whose pages go back to the system while its addresses stay, as recorded graphs need them."""
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from typing import Any

@@ -4,8 +4,6 @@ Memory goes back when nothing refers to it any more. `close()` gives up one refe
 and DLPack capsules hold their own, so none of them can dangle.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 import threading
@@ -116,7 +114,7 @@ class PinnedBuffer:
         self._array = np.asarray(view).view(np.uint8)
 
     @classmethod
-    def over(cls, device: Device, memory: np.ndarray[Any, Any]) -> PinnedBuffer:
+    def over(cls, device: Device, memory: np.ndarray[Any, Any]) -> "PinnedBuffer":
         """Lock memory that exists, uint8 `[nbytes]`, for example memory that processes share. Its address and size must
         be multiples of 4,096. The memory is unlocked when the buffer and all views of it are gone. Raises OutOfMemory.
         """
@@ -148,7 +146,7 @@ class PinnedBuffer:
         """Let go of the memory. Wait for copies that use it first. Calling it again does nothing."""
         self._array = None
 
-    def __enter__(self) -> PinnedBuffer:
+    def __enter__(self) -> "PinnedBuffer":
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,7 +1,5 @@
 """NcclRanks: collectives of NCCL among processes, one a GPU. Needs openinfer-tensor[nccl]."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from typing import Any

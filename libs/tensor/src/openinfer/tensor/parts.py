@@ -1,7 +1,5 @@
 """Parts of a checkpoint's tensors: which bytes a slice takes, and how they are read."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ class TensorPart(NamedTuple):
     run: int
 
     @classmethod
-    def of(cls, info: TensorInfo, source: tuple[slice, ...]) -> TensorPart:
+    def of(cls, info: TensorInfo, source: tuple[slice, ...]) -> "TensorPart":
         """The part `tensor[source]`; slices are for the leading axes, and () is the whole tensor.
 
         Raises CheckpointError for more slices than axes, a step other than 1, and bounds outside the tensor.

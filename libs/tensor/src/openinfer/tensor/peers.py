@@ -1,7 +1,5 @@
 """PeerMemory: a segment of a GPU's memory that the GPUs of other processes read and write."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Sequence

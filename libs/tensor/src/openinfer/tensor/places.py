@@ -1,7 +1,5 @@
 """Places: the weights of a model in an arena, and which tensors of a checkpoint fill them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

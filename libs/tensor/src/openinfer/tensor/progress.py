@@ -1,7 +1,5 @@
 """How far a long piece of work is, and how many bytes something has, for a person or for a log."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import TextIO

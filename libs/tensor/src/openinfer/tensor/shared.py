@@ -5,8 +5,6 @@ none) and one or two descriptors. The first is a memfd: a safetensors file. The 
 a GPU's memory: a segment (cuMemExportToShareableHandle) with the file's data. The data of the memfd are a hole then.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -88,7 +86,7 @@ class SharedWeights:
         os.close(self._memfd)
         self._tensors = {}
 
-    def __enter__(self) -> SharedWeights:
+    def __enter__(self) -> "SharedWeights":
         return self
 
     def __exit__(self, *exc: object) -> None:

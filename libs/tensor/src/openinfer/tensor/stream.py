@@ -1,7 +1,5 @@
 """Stream and Event: order on a device, and the only places where the host waits for it."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from typing import Literal
@@ -49,7 +47,7 @@ class Stream:
         if self.device.kind == "cuda":
             cuda.check(cuda.driver().cuStreamSynchronize(handle), "cuStreamSynchronize")
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: "Event") -> None:
         """Let later work of this stream start only after `event`. The host does not wait."""
         handle, mark = self.handle, event.handle
         if self.device.kind == "cuda":
@@ -100,7 +98,7 @@ class Stream:
             if self.device.kind == "cuda":
                 cuda.check(cuda.driver().cuStreamDestroy(handle), "cuStreamDestroy")
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> "Stream":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -160,7 +158,7 @@ class Event:
         if self.device.kind == "cuda":
             cuda.check(cuda.driver().cuEventSynchronize(handle), "cuEventSynchronize")
 
-    def elapsed_s(self, since: Event) -> float:
+    def elapsed_s(self, since: "Event") -> float:
         """Seconds of device time from `since` to this event. Both: timing=True, recorded, and done."""
         if not (self.timing and since.timing):
             raise TensorError("elapsed_s needs two events made with timing=True")
@@ -180,7 +178,7 @@ class Event:
             self.device.activate()
             cuda.check(cuda.driver().cuEventDestroy(handle), "cuEventDestroy")
 
-    def __enter__(self) -> Event:
+    def __enter__(self) -> "Event":
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,7 +1,5 @@
 """Tensor: a strided view of device memory, and no arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -71,7 +69,7 @@ class Tensor:
         self.name = name
 
     @staticmethod
-    def empty(shape: Sequence[int], dtype: DType | type | str, device: Device, name: str = "") -> Tensor:
+    def empty(shape: Sequence[int], dtype: DType | type | str, device: Device, name: str = "") -> "Tensor":
         """A contiguous tensor with an allocation of its own, not initialised. Raises OutOfMemory.
 
         For odd scratch and tests; an engine takes its tensors from one Arena.
@@ -81,7 +79,7 @@ class Tensor:
         return Tensor(memory.ptr, shape, dtype, device, owner=memory, name=name)
 
     @staticmethod
-    def from_numpy(array: np.ndarray[Any, Any], name: str = "") -> Tensor:
+    def from_numpy(array: np.ndarray[Any, Any], name: str = "") -> "Tensor":
         """A cpu tensor over the array's own memory, which it keeps alive.
 
         Raises DTypeError for an unknown dtype, and for what is no numpy array. Raises ShapeError for an array that is
@@ -99,7 +97,7 @@ class Tensor:
         return _over(array, name)
 
     @staticmethod
-    def from_dlpack(source: Any) -> Tensor:
+    def from_dlpack(source: Any) -> "Tensor":
         """A tensor over the memory of any object with `__dlpack__`, on cpu or cuda, which it keeps alive.
 
         The data is complete when this returns: on cuda the host waits for the producer. Raises DTypeError or
@@ -138,7 +136,7 @@ class Tensor:
                 step *= n
         return True
 
-    def __getitem__(self, index: Index | tuple[Index, ...]) -> Tensor:
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> "Tensor":
         """A view: an int drops its axis, a slice of step 1 narrows it, axes not named stay whole."""
         items = index if isinstance(index, tuple) else (index,)
         if len(items) > len(self.shape):
@@ -172,7 +170,7 @@ class Tensor:
             self.name,
         )
 
-    def reshape(self, *shape: int | Sequence[int]) -> Tensor:
+    def reshape(self, *shape: int | Sequence[int]) -> "Tensor":
         """The same elements in another shape; one axis may be -1. Contiguous only: it never copies."""
         first = shape[0] if len(shape) == 1 else shape
         new = (first,) if isinstance(first, int) else tuple(cast(Sequence[int], first))
@@ -185,7 +183,7 @@ class Tensor:
         self._require_contiguous("reshape")
         return Tensor(self.ptr, new, self.dtype, self.device, None, self.owner, self.name)
 
-    def view_as(self, dtype: DType | type | str) -> Tensor:
+    def view_as(self, dtype: DType | type | str) -> "Tensor":
         """The same bytes read as another dtype; the last axis is rescaled. Contiguous tensors only."""
         dtype = dtypes.of(dtype)
         self._require_contiguous("view_as")
@@ -214,7 +212,7 @@ class Tensor:
             stream.copy_async(out.ctypes.data, self.ptr, self.nbytes, "d2h")
         return out
 
-    def copy_from(self, src: np.ndarray[Any, Any] | Tensor, stream: Stream | None = None) -> None:
+    def copy_from(self, src: "np.ndarray[Any, Any] | Tensor", stream: Stream | None = None) -> None:
         """Copy elements of the same shape and dtype into this tensor. On cuda both sides must be contiguous.
 
         With a stream (of the cuda device involved) the copy is ordered there and `src` must live until it is

@@ -10,8 +10,6 @@ live allocation, streams and events must exist, and the calling thread must have
 answers with the error code that the driver would. The fake launches no kernels and captures no graphs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 import threading
@@ -27,7 +25,7 @@ __all__ = ["CUdevice_attribute", "CUresult", "FakeDriver", "fake_driver", "write
 
 
 @contextmanager
-def fake_driver() -> Iterator[FakeDriver]:
+def fake_driver() -> "Iterator[FakeDriver]":
     """Replace this process's CUDA driver by a fake for the length of the `with` block.
 
     Objects on a "cuda" device belong to the driver that they were made with: make and drop them inside the block.

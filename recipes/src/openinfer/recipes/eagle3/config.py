@@ -1,7 +1,5 @@
 """The config of an EAGLE-3 head, held against the model that it drafts for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -51,7 +49,7 @@ class Head:
     layers: tuple[int, ...]
 
     @classmethod
-    def read(cls, path: Path, target: TargetConfig) -> Head:
+    def read(cls, path: Path, target: TargetConfig) -> "Head":
         """The head of a folder for a model. Raises SetupError, or UnsupportedModel naming the key."""
         try:
             fields = Fields(read_config(path / "config.json"), f"{path}/config.json")

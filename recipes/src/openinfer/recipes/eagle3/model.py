@@ -3,8 +3,6 @@
 T tokens of the step, R rows of logits, H the hidden size of head and model, D the head's vocabulary.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ class Buffers:
     def allocate(
         cls, head: Head, target: TargetConfig, arena: Arena, stream: Stream, dtype: np.dtype[Any],
         *, max_tokens: int, max_logits: int, length: int,
-    ) -> Buffers:  # fmt: skip
+    ) -> "Buffers":  # fmt: skip
         """For steps of at most max_tokens tokens, and sequences of at most `length`."""
         h = target.hidden_size
         q, kv, inter = head.sizes(target)
@@ -77,7 +75,7 @@ class Drafter:
     def allocate(
         cls, head: Head, target: TargetConfig, arena: Arena, stream: Stream, dtype: np.dtype[Any],
         *, max_tokens: int, max_logits: int, length: int,
-    ) -> Drafter:  # fmt: skip
+    ) -> "Drafter":  # fmt: skip
         """Its memory; the weights have no values yet. For steps of at most max_tokens tokens and max_logits rows of
         logits, and sequences of at most `length` tokens."""
         weights = Weights.allocate(head, target, arena, dtype)
@@ -89,7 +87,7 @@ class Drafter:
         """Bytes of weights and activations."""
         return nbytes_of(self.weights) + nbytes_of(self.buffers)
 
-    def traced(self, layers: int) -> Drafter:
+    def traced(self, layers: int) -> "Drafter":
         """The drafter of a traced model of few layers: it reads what follows the last, so that no product is counted
         for each layer that the last one stands for."""
         return dataclasses.replace(self, head=dataclasses.replace(self.head, layers=(layers,) * READ))

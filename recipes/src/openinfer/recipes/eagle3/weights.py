@@ -1,7 +1,5 @@
 """The weights of an EAGLE-3 head: their places, and their names in its checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +32,7 @@ class Weights:
     places: LinearPlaces
 
     @classmethod
-    def allocate(cls, head: Head, target: TargetConfig, arena: Arena, dtype: np.dtype[Any]) -> Weights:
+    def allocate(cls, head: Head, target: TargetConfig, arena: Arena, dtype: np.dtype[Any]) -> "Weights":
         """Uninitialised weights in `arena`."""
         p, h, vocab, rank = (
             LinearPlaces(arena, dtype),

@@ -1,7 +1,5 @@
 """The adapters (LoRA) of an engine: their places on the device, and those that its flags name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -48,7 +46,7 @@ def _projections(loads: Iterable[TensorLoad]) -> list[Projection]:
     return [Projection(load.name.removesuffix(".weight"), load.dst, load.source) for load in loads]
 
 
-def read_modules(options: Options, adapters: Adapters | None) -> list[Adapter]:
+def read_modules(options: "Options", adapters: Adapters | None) -> list[Adapter]:
     """The adapters of --lora-modules; or of dummy weights, one a place. Raises SetupError, InvalidAdapter."""
     if adapters is None:
         if options.enable_lora:

@@ -1,7 +1,5 @@
 """Blueprint: the model that a recipe makes of one checkpoint, with all code that depends on the model."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

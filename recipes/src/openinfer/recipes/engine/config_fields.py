@@ -1,7 +1,5 @@
 """A checkpoint's JSON files, read field by field: every value has the right type and a size that a model can have."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -94,7 +92,7 @@ class Fields:
             raise self.wrong(key, "it must be true or false")
         return value
 
-    def fields(self, key: str) -> Fields:
+    def fields(self, key: str) -> "Fields":
         """An object within this one; an empty one where it is not there."""
         value = self.get(key, {})
         if not isinstance(value, dict):
@@ -189,7 +187,7 @@ def eos_ids(value: object, vocab_size: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def has_own_head(checkpoint: Checkpoint | None, embedding: str) -> bool:
+def has_own_head(checkpoint: "Checkpoint | None", embedding: str) -> bool:
     """Whether a checkpoint has a head (lm_head.weight) that differs from the embedding of this name.
 
     Such a head was trained, so it is used even where config.json says tie_word_embeddings, as transformers 5 does. Many

@@ -1,7 +1,5 @@
 """Negative controls of the accuracy gate that models share: faults of the rotation, of weights, and of a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

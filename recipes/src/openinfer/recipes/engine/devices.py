@@ -1,7 +1,5 @@
 """The devices of an engine: one, or one a rank; and what each of several engines of one model gets."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """The rows of a step that get a token, kept from step to step; and log-probabilities of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +21,7 @@ class Emitting(NamedTuple):
     wants_logprobs: bool
 
     @classmethod
-    def of(cls, event: Tokens[Sampling, Payload]) -> Emitting:
+    def of(cls, event: Tokens[Sampling, Payload]) -> "Emitting":
         emitting = list(event.emitting())
         seqs = [seq for _, seq in emitting]
         return cls(

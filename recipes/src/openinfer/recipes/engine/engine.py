@@ -1,7 +1,5 @@
 """The engine: frontend.contract over the step loop."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

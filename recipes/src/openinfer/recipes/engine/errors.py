@@ -7,8 +7,6 @@ ValueError
 Every message is for the user: what was given, what is allowed, what to do.
 """
 
-from __future__ import annotations
-
 __all__ = ["SetupError", "UnsupportedModel"]
 
 

@@ -1,7 +1,5 @@
 """Mixtures of experts: their sizes in config.json, and the places of their weights among a checkpoint's tensors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from openinfer.kernels.authoring import AnyPacking, Linear, LinearPlaces, Packing, module_packing
@@ -23,7 +21,7 @@ class Experts:
     shared_size: int = 0
 
     @classmethod
-    def of(cls, fields: Fields, *, shared: bool) -> Experts:
+    def of(cls, fields: Fields, *, shared: bool) -> "Experts":
         """As config.json says. Raises UnsupportedModel naming the key."""
         key = "num_experts" if "num_experts" in fields else "num_local_experts"
         count, chosen = fields.size(key), fields.size("num_experts_per_tok")

@@ -4,8 +4,6 @@ It loads its part of the weights, records the same steps as rank 0, and then doe
 however that ends: the kernel sends SIGKILL when the thread that started it is gone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging

@@ -1,7 +1,5 @@
 """The other ranks of an engine, as rank 0 has them: processes that it starts, watches and ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

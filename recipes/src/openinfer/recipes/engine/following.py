@@ -1,7 +1,5 @@
 """The commands of rank 0 that a rank above it carries out, in the order of its launches."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

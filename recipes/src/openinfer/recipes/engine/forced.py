@@ -1,7 +1,5 @@
 """Forced: chosen tokens through an engine's recorded steps, below its scheduler, with leases of the engine's pool."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Which architectures and tokenizers are read is up to the recipes (`Recipe.gguf`)
 What the converter changed when it made the file is changed back.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

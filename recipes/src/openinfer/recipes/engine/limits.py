@@ -1,7 +1,5 @@
 """The flags, checked against the model and the device: every size of an engine, decided before memory is taken."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from dataclasses import dataclass
@@ -68,7 +66,7 @@ class Room:
     fixed_bytes: int
 
     @classmethod
-    def on(cls, device: Device, options: Options, fixed_bytes: int) -> Room:
+    def on(cls, device: Device, options: Options, fixed_bytes: int) -> "Room":
         """The room that the flags give, or that the device's free memory leaves."""
         if options.kv_cache_memory_bytes is not None:
             return cls(options.kv_cache_memory_bytes, device, fixed_bytes)
@@ -95,7 +93,7 @@ class Room:
         )
 
 
-def decide(options: Options, device: Device, blueprint: Blueprint[Any]) -> Limits:
+def decide(options: Options, device: Device, blueprint: "Blueprint[Any]") -> Limits:
     """Choose the sizes that the flags leave open. Raises SetupError for a flag that the model or device cannot have."""
     if device.kind == "null":
         raise SetupError("--device null plans and runs nothing; use cpu or cuda")

@@ -1,7 +1,5 @@
 """The tiers and peers behind the pool that the flags ask for, and the fingerprint of what their blocks depend on."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -60,7 +58,7 @@ class Cache:
 
     pool: Pool
     tiers: Tiers | None = None
-    publisher: EventPublisher | None = None
+    publisher: "EventPublisher | None" = None
 
     def publish(self) -> None:
         """Put out the KV events for routers: blocks that became findable, and blocks that were evicted."""

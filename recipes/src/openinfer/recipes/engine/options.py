@@ -1,7 +1,5 @@
 """Options: an engine's flags in one place. Parser, help, refusals and the flag reference are made from the fields."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -115,12 +113,12 @@ class Options:
     block_size: int = option(16, "tokens of a cache page", kind=int, choices=(16, 32, 64))
     enforce_eager: bool = option(False, "launch kernels one by one instead of replaying graphs", kind=bool)
     enable_prefix_caching: bool = option(True, "share cached prefixes", kind=bool)
-    scheduling_policy: str | Policy = option(  # noqa: RUF009
+    scheduling_policy: "str | Policy" = option(  # noqa: RUF009
         "fcfs",
         "fcfs, priority, fair-share, deadline, longest-prefix, or your own as MODULE:FUNCTION (called with "
         "max_batched_tokens=N); options behind commas, as in deadline,ttft_s=0.2,tpot_s=0.02",
     )
-    eviction_policy: str | Callable[[Group], Eviction] = option(  # noqa: RUF009
+    eviction_policy: "str | Callable[[Group], Eviction]" = option(  # noqa: RUF009
         "auto",
         "order of eviction: lru, lineage, priority, s3fifo, or MODULE:CLASS (called with a group); auto: lru, s3fifo "
         "for windows",
@@ -217,7 +215,7 @@ class Options:
         own = speculation is not None and speculation.method == "eagle3"
         return Path(speculation.model) if speculation is not None and own else None
 
-    def speculation(self) -> SpeculativeConfig | None:
+    def speculation(self) -> "SpeculativeConfig | None":
         """The value of --speculative-config. Raises SetupError."""
         if self.speculative_config is None:
             return None
@@ -231,7 +229,7 @@ class Options:
         speculation = self.speculation()
         return speculation is not None and speculation.proposes
 
-    def drafting(self, buckets: Buckets, pace: StepPace, vocab_size: int) -> Drafting | NoDrafts:
+    def drafting(self, buckets: "Buckets", pace: "StepPace", vocab_size: int) -> "Drafting | NoDrafts":
         """The choice of drafts, for steps of these shapes and times. Raises SetupError."""
         from openinfer.graph.runner import NoDrafts
 

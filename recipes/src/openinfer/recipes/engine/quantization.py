@@ -1,7 +1,5 @@
 """How a checkpoint's weights are packed, as config.json and the command line say."""
 
-from __future__ import annotations
-
 import logging
 
 from openinfer.kernels import UnsupportedQuantization

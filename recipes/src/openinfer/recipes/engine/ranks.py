@@ -1,7 +1,5 @@
 """The ranks of an engine: this process and those that run the same steps. A rank has a part of the weights."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket
@@ -41,7 +39,7 @@ class Ranks:
     """[places, values]: adapters that rank 0 hands to the others; all ranks see the same memory."""
 
     @classmethod
-    def joined(cls, file: int, rank: int, size: int, links: Sequence[socket.socket]) -> Ranks:
+    def joined(cls, file: int, rank: int, size: int, links: Sequence[socket.socket]) -> "Ranks":
         """A rank of several, over the memory behind a descriptor."""
         return cls(rank, size, SharedMemory(file, rank, size, timeout_s=START_TIMEOUT_S), links)
 

@@ -1,7 +1,5 @@
 """Recipe: the interface between a recipe and the command line. Importing it imports no model code and no driver."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib
@@ -33,10 +31,10 @@ class Source:
 
     config: Json
     eos: object = None
-    checkpoint: Checkpoint | None = None
+    checkpoint: "Checkpoint | None" = None
 
     @classmethod
-    def read(cls, model_dir: Path) -> Source:
+    def read(cls, model_dir: Path) -> "Source":
         """From a checkpoint directory. Raises UnsupportedModel."""
         return cls(*load_config(model_dir))
 
@@ -61,7 +59,7 @@ class Recipe(ABC, Generic[O]):
         """Whether config.json is one of this family's. Never raises."""
 
     @abstractmethod
-    def blueprint(self, source: Source, options: O, *, ranks: int = 1, rank: int = 0) -> Blueprint[Any]:
+    def blueprint(self, source: Source, options: O, *, ranks: int = 1, rank: int = 0) -> "Blueprint[Any]":
         """The model of a source. ranks: the number of GPUs that share it; above 1, this is the part of GPU `rank` of
         them. Raises UnsupportedModel, SetupError."""
 
@@ -69,7 +67,7 @@ class Recipe(ABC, Generic[O]):
         """config.json of published models by a short name; wheels may carry kernels for these."""
         return {}
 
-    def gguf(self) -> Mapping[str, GgufFormat]:
+    def gguf(self) -> "Mapping[str, GgufFormat]":
         """How GGUF files of this family are read, by their `general.architecture`."""
         return {}
 
@@ -83,17 +81,17 @@ class Recipe(ABC, Generic[O]):
         options.check(self.name)
         return options
 
-    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
+    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> "EngineSpec":
         """The engine for a checkpoint. Raises SetupError."""
         return self._spec(model_dir, self.parsed(args))
 
-    def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> list[EngineSpec]:
+    def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> "list[EngineSpec]":
         """The engines of --data-parallel-size, each on devices of its own. Raises SetupError."""
         from openinfer.recipes.engine.devices import split
 
         return [self._spec(model_dir, options) for options in split(self.parsed(args), count)]
 
-    def _spec(self, model_dir: Path, options: O) -> EngineSpec:
+    def _spec(self, model_dir: Path, options: O) -> "EngineSpec":
         from openinfer.frontend.contract import EngineSpec
 
         which = {"recipe": self.known_as, "model_dir": str(model_dir)}

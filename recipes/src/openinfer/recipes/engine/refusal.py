@@ -1,7 +1,5 @@
 """The requests that an engine refuses in any state, and those whose settings leave no token on the way."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 

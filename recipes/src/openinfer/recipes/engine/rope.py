@@ -1,7 +1,5 @@
 """The settings of rotary embedding in a config.json: each key is honoured, or refused by name."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ further than rounding does. So the positions whose experts agree with the refere
 like positions of a dense model. Their limits come from the positions where the reference's own two runs agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,7 +69,7 @@ class Routed:
     def passed(self) -> bool:
         return self.verdict is not None and self.verdict.passed
 
-    def renamed(self, path: str) -> Routed:
+    def renamed(self, path: str) -> "Routed":
         return replace(self, path=path)
 
     def as_dict(self) -> dict[str, Any]:

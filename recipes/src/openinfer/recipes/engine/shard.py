@@ -1,7 +1,5 @@
 """The division of a model among ranks. A config is always the whole model's; its Part says which part a rank has."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

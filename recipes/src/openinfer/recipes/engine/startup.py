@@ -1,7 +1,5 @@
 """From a checkpoint on disk to an engine that is ready: plan memory, load weights, get kernels, record steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging
@@ -141,7 +139,7 @@ class Builder(Generic[O]):
     options: O
     followers: Followers | NoFollowers
     trace: StepTrace = field(default_factory=NoTrace)
-    open_publisher: OpenPublisher | None = None
+    open_publisher: "OpenPublisher | None" = None
     device: Device = field(init=False)
     blueprint: Blueprint[Any] = field(init=False)
     limits: Limits = field(init=False)
@@ -409,7 +407,7 @@ def _digests(checkpoint: Checkpoint, options: Options) -> list[str]:
     return found
 
 
-def _publisher(options: Options) -> OpenPublisher | None:
+def _publisher(options: Options) -> "OpenPublisher | None":
     """Opens the publisher of KV events; None if nobody asked for events. Raises InvalidConfig, SetupError."""
     if options.kv_events_config is None:
         return None

@@ -1,7 +1,5 @@
 """The engine's statistics, put together from those of its parts."""
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """The hooks of training in an engine: commands to its weights and memory, while no request runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def desk_of(
-    blueprint: Blueprint[Any],
+    blueprint: "Blueprint[Any]",
     model: Any,
     arena: Arena,
     stream: Stream,
@@ -40,7 +38,7 @@ def desk_of(
     )
 
 
-def _validate(blueprint: Blueprint[Any], limits: Limits, checkpoint: Checkpoint) -> None:
+def _validate(blueprint: "Blueprint[Any]", limits: Limits, checkpoint: Checkpoint) -> None:
     blueprint.validate(checkpoint, limits)
 
 

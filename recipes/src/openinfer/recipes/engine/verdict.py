@@ -9,8 +9,6 @@ happens. So the regret is compared with the difference between the reference's o
 another likely token (99th percentile).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -51,7 +49,7 @@ class Reference:
         """The first position that is compared."""
         return len(self.tokens) - len(self.top_ids)
 
-    def rounded(self) -> Reference:
+    def rounded(self) -> "Reference":
         """The reference for an engine that rounds activations: its bf16 run is replaced by the run that rounds.
         So the limits become 1.5 times the effect of the rounding itself. Raises ValueError where no run rounds."""
         if self.actq is None:
@@ -93,7 +91,7 @@ class Check(Protocol):
     @property
     def passed(self) -> bool: ...
 
-    def renamed(self, path: str) -> Check: ...
+    def renamed(self, path: str) -> "Check": ...
 
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -128,7 +126,7 @@ class Verdict:
     maximum: float
     regretted: int
 
-    def renamed(self, path: str) -> Verdict:
+    def renamed(self, path: str) -> "Verdict":
         return replace(self, path=path)
 
     @property

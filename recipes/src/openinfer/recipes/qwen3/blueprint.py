@@ -1,7 +1,5 @@
 """A Qwen3 before it has memory: the division of the cache, allocation and loading."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Shapes: T tokens of the step, R rows (sequences) in it. A Qwen3 layer is attenti
 over another norm, or experts that a router chooses; both add to x.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +41,7 @@ class Buffers:
     y: Tensor  # [T, H]: of one of several ranks
 
     @classmethod
-    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], max_tokens: int) -> Buffers:
+    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], max_tokens: int) -> "Buffers":
         """For steps of at most max_tokens tokens."""
         part, queries = config.part, config.part.of(config.num_heads) * config.head_dim
         qkv = queries + 2 * part.of(config.num_kv_heads) * config.head_dim

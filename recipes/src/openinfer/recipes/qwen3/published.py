@@ -1,7 +1,5 @@
 """The published Qwen3 sizes: what their config.json says. Kernels for them are compiled into wheels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")

@@ -1,7 +1,5 @@
 """The recipe as the command line sees it. Importing this imports no model code."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +36,7 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
         """Whether config.json is a Qwen3's."""
         return config.get("model_type") in MODEL_TYPES
 
-    def blueprint(self, source: Source, options: Qwen3Options, *, ranks: int = 1, rank: int = 0) -> Qwen3:
+    def blueprint(self, source: Source, options: Qwen3Options, *, ranks: int = 1, rank: int = 0) -> "Qwen3":
         """The model of a source."""
         from openinfer.recipes.qwen3.blueprint import Qwen3
         from openinfer.recipes.qwen3.config import Config
@@ -53,7 +51,7 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
             head = Head.read(Path(speculation.model), config)
         return Qwen3(config, options.block_size, head)
 
-    def gguf(self) -> Mapping[str, GgufFormat]:
+    def gguf(self) -> "Mapping[str, GgufFormat]":
         """Files of dense models."""
         from openinfer.recipes.engine.gguf import REST, WORDS, dense
 

@@ -1,7 +1,5 @@
 """The tensors that the checkpoint must hold, their places, and the fused layout that the model runs on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +48,7 @@ class Weights:
     places: LinearPlaces
 
     @classmethod
-    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any]) -> Weights:
+    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any]) -> "Weights":
         """Uninitialised weights in `arena`."""
         p, hidden, before = LinearPlaces(arena, dtype), config.hidden_size, arena.used
         embed = p.table("model.embed_tokens", config.vocab_size, hidden, config.packing)

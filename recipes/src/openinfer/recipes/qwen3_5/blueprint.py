@@ -1,7 +1,5 @@
 """A Qwen3.5 before it has memory: the division of the room between cache and states, allocation and loading."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

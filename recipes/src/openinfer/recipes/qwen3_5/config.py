@@ -1,7 +1,5 @@
 """Reading a Qwen3.5 config.json, and the settings that are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,7 +61,7 @@ class Config:
     eos_token_ids: tuple[int, ...]
     part: Part = WHOLE
 
-    def of_rank(self, rank: int, ranks: int) -> Config:
+    def of_rank(self, rank: int, ranks: int) -> "Config":
         """This model with the part of one of several ranks: its query and value heads, columns of MLPs, experts, and
         rows of the vocabulary. Raises UnsupportedModel where the model cannot be shared evenly."""
         if ranks == 1:
@@ -87,7 +85,7 @@ class Config:
         return dataclasses.replace(self, part=part)
 
     @property
-    def whole(self) -> Config:
+    def whole(self) -> "Config":
         """This model on one rank."""
         return dataclasses.replace(self, part=WHOLE)
 
@@ -126,7 +124,7 @@ class Config:
     def parse(
         cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True,
         checkpoint: Checkpoint | None = None,
-    ) -> Config:  # fmt: skip
+    ) -> "Config":  # fmt: skip
         """From the parsed config.json, nested or flat; eos None: those of config.json. quantization: the flag.
         coded: whether activations may be quantised. checkpoint: which modules are packed, and whether it has an MTP
         head. Raises UnsupportedModel."""

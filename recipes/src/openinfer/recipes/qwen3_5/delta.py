@@ -1,7 +1,5 @@
 """The gated delta rule as commands: the division of a step's rows among a GPU's programs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple
@@ -140,7 +138,7 @@ class DeltaArgs(Generic[T]):
     num_drafts: T | None = None
 
     @property
-    def sizes(self: DeltaArgs[Any]) -> Sizes:
+    def sizes(self: "DeltaArgs[Any]") -> Sizes:
         value_heads, key_dim, value_dim = self.state.shape[1:]
         key_heads = (self.qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
         return Sizes(key_heads, value_heads, key_dim, value_dim)

@@ -1,7 +1,5 @@
 """How GGUF files of Qwen3.5 are read: value heads in another order, norms with 1 added, decays as they are used."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from openinfer.recipes.engine.gguf import (

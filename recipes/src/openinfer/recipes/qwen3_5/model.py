@@ -2,8 +2,6 @@
 Shapes: T tokens of the step, R rows (sequences) in it, S slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +52,7 @@ class Buffers:
     @classmethod
     def allocate(
         cls, config: Config, weights: Weights, arena: Arena, dtype: np.dtype[Any], max_tokens: int
-    ) -> Buffers:
+    ) -> "Buffers":
         """For steps of at most max_tokens tokens."""
         mixers = [layer.mixer for layer in weights.layers]
         delta = next(mixer for mixer in mixers if isinstance(mixer, DeltaNet))

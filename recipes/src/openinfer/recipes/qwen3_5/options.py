@@ -1,7 +1,5 @@
 """The flags of a Qwen3.5 engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

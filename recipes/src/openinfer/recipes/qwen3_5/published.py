@@ -1,7 +1,5 @@
 """The published Qwen3.5 sizes: what their config.json says. Kernels for them are compiled into wheels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")

@@ -1,7 +1,5 @@
 """The recipe as the command line sees it. Importing this imports no model code."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,7 +30,7 @@ class Qwen35Recipe(Recipe[HybridOptions]):
         """Whether config.json is a Qwen3.5's, with or without a vision tower, or a Qwen3-Next's."""
         return config.get("model_type") in MODEL_TYPES
 
-    def blueprint(self, source: Source, options: HybridOptions, *, ranks: int = 1, rank: int = 0) -> Qwen35:
+    def blueprint(self, source: Source, options: HybridOptions, *, ranks: int = 1, rank: int = 0) -> "Qwen35":
         """The model of a source. Without a checkpoint its weights are spelled as the published ones are."""
         from openinfer.recipes.qwen3_5.blueprint import Qwen35
         from openinfer.recipes.qwen3_5.config import Config
@@ -51,7 +49,7 @@ class Qwen35Recipe(Recipe[HybridOptions]):
             form = dataclasses.replace(form, mtp=True, fp8_drafts=speculation.quantization == "fp8")
         return Qwen35(config.of_rank(rank, ranks), form, options)
 
-    def gguf(self) -> Mapping[str, GgufFormat]:
+    def gguf(self) -> "Mapping[str, GgufFormat]":
         """Files of dense models."""
         from openinfer.recipes.qwen3_5.gguf import FORMAT
 

@@ -1,7 +1,5 @@
 """Where the recurrent states of rows are read and written, and where in a prompt snapshots of them are taken."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

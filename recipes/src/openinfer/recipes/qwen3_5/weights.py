@@ -1,7 +1,5 @@
 """The tensors that the checkpoint must hold, their places, and the fused layout that the model runs on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,14 +46,14 @@ class Format:
     fp8_drafts: bool = False
 
     @classmethod
-    def published(cls, config: Config) -> Format:
+    def published(cls, config: Config) -> "Format":
         """The format of the publisher's checkpoints with this config."""
         prefix = "model." if config.text_only else "model.language_model."
         apart = config.by_key_head or (config.packing is not None and not config.packing.made)
         return cls(prefix, config.packing, apart, bool(config.tie_word_embeddings))
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: Config) -> Format:
+    def of(cls, checkpoint: Checkpoint, config: Config) -> "Format":
         """The format of this checkpoint, found from the names of its tensors."""
         nested = "model.language_model.embed_tokens.weight" in checkpoint
         prefix, tied = "model.language_model." if nested else "model.", config.tie_word_embeddings
@@ -155,7 +153,7 @@ class Weights:
     places: LinearPlaces
 
     @classmethod
-    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
+    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> "Weights":
         """Uninitialised weights in `arena`. Raises UnsupportedModel where projections cannot be stacked."""
         p, rows, before = _Places(arena, dtype, form=form), config.part.slice(config.vocab_size), arena.used
         embed = p.table(form.prefix + "embed_tokens", config.vocab_size, config.hidden_size, form.packing)

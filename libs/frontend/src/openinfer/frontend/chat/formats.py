@@ -1,7 +1,5 @@
 """The formats in which models write calls. Each is one value, which the readers and the forced grammars follow."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

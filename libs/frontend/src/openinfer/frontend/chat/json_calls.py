@@ -4,8 +4,6 @@ What is handed out is always the beginning of valid JSON that a few closing mark
 value begins, and a number or a word until it ends. So a call that is cut, or goes wrong, can be ended at any place.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -179,7 +177,7 @@ class JsonText:
 class JsonReader:
     """One call of a JsonFormat. As `tag_calls.TagReader`."""
 
-    def __init__(self, form: JsonFormat, schemas: Schemas, *, bare: bool, marked: bool) -> None:
+    def __init__(self, form: "JsonFormat", schemas: Schemas, *, bare: bool, marked: bool) -> None:
         self.text, self.parts = "", list[Part]()
         self.offered = self.mended = False
         self._form, self._schemas, self._bare, self._marked = form, schemas, bare, marked

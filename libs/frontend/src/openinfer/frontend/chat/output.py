@@ -11,8 +11,6 @@ Where a call is:
 All other text that resembles a call stays where it is, verbatim.
 """
 
-from __future__ import annotations
-
 import re
 
 from openinfer.frontend.chat.formats import ToolFormat

@@ -1,7 +1,5 @@
 """Calls that are written as a list of Python's: `[f(a=1), g(b="x")]`. They are read as soon as the list is whole."""
 
-from __future__ import annotations
-
 import re
 
 from openinfer.frontend.chat.parts import TOOL_NAME, Part, Schemas, ToolCall

@@ -10,8 +10,6 @@ Everything else is text. A call or block that opens on a line of its own within 
 so is the value of a parameter that is no next one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import TYPE_CHECKING
@@ -36,7 +34,7 @@ class TagReader:
     comes first, Arguments go on with it. offered: the call names a tool on offer. mended: a tag was left out.
     """
 
-    def __init__(self, form: TagFormat, schemas: Schemas, *, bare: bool, marked: bool) -> None:
+    def __init__(self, form: "TagFormat", schemas: Schemas, *, bare: bool, marked: bool) -> None:
         self.text, self.parts = "", list[Part]()
         self.offered = self.mended = False
         self._form, self._schemas, self._bare, self._marked = form, schemas, bare, marked

@@ -1,7 +1,5 @@
 """AdapterQueue: sequences with an adapter (LoRA) wait here until their adapter has a place on the device."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar

@@ -1,7 +1,5 @@
 """Batch: the rows of a step on the device, and the buffers that every model's step has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -93,7 +91,7 @@ class Batch:
         ranks: int = 1,
         adds: bool = True,
         seen: int | None = None,
-    ) -> Batch:
+    ) -> "Batch":
         """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states.
         max_drafts: of a row; 0: the fields of drafts do not exist. proposes: layers of the model make the drafts.
         adds: whether several ranks add up hidden states by `add`. seen: the width of what layers that draft read of a

@@ -1,7 +1,5 @@
 """FirstTokens: how long requests wait for their first token, beside what requests like them waited for."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

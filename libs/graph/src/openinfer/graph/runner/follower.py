@@ -4,8 +4,6 @@ A follower has no scheduler and decides nothing. It holds the same segments unde
 batch come as the packed deltas that the leader sends to its own device.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -79,7 +77,9 @@ class LoneLeader:
         return deltas
 
 
-def follow_leader(runner: Runner, reader: RingReader, commands: Mapping[str, Callable[..., object]]) -> None:
+def follow_leader(
+    runner: "Runner", reader: RingReader, commands: Mapping[str, Callable[..., object]]
+) -> None:
     """Do what the leader says, until it says that it ends. The runner must be recorded. commands: by their names."""
     keys, rows = list(runner.graphs.keys()), runner.model.batch.rows
     while True:

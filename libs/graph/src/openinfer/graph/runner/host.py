@@ -1,7 +1,5 @@
 """HostPack: ops on the host, in steps whose calls are noted once and repeated."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

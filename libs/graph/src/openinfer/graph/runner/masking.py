@@ -4,8 +4,6 @@ A mask depends on all tokens before it. So the masks of a step are made when the
 of the step are known on the host by then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The protocols of a model that a runner drives. They name no layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Ring: messages from one process to others of the same host, over shared memory."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import select

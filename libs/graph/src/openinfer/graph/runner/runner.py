@@ -1,7 +1,5 @@
 """Runner: steps of the scheduler's loop as changes to Rows and launches of recorded segments."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
@@ -138,7 +136,7 @@ class Runner:
             self.model.clear(self.stream)
             self.stream.synchronize()
 
-    def eager(self, pack: Pack | None = None) -> Runner:
+    def eager(self, pack: Pack | None = None) -> "Runner":
         """A runner over the same model and buffers that launches its ops one by one, on `pack` if one is given. Only
         one of the two may have steps under way. It is not to be closed."""
         graphs = StepGraphs(self.stream.device, self.stream, capture=False)

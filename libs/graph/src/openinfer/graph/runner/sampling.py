@@ -1,7 +1,5 @@
 """Sampling: the part of a request that its row on the device needs; Wishes: what the rows of a step ask for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -4,8 +4,6 @@ The hidden states of a chunk are still there when its step has sampled. The stat
 about goes through lm_head again, in slices as large as the buffer of logits. So scoring needs no memory of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

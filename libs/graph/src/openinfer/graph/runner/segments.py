@@ -1,7 +1,5 @@
 """The segments that steps are made of, and the room that their results need."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Trials: whether drafts save time, by what steps with and without them took."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 SPAN = 32

@@ -1,7 +1,5 @@
 """WeightsDesk: a model's weights while its engine stands still. They are updated in place, or leave the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

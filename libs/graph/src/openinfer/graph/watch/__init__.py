@@ -1,7 +1,5 @@
 """Watch: steps that take longer than they should, each kept as a trace with a line that says what is out of line."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """SlowLoads: loads of cached blocks from host memory or a disk that take longer than they should."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar

@@ -1,7 +1,5 @@
 """StepTrace: the last steps, host phases and device work side by side, as a file that Chrome and Perfetto show."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

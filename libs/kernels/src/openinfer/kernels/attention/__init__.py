@@ -1,7 +1,5 @@
 """Attention as commands: the division of a step's queries and keys among a GPU's programs."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

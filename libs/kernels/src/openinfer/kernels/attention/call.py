@@ -1,7 +1,5 @@
 """A call of attention, and its division among a GPU's programs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,7 +57,7 @@ class AttentionCall:
     table_tokens: int
 
     @classmethod
-    def of(cls, a: AttendArgs[Any]) -> AttentionCall:
+    def of(cls, a: AttendArgs[Any]) -> "AttentionCall":
         """All tensors are Tensor, but q may be Scratch."""
         table_width, (tokens, heads, dim) = a.block_tables.shape[1], a.q.shape
         _, _, kv_heads, page_size, _ = a.kv.shape

@@ -1,7 +1,5 @@
 """Attention of decode steps over an FP8 cache by a kernel of CUDA C++: device/attend_codes.cu."""
 
-from __future__ import annotations
-
 from openinfer.kernels.attention.call import AttentionCall
 from openinfer.kernels.op.launch import Arg, Launch, Scratch, launch_cuda, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes

@@ -7,8 +7,6 @@ keeps three bits of the mantissa whatever the scale is, so scales need be no fin
 of any size within its range.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +30,7 @@ class CacheForm:
     scaled: bool = False
 
     @classmethod
-    def of(cls, kv: Tensor, kv_scales: object) -> CacheForm:
+    def of(cls, kv: Tensor, kv_scales: object) -> "CacheForm":
         """The form of a layer that ops are given."""
         return cls(kv.dtype, kv_scales is not None)
 
@@ -69,14 +67,14 @@ class KvLayout:
         """Bytes of a page, which holds all layers."""
         return self.layers * self.layer_bytes
 
-    def allocate(self, arena: Arena, stream: Stream, pages: int) -> KvCache:
+    def allocate(self, arena: Arena, stream: Stream, pages: int) -> "KvCache":
         """A cache of `pages` pages. On a GPU it is zeroed, because kernels may multiply by zero what no token wrote."""
         cache = self.over(arena.alloc((pages, self.page_bytes), uint8, "kv cache"))
         if arena.device.kind == "cuda":
             cache.clear(stream)
         return cache
 
-    def over(self, memory: Tensor) -> KvCache:
+    def over(self, memory: Tensor) -> "KvCache":
         """The cache in `memory`, uint8 [pages, page_bytes], which it keeps alive."""
         shape = (memory.shape[0], self.layers, 2, self.heads, self.page_size, self.dim)
         if not self.form.scaled:

@@ -1,7 +1,5 @@
 """Attention of rows of many tokens as commands."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

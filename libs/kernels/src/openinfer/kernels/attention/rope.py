@@ -1,7 +1,5 @@
 """Rotary embedding: its frequencies, plain and by YaRN, and the table of cosines and sines that ops take."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

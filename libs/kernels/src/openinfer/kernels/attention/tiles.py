@@ -1,7 +1,5 @@
 """Tiles of attention: a program's share of a step's queries and keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

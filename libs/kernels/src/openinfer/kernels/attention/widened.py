@@ -1,7 +1,5 @@
 """An FP8 cache for prompts: the cached tokens of a step's long rows are made bf16 in scratch memory, once a layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -13,8 +13,6 @@ holds exactly, are kept times 2^SHIFT, and factors times 2^(126 - SHIFT), for de
 files have 4.5 and 4.25, because kernels copy no less than a word in the background.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,7 +36,7 @@ class Fp4:
     block: ClassVar[int] = FP4_BLOCK
 
     @classmethod
-    def of(cls, weight: Any, scales: Any) -> Fp4 | None:
+    def of(cls, weight: Any, scales: Any) -> "Fp4 | None":
         """The form of these tensors or arrays, None for another format's."""
         words = 2 * weight.shape[-1] // FP4_BLOCK + 1
         return (

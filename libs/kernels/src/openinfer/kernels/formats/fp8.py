@@ -1,7 +1,5 @@
 """FP8 weights with float32 scales: of blocks of 128 x 128 numbers, or of rows."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +23,7 @@ class Fp8:
     by_row: bool
 
     @classmethod
-    def of(cls, weight: Any, scales: Any) -> Fp8:
+    def of(cls, weight: Any, scales: Any) -> "Fp8":
         """The form of these tensors or arrays, if they are of no other format."""
         rows = weight.shape[-2]
         return cls(rows > 1 and scales.shape[-2:] == (rows, 1))

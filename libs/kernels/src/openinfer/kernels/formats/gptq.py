@@ -9,8 +9,6 @@ Where columns were quantised in the order of their activations (desc_act), the g
 here takes that, so the weight becomes plain while it is loaded.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

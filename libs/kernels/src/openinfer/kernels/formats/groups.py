@@ -1,8 +1,6 @@
 """Weights whose codes have a scale for each group of columns, as publishers store them: which tensors, which of their
 parts, and how these become the tensors of a Linear."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator
@@ -106,11 +104,11 @@ class Grouped:
         """Whether weights stay packed; else they become plain while they are loaded."""
         return self.to_values is None
 
-    def replace(self, **changes: object) -> Grouped:
+    def replace(self, **changes: object) -> "Grouped":
         """With other values of some fields."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
-    def found_in(self, names: Collection[str], modules: frozenset[str]) -> Grouped:
+    def found_in(self, names: Collection[str], modules: frozenset[str]) -> "Grouped":
         """Of these modules, without the optional tensors that the checkpoint lacks."""
         some = next(iter(modules), "")
         kept = (one for one in self.scales if not one.optional or some + one.ending in names)

@@ -18,8 +18,6 @@ A checkpoint packs 8 codes in an int32, the first in the lowest bits:
 - GPTQ: see formats.gptq.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +47,7 @@ class Int4Groups:
     group: int
 
     @classmethod
-    def of(cls, weight: Any, scales: Any) -> Int4Groups | None:
+    def of(cls, weight: Any, scales: Any) -> "Int4Groups | None":
         """The form of these tensors or arrays, None for another format's."""
         return cls(2 * weight.shape[-1] // max(1, scales.shape[-1])) if scales.dtype == int32 else None
 

@@ -4,8 +4,6 @@ A checkpoint of compressed-tensors has them as int8 (`weight`, "int-quantized"),
 lowest bits, as values + 128 (`weight_packed`, "pack-quantized"). GPTQ's are in formats.gptq.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,7 @@ class Int8:
     group: int
 
     @classmethod
-    def of(cls, weight: Any, scales: Any) -> Int8 | None:
+    def of(cls, weight: Any, scales: Any) -> "Int8 | None":
         """The form of these tensors or arrays, None for another format's."""
         if weight.dtype != int8:
             return None

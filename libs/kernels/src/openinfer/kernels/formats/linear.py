@@ -1,7 +1,5 @@
 """A weight of a linear layer as one value, and the formats of its numbers: one class and one entry of FORMS each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -61,7 +59,7 @@ class Plain:
         return True
 
     @classmethod
-    def of(cls, weight: Any, scales: Any) -> Plain | None:
+    def of(cls, weight: Any, scales: Any) -> "Plain | None":
         """The form of these tensors or arrays, None for another format's."""
         return cls() if scales is None else None
 
@@ -108,20 +106,20 @@ class Linear(Generic[T_co]):
         """K."""
         return self.form.columns(self.weight)
 
-    def values(self: Linear[Array], parts: int = 1) -> Array:
+    def values(self: "Linear[Array]", parts: int = 1) -> Array:
         """The float32 values, exactly. `parts`: projections stacked in the rows."""
         return self.form.values(self.weight, self.scales, parts)
 
-    def halves(self: Linear[Array]) -> tuple[Array, Array]:
+    def halves(self: "Linear[Array]") -> tuple[Array, Array]:
         """The gate's and the up projection's half of a weight [..., 2 I, K], each as float32 [..., I, K]."""
         wide, inter = self.values(2), self.weight.shape[-2] // 2
         return wide[..., :inter, :], wide[..., inter:, :]
 
-    def __getitem__(self: Linear[Any], expert: int) -> Linear[Any]:
+    def __getitem__(self: "Linear[Any]", expert: int) -> "Linear[Any]":
         """One expert's."""
         return Linear(self.weight[expert], None if self.scales is None else self.scales[expert])
 
-    def rows_from(self: Linear[Tensor], first: int) -> Linear[Tensor]:
+    def rows_from(self: "Linear[Tensor]", first: int) -> "Linear[Tensor]":
         """The rows from `first` on, which begins a projection: blocks of scales begin there too."""
         if self.scales is None:
             return replace(self, weight=self.weight[first:])

@@ -1,7 +1,5 @@
 """FP8 and FP4 weights with scales of E8M0, which are exponents: byte b is 2^(b - 127)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +24,7 @@ class Mx:
     fp4: bool
 
     @classmethod
-    def of(cls, weight: Any, scales: Any) -> Mx | None:
+    def of(cls, weight: Any, scales: Any) -> "Mx | None":
         """The form of these tensors or arrays, None for another format's."""
         return cls(weight.dtype == uint8) if scales.dtype == uint8 else None
 

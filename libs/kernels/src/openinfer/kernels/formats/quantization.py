@@ -1,7 +1,5 @@
 """quantization_config of a config.json, as the publishers of packed checkpoints write it."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Weights of linear layers from a checkpoint: plain or packed, one projection or several stacked in one weight."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

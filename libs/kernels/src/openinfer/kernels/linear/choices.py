@@ -1,8 +1,6 @@
 """Which kernel a product with a weight in bf16 or FP8 takes: rings and clusters, kernels of CUDA C++ for few tokens,
 then measured tables (store.tables), and a rule where no table has an entry."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """The product of a few tokens, up to 128, by clusters of blocks: device/cluster_product.cu."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from openinfer.kernels.formats.fp8 import Fp8

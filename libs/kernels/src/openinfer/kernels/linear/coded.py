@@ -1,7 +1,5 @@
 """Products of float8 or int8 codes: activations are quantised, and weights are not unpacked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Products by cuBLASLt: of bf16 numbers, and of float8 codes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Products with FP4 and INT8 weights: Triton's kernels for few tokens. For many, the weight is made bf16 first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple

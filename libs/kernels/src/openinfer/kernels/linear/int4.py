@@ -1,8 +1,6 @@
 """Products with INT4 weights: clusters (device/int4_cluster.cu) or Triton's kernel for few tokens. For many, the weight
 is made bf16 first."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """All ways to make a product with the weight of a linear layer, in the order in which they are asked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from openinfer.kernels.formats.fp8 import Fp8

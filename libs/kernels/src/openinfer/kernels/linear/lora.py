@@ -1,7 +1,5 @@
 """Products with adapters (LoRA): one kernel for few tokens; else the product, and the low-rank products apart."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Products of the op "project", with bf16 weights and those with E8M0 scales: packed weights in the kernel where tokens
 are few, made bf16 first where they are many."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass

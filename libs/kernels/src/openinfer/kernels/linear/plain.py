@@ -1,7 +1,5 @@
 """Products with weights of bf16, and with FP8 weights where activations are not quantised: Triton's kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A product with the weight of a linear layer: everything that says which kernels make it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -74,7 +72,7 @@ class Problem:
     def gated(self) -> bool:
         return self.epilogue == "gated"
 
-    def ungated(self, out: Scratch) -> Problem:
+    def ungated(self, out: Scratch) -> "Problem":
         """The product of a gated one, without the gate."""
         return replace(self, out=out, epilogue="none")
 

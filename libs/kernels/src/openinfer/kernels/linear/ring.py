@@ -1,8 +1,6 @@
 """The product of a few tokens by a ring of weights in shared memory: device/ring.cu and ring_tokens.cu, and of one
 token with codes device/ring_groups.cu."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from openinfer.kernels.formats.fp8 import Fp8

@@ -4,8 +4,6 @@ A place holds the matrices of one adapter for all projections, one after the oth
 as a tensor over all places, whose stride is the size of a place.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -90,7 +88,7 @@ class _Span(NamedTuple):
         return self.start_b + _aligned(sum(self.rows) * self.rank)
 
     @classmethod
-    def after(cls, start: int, rows: tuple[int, ...], columns: int, rank: int) -> _Span:
+    def after(cls, start: int, rows: tuple[int, ...], columns: int, rank: int) -> "_Span":
         return cls(rows, columns, rank, start, start + _aligned(len(rows) * rank * columns))
 
     def of(self, values: Array) -> tuple[Array, Array]:
@@ -143,7 +141,7 @@ class Adapters:
         dtype: np.dtype[Any],
         unused: tuple[str, ...] = (),
         shapes: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> Adapters:
+    ) -> "Adapters":
         """Places in `arena` for adapters of these fused weights [N, K]. A weight's parts are the projections that lie
         in it; other projections cannot be adapted. dtype: of activations. unused: see read_peft.
         shapes: of whole layers, by module, where the weights are a rank's parts of them.

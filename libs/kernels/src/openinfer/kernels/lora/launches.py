@@ -1,7 +1,5 @@
 """The low-rank products of adapters (LoRA) as commands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from openinfer.kernels.lora.low_rank import MOST_PARTS, Lora

@@ -1,7 +1,5 @@
 """The arguments by which an op's product has adapters (LoRA), and what they add to it in numpy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic
 

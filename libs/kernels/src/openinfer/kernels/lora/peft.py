@@ -4,8 +4,6 @@ The values of an adapter are two matrices and a scale for each projection that i
 computed, and that are not supported, are refused by name.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """How long kernels, calls and steps take, measured and predicted. Here: the cases of an op on a GPU."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Measure the ways in which the GPUs of one host add up rows, for `tuning.choose_exchange`. Each rank is a process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import statistics
@@ -84,7 +82,7 @@ class ExchangeRank:
         )
 
     @classmethod
-    def joined(cls, boot: str, width: int) -> ExchangeRank:
+    def joined(cls, boot: str, width: int) -> "ExchangeRank":
         """A rank above 0, of the text that other_ranks gave to its process."""
         rank, size, memory, link = map(int, boot.split(","))
         return cls(rank, size, width, memory, [socket.socket(fileno=link)])

@@ -6,8 +6,6 @@ The three speeds are fitted to measured steps, or to the measured calls of one o
 speeds of our kernels, not the limits of the GPU.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -58,7 +56,7 @@ class Prediction(NamedTuple):
     @classmethod
     def of(
         cls, calls: Iterable[Call], tokens: int, rows: int, figures: Figures, ranks: int = 1
-    ) -> Prediction:
+    ) -> "Prediction":
         """The prediction for the calls of a step that `ranks` GPUs share."""
         fixed, varying, bent = 0.0, [], []
         for call in calls:
@@ -107,7 +105,7 @@ class Parts(NamedTuple):
         return dict(zip(("bandwidth", "tensor cores", "launches", "links"), self, strict=True))
 
     @classmethod
-    def of(cls, calls: Iterable[Call], workload: Workload, figures: Figures, ranks: int = 1) -> Parts:
+    def of(cls, calls: Iterable[Call], workload: Workload, figures: Figures, ranks: int = 1) -> "Parts":
         """The parts of a step of these calls. Their sum is Prediction.seconds of the workload. ranks: the GPUs that
         share the step."""
         memory_s, compute_s, kernels_s, link_s = 0.0, 0.0, 0.0, 0.0

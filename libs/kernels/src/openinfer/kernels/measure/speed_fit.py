@@ -1,7 +1,5 @@
 """The speeds of a GPU that predict measured steps, or measured calls of an op, best. It needs no GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +50,7 @@ class _Ops(NamedTuple):
     seconds: float
 
     @classmethod
-    def of(cls, step: MeasuredStep, figures: Figures) -> _Ops:
+    def of(cls, step: MeasuredStep, figures: Figures) -> "_Ops":
         columns, kernels, usual = [], 0.0, figures.fitted
         for calls, workload in step.parts:
             for call in calls:

@@ -1,7 +1,5 @@
 """GPUS: what is known of the speed of a GPU, of all its kernels together and of single ops."""
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -67,7 +65,7 @@ class Figures(NamedTuple):
         share = log(tokens / below) / log(above / below) if below < tokens < above else float(tokens >= above)
         return Speed(*(one ** (1 - share) * other**share for one, other in zip(first, last, strict=True)))
 
-    def at(self, fitted: Speed) -> Figures:
+    def at(self, fitted: Speed) -> "Figures":
         """The figures where all ops are faster or slower as `fitted` is than this `fitted`."""
         ratios = [new / old for new, old in zip(fitted, self.fitted, strict=True)]
         ops = {

@@ -4,8 +4,6 @@ Times are of a CUDA graph of many calls that rotate among copies of the weights,
 them; a candidate must agree with the untuned choice. For gate_up_silu the gate is part of the time. The norm is not.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import time

@@ -5,8 +5,6 @@ weights, and added up by token. plain.py has the kernels for weights that a prod
 packed.py those for weights that a product unpacks or takes as codes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,7 +31,7 @@ class Pairs:
     starts: Scratch
 
     @classmethod
-    def of(cls, expert_ids: Tensor, experts: int) -> Pairs:
+    def of(cls, expert_ids: Tensor, experts: int) -> "Pairs":
         """The pairs of expert_ids int32 [T, K]."""
         tokens, chosen = expert_ids.shape
         order, starts = Scratch((tokens * chosen,), int32), Scratch((experts + 1,), int32)

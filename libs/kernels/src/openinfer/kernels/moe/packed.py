@@ -3,8 +3,6 @@
 The gate has a kernel of its own between the products, which also weighs the pairs and rounds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal
@@ -129,7 +127,7 @@ class PackedExperts:
     results: Scratch  # [pairs, D]
 
     @classmethod
-    def of(cls, target: Target, tile: PackedExpertTile, a: ExpertsArgs[Tensor]) -> PackedExperts:
+    def of(cls, target: Target, tile: PackedExpertTile, a: ExpertsArgs[Tensor]) -> "PackedExperts":
         """The kernels for a call, with scratch for the values that they pass to each other."""
         tokens, width = a.x.shape
         arranged = Scratch((tokens, width), tile.dtype) if kind_of(linear_of(a.down)) != BF16 else a.x

@@ -4,8 +4,6 @@ scales, INT4, INT8 or FP4.
 The gate is part of the first product, and the experts' weights are part of the last sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

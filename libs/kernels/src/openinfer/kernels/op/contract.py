@@ -1,7 +1,5 @@
 """Checks for writing contracts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ one. So BLAS has one thread, and helpers here sleep while they wait. A caller th
 what no helper has begun.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -13,8 +13,6 @@ call. It remembers the types of blocks, because every operation makes them anew.
 that assert nothing, and a broadcast to the shape that both operands have.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -88,19 +86,19 @@ class Pointer:
     def storage_offset(self) -> int:
         return 0
 
-    def untyped_storage(self) -> Pointer:
+    def untyped_storage(self) -> "Pointer":
         return self
 
-    def cpu(self) -> Pointer:
+    def cpu(self) -> "Pointer":
         return self
 
-    def copy_(self, other: Pointer) -> None:
+    def copy_(self, other: "Pointer") -> None:
         """The host copy is the same memory."""
 
-    def new_empty(self, size: int, device: str) -> Pointer:
+    def new_empty(self, size: int, device: str) -> "Pointer":
         return Pointer.__new__(Pointer)
 
-    def set_(self, storage: Pointer, offset: int, size: Sequence[int], stride: Sequence[int]) -> None:
+    def set_(self, storage: "Pointer", offset: int, size: Sequence[int], stride: Sequence[int]) -> None:
         self.__dict__.update(storage.__dict__)
 
 

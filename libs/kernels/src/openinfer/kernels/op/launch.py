@@ -5,8 +5,6 @@ through Triton's interpreter. The records of a call must run in their order. Rec
 may run in any order: in a CUDA graph they run side by side, elsewhere in their order.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping

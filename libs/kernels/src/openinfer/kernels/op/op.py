@@ -6,8 +6,6 @@ kernels, or only write the call down.
     rms_norm(pack, out=h, x=x, weight=w, eps=1e-6)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -44,12 +42,12 @@ class Workload:
     qk_pairs: int
 
     @classmethod
-    def decode(cls, rows: int, context: int) -> Workload:
+    def decode(cls, rows: int, context: int) -> "Workload":
         """One new token for each of `rows` sequences of `context` tokens (the new one included)."""
         return cls(rows, rows, rows * context, rows * context)
 
     @classmethod
-    def prefill(cls, tokens: int) -> Workload:
+    def prefill(cls, tokens: int) -> "Workload":
         """One whole prompt of `tokens` tokens."""
         return cls(tokens, 1, tokens, tokens * (tokens + 1) // 2)
 
@@ -63,7 +61,7 @@ class Cost:
     flops: int
     link: int = 0
 
-    def __add__(self, other: Cost) -> Cost:
+    def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.bytes + other.bytes, self.flops + other.flops, self.link + other.link)
 
     def floor_s(self, bandwidth: float, flops_per_s: float, link_bytes_per_s: float = math.inf) -> float:
@@ -74,7 +72,7 @@ class Cost:
 class Pack(Protocol):
     """One way to run ops. `run` gets the op and the arguments of a call, as `Op.args` makes them."""
 
-    def run(self, op: Op[Any], args: Any) -> None: ...
+    def run(self, op: "Op[Any]", args: Any) -> None: ...
 
 
 class Op(Generic[P]):

@@ -6,8 +6,6 @@ come two pointers, global and profile scratch, which our kernels do not use. A k
 alone, and of a tensor map the 128 bytes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from collections.abc import Callable, Sequence

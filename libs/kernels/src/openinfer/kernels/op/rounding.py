@@ -3,8 +3,6 @@
 Rounded values are returned as float32; a scale of q8 and q4 is a power of two, so their values are exact in bfloat16.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import ml_dtypes

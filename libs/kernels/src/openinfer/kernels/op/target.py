@@ -1,7 +1,5 @@
 """Target: what the choice of a kernel may depend on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from openinfer.tensor import Device
@@ -34,7 +32,7 @@ class Target:
     nvrtc: bool = False
 
     @classmethod
-    def of(cls, device: Device, *, cublas: bool, nvrtc: bool = False) -> Target:
+    def of(cls, device: Device, *, cublas: bool, nvrtc: bool = False) -> "Target":
         """The target that a real device is."""
         return cls(device.arch, device.num_sms, cublas, device.name, nvrtc=nvrtc)
 

@@ -1,7 +1,5 @@
 """add_lora: the low-rank products of adapters (LoRA), each token's by its own adapter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

@@ -1,7 +1,5 @@
 """apply_writes: scatter the host's changes into the batch state on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

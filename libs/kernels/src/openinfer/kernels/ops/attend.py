@@ -1,7 +1,5 @@
 """attend: causal attention of a step's tokens over the paged cache."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Every rank calls the same collectives in the same order, with arrays of the same
 of the ranks, and rounded once, so every rank has the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic

@@ -1,7 +1,5 @@
 """copy_words: a few results to memory of the host, by a kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

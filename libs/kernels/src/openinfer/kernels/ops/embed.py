@@ -1,7 +1,5 @@
 """embed: rows of the embedding table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

@@ -1,7 +1,5 @@
 """expand_rows: from the rows of a step to its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

@@ -1,7 +1,5 @@
 """experts: a mixture of clamped gated MLPs with FP4 or FP8 weights, and the shared expert's output on top."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """experts_add: a mixture of gated MLPs, each token through the experts that it was routed to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

@@ -1,7 +1,5 @@
 """gate_up_silu: RMS norm into the two halves of a gated MLP, and their product."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

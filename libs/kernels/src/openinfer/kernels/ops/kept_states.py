@@ -1,7 +1,5 @@
 """keep_states, take_states: hidden states of a sequence's last tokens, kept until a layer reads several at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic

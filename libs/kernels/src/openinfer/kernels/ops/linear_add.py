@@ -1,7 +1,5 @@
 """linear_add: a linear layer added onto the residual stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

@@ -1,7 +1,5 @@
 """norm_linear: RMS norm into a linear layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

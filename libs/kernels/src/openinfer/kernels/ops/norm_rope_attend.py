@@ -1,7 +1,5 @@
 """norm_rope_attend: attention of a step from its qkv projection; qk_norm_rope_write and attend as one op."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Generic

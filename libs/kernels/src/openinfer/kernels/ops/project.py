@@ -1,7 +1,5 @@
 """project: a linear layer. gate_up_clamped: the first half of a clamped gated MLP. norm_rows: an RMS norm by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic

@@ -1,7 +1,5 @@
 """qk_norm_rope_write: per-head norms, rotary embedding, and the write into the paged cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic

@@ -1,7 +1,5 @@
 """route_topk: router logits to the experts of each token and their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

@@ -1,7 +1,5 @@
 """select_rows: the last token of each row of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

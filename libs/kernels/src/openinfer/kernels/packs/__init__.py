@@ -1,7 +1,5 @@
 """Four ways to run the same op calls: CpuPack here (references), cuda and interp (kernels), null (write them down)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

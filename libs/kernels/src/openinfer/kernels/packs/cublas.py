@@ -1,7 +1,5 @@
 """cuBLASLt through ctypes: the Matmul command."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util
@@ -64,7 +62,7 @@ class _Key(NamedTuple):
     modes: tuple[int, ...]
 
     @classmethod
-    def of(cls, command: Matmul, alignment: int) -> _Key:
+    def of(cls, command: Matmul, alignment: int) -> "_Key":
         (m, n), k = command.out.shape, command.weight.shape[1]
         modes: tuple[int, ...] = ()
         if command.scales is not None:

@@ -4,8 +4,6 @@ With a CudaDriver it is the `cuda` pack; with an InterpDriver, which runs the ve
 interpreter on the CPU, it is `interp`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """The cuda driver of the launching pack: cubins to functions, tensor maps, launches, cuBLASLt products."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Triton decides at import whether it interprets: `TRITON_INTERPRET=1` must be in 
 triton, so an interpreting process does not compile and a compiling one does not interpret.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The null pack: records every call and runs none. Its record is the kernel plan of a step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +114,7 @@ class Repeated(tuple[T, ...]):
     `kinds`: the layers with their numbers.
     """
 
-    def __new__(cls, pack: NullPack, kinds: Iterable[tuple[T, int]]) -> Repeated[T]:
+    def __new__(cls, pack: NullPack, kinds: Iterable[tuple[T, int]]) -> "Repeated[T]":
         """The layers, for a model to have in place of its own."""
         pairs = tuple(kinds)
         made = super().__new__(cls, (layer for layer, _ in pairs))

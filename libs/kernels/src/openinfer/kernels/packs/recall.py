@@ -1,8 +1,6 @@
 """Commands of earlier op calls, used again. The layers of a model call the same ops with the same shapes at other
 addresses. So the commands of the first call serve the others, which makes recording steps several times faster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

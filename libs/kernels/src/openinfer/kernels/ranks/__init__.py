@@ -1,7 +1,5 @@
 """Ranks of a model, and what they exchange: here between processes on a CPU, over shared memory."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

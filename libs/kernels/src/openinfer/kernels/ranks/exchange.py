@@ -1,7 +1,5 @@
 """Exchanges between ranks as commands: a sum added onto the residual stream, and columns gathered side by side."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -78,7 +76,7 @@ class Normed(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, out: Tensor | None, weight: Tensor | None, eps: float | None) -> Normed | None:
+    def of(cls, out: Tensor | None, weight: Tensor | None, eps: float | None) -> "Normed | None":
         """The norm that the arguments of an op name; None where they name none."""
         return None if out is None or weight is None or eps is None else cls(out, weight, eps)
 

@@ -1,7 +1,5 @@
 """GpuRanks: the ranks of a model that run on GPUs of one host, a process each."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -1,7 +1,5 @@
 """Compiled kernels, and the processes that compile them. Here: checks of folders whose files are run as code."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import secrets

@@ -5,8 +5,6 @@ at import whether it compiles or interprets. A failed pass prints whole modules 
 In: {"key", "spec", "arch"}; out: {"key", "meta", "cubin"} with the cubin in base64, or {"key", "error"}.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import json

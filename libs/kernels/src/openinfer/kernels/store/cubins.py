@@ -1,7 +1,5 @@
 """Store: compiled kernels by key, from wheels, from a cache on disk, or compiled now; sealed while serving."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import functools

@@ -10,8 +10,6 @@ smallest M that is not less than its own. "sha256" is the digest of the rest. A 
 chooses kernels and their tiles.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

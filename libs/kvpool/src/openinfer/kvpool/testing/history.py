@@ -4,8 +4,6 @@ For each token position the memory holds the identity of the whole prefix. A pre
 memory while the lease is held. No lease may write to a block that another lease reads.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from contextlib import suppress

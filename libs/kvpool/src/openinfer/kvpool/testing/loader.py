@@ -1,7 +1,5 @@
 """FakeLoader: another process that has the blocks of some sequences. Its copies are slow, and some fail."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

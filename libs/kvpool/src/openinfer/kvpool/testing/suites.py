@@ -1,7 +1,5 @@
 """Suites of rules as test methods. pytest collects them from a subclass; the suites do not need pytest."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

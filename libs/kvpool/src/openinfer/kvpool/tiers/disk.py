@@ -1,7 +1,5 @@
 """Disk: records of blocks as files in a folder, written and read by threads of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

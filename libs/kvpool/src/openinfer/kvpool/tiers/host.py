@@ -1,7 +1,5 @@
 """HostMemory: records of blocks in page-locked host memory, by name, with an eviction policy."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import mmap

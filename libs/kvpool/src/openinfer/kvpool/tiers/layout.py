@@ -1,7 +1,5 @@
 """Layout: where the blocks of each group are in device memory, and how they lie in a record of another tier."""
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Sequence

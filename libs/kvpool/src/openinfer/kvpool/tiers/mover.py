@@ -4,8 +4,6 @@ With several ranks a record has a part from each, in memory that all their proce
 and tells the others what to copy; a batch of copies has ended when all ranks have done theirs.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import mmap
@@ -74,7 +72,7 @@ class SharedRecords:
         self.records = self._memory[self.offset :]
 
     @classmethod
-    def new(cls, nbytes: int, ranks: int = 1) -> SharedRecords:
+    def new(cls, nbytes: int, ranks: int = 1) -> "SharedRecords":
         """Fresh memory, whose size stays: a process that maps it is safe from the others."""
         file = sealed_file("openinfer-records", cls.offset + nbytes)
         try:

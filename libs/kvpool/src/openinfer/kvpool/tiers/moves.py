@@ -1,7 +1,5 @@
 """Copies and loads of blocks that are under way between the tiers."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A record in a file: a header of 4,096 bytes with a checksum, then the block."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

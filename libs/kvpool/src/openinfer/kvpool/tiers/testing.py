@@ -1,7 +1,5 @@
 """An engine that shares blocks, without a model: for tests of peers, and of what goes between them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ step that overwrites the block runs after it, and the host waits for nothing. A 
 lease comes back when its copies have ended. Other streams copy (`mover`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

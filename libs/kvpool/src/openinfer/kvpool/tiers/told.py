@@ -1,7 +1,5 @@
 """What tiers tell: events for routers, counters of blocks, and how long loads took."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

@@ -8,8 +8,6 @@ would: so penalties, masks, stop rules and noise have their meaning at each posi
 where the token sampled before it is the row's draft.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,7 +50,7 @@ class SampleBuffers:
     @classmethod
     def allocate(
         cls, arena: Arena, max_rows: int, max_scored: int, vocabulary: int, max_drafts: int = 0
-    ) -> SampleBuffers:
+    ) -> "SampleBuffers":
         """Uninitialised. The arena owns the memory."""
         sampled = max_rows * (1 + max_drafts)
         return cls(

@@ -1,7 +1,5 @@
 """The policies that come with the library, by name or as objects, and classes of your own by MODULE:NAME."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math

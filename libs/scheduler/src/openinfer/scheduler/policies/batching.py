@@ -1,7 +1,5 @@
 """Batching: the base of all policies of this library and the pace of prompts; and FirstCome, which uses it as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any

@@ -1,7 +1,5 @@
 """FairShare: tenants get equal shares of the device, whatever number of requests they send."""
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator

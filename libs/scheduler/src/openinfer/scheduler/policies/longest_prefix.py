@@ -1,7 +1,5 @@
 """LongestPrefix: the sequence with the longest cached prefix goes first."""
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Queues of waiting sequences."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Policies that rank sequences: Priority and Deadline."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import chain, count, dropwhile, takewhile

@@ -1,7 +1,5 @@
 """python -m openinfer.scheduler.sim: compare policies on a workload."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

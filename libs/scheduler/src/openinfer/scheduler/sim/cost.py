@@ -1,7 +1,5 @@
 """Cost models: the time of a step as a function of its work; LinearCost is fitted to measured steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -50,7 +48,7 @@ class LinearCost:
         )
 
     @classmethod
-    def fit(cls, records: Iterable[tuple[StepWork, float]]) -> LinearCost:
+    def fit(cls, records: Iterable[tuple[StepWork, float]]) -> "LinearCost":
         """The model with the least relative squared error over measured (work, seconds), without negative factors.
         Drafts are left out. Work that does not vary over the records gets the factor 0. Raises InvalidSetup if there is
         no record or a time is not positive."""
@@ -73,7 +71,7 @@ class LinearCost:
         return cls(*(found.get(i, 0.0) / scale[i] for i in range(5)))
 
     @classmethod
-    def load(cls, path: str | Path) -> LinearCost:
+    def load(cls, path: str | Path) -> "LinearCost":
         """Fit to a JSON file: a list of {"decode_rows", "decode_context", "prefill_tokens", "prefill_context",
         "seconds"}. Raises InvalidSetup, OSError."""
         try:

@@ -1,7 +1,5 @@
 """SteadyDrafts: the speculation of a simulation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

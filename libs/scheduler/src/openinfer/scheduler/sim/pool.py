@@ -1,7 +1,5 @@
 """SimPool: a pool for simulations. It counts blocks and knows cached prefixes, but has no block ids."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ class SimPool:
 
     def acquire(
         self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
-    ) -> SimLease:
+    ) -> "SimLease":
         """A lease on the longest cached prefix that leaves a token to compute."""
         lease = SimLease(self, hash(salt))
         lease.names = self._match(lease, tokens)
@@ -40,7 +38,7 @@ class SimPool:
         lease.num_cached = lease.num_tokens = len(lease.names) * self.block_size
         return lease
 
-    def _match(self, lease: SimLease, tokens: Sequence[int]) -> list[int]:
+    def _match(self, lease: "SimLease", tokens: Sequence[int]) -> list[int]:
         names = []
         name = lease.root
         for start in range(0, len(tokens) - self.block_size, self.block_size):
@@ -50,7 +48,7 @@ class SimPool:
             names.append(name)
         return names
 
-    def poll(self, wait_s: float | None = 0.0) -> Sequence[SimLease]:
+    def poll(self, wait_s: float | None = 0.0) -> "Sequence[SimLease]":
         """This pool loads nothing."""
         return ()
 

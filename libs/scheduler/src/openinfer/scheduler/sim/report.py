@@ -1,7 +1,5 @@
 """Report: the figures of a simulation, and their plot."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,7 +45,7 @@ class Percentiles:
     mean: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Percentiles:
+    def of(cls, values: Sequence[float]) -> "Percentiles":
         """The percentiles of `values`, by the nearest rank."""
         if not values:
             return cls()
@@ -93,14 +91,14 @@ class Report:
     def of(
         cls,
         records: Sequence[Record],
-        gaps: array[float],
+        gaps: "array[float]",
         *,
         busy_s: float,
         steps: int,
         preemptions: int,
         ttft_s: float | None,
         tpot_s: float | None,
-    ) -> Report:
+    ) -> "Report":
         """The figures of these records."""
         done = [record for record in records if record.num_output]
         start = min((record.arrival for record in records), default=0.0)

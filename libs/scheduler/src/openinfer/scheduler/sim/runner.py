@@ -1,7 +1,5 @@
 """SimRunner: a device that computes nothing and takes time."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """simulate(): a workload through the real StepLoop, in virtual time."""
 
-from __future__ import annotations
-
 import heapq
 from array import array
 from collections.abc import Sequence

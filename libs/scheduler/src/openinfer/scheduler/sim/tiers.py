@@ -1,7 +1,5 @@
 """SimTiers: host memory and a disk behind a pool, in virtual time."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Workloads: lists of requests. A seed always gives the same list."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """PolicyConformance: the rules that every policy must keep, as tests to subclass."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

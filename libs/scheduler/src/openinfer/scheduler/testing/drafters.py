@@ -1,7 +1,5 @@
 """DrafterConformance: the rules that every drafter must keep, as tests to subclass."""
 
-from __future__ import annotations
-
 import random
 
 from ..drafters import Drafter

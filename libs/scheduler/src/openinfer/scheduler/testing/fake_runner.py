@@ -6,8 +6,6 @@ read through the block tables. A block that is released too early, written twice
 noticed: it causes a DeviceFault, or a token that differs from the oracle's (`generate`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

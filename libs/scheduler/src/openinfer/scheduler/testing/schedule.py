@@ -1,7 +1,5 @@
 """Schedule: a random workload, played on a StepLoop and compared with the sequential oracle."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +46,7 @@ class _Drafts(NamedTuple):
     """Part of the drafts that is right."""
 
     @classmethod
-    def generate(cls, seed: int) -> _Drafts:
+    def generate(cls, seed: int) -> "_Drafts":
         rng = random.Random(f"drafts {seed}")
         return cls(rng.choice([0, 0, 1, 2, 4]), rng.choice([0.0, 0.3, 0.6, 0.9, 1.0]))
 
@@ -64,7 +62,7 @@ class _Loads(NamedTuple):
     """Part of the blocks that do not come."""
 
     @classmethod
-    def generate(cls, seed: int) -> _Loads:
+    def generate(cls, seed: int) -> "_Loads":
         rng = random.Random(f"loads {seed}")
         return cls(
             rng.choice([0.0, 0.0, 0.0, 0.5, 1.0]), rng.choice([0, 2, 15]), rng.choice([0.0, 0.0, 0.3, 1.0])
@@ -99,7 +97,7 @@ class Schedule:
     arrivals: list[Arrival]
 
     @classmethod
-    def generate(cls, seed: int) -> Schedule:
+    def generate(cls, seed: int) -> "Schedule":
         """A schedule with small sizes, so that a few dozen turns meet every case: small pools, small chunks, shared
         prefixes, follow-ups of earlier requests, aborts, stop strings, late results."""
         rng = random.Random(seed)
@@ -155,7 +153,7 @@ class Schedule:
         self,
         make_pool: MakePool = SimplePool,
         *,
-        make_policy: Callable[[Schedule], Policy] | None = None,
+        make_policy: "Callable[[Schedule], Policy] | None" = None,
         loop_type: type[Loop] = StepLoop,
         after_step: Callable[[Loop], object] = StepLoop.check,
     ) -> Loop:
@@ -239,7 +237,7 @@ def _windowed(seed: int, groups: list[PoolShape]) -> list[PoolShape]:
     return groups
 
 
-def _observe(events: Sequence[Event[_Request, Sampled]]) -> None:
+def _observe(events: "Sequence[Event[_Request, Sampled]]") -> None:
     """Pass events to the requests, as an engine does."""
     for event in events:
         if isinstance(event, Tokens):
@@ -285,7 +283,7 @@ class _Request:
         self._output.append(token)
         self.seq.tokens.append(token)
 
-    def on_event(self, event: Scheduled[_Request] | Finished[_Request]) -> None:
+    def on_event(self, event: "Scheduled[_Request] | Finished[_Request]") -> None:
         if self._reasons or (isinstance(event, Scheduled) and self._scheduled):
             raise Mismatch(f"request {self.seq.id} is told {event} out of place")
         if isinstance(event, Scheduled):

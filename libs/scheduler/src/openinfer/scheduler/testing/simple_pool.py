@@ -1,7 +1,5 @@
 """SimplePool: a small pool with a prefix cache, for tests of a StepLoop. It is slow and obviously right."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -71,13 +69,13 @@ class SimplePool:
 
     def acquire(
         self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
-    ) -> SimpleLease:
+    ) -> "SimpleLease":
         """A lease on the longest prefix that every group has cached. `hashes` is ignored."""
         lease = SimpleLease(self, salt, tokens)
         lease.share(self.longest(lease, lambda group, name: name in self.index[group]))
         return lease
 
-    def longest(self, lease: SimpleLease, found: Callable[[int, Name], bool]) -> int:
+    def longest(self, lease: "SimpleLease", found: Callable[[int, Name], bool]) -> int:
         """Length of the longest prefix whose needed blocks are found in every group."""
         for end in range(len(lease.tokens) - 1, 0, -1):
             if any(end % shape.block_size for shape in self.shapes):
@@ -87,7 +85,7 @@ class SimplePool:
                 return end
         return 0
 
-    def poll(self, wait_s: float | None = 0.0) -> list[SimpleLease]:
+    def poll(self, wait_s: float | None = 0.0) -> "list[SimpleLease]":
         """Leases whose load has ended, released or not."""
         ended = []
         for load in self.tier.poll(wait_s) if self.tier else ():
@@ -120,7 +118,7 @@ class SimplePool:
 class SimpleLoad(NamedTuple):
     """A load in flight: its lease, the names of its pieces, and (group, block) of the blocks that it uses."""
 
-    lease: SimpleLease
+    lease: "SimpleLease"
     names: list[Name]
     users: list[tuple[int, int]]
 

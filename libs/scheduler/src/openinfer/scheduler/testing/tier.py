@@ -1,7 +1,5 @@
 """FakeTier: another process that has blocks. Its copies are slow, and some fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -5,8 +5,6 @@ place for its adapter comes last before the queue: a sequence that holds one mus
 Sequences whose blocks are loading wait in the step loop, behind the last gate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

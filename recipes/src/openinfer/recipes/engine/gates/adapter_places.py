@@ -1,7 +1,5 @@
 """AdapterPlaces: sequences wait here until their adapter (LoRA) has a place; and adapters come and go."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Grammars: requests wait here until their grammar is compiled."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Queue: the step loop, where sequences wait for a row, and for blocks that are on their way."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Transfers: requests whose prompt another engine computed, and requests that leave their prompt's KV for another."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

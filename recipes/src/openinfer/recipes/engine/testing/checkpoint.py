@@ -1,7 +1,5 @@
 """A checkpoint with random weights, for a recipe that has no golden one."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Mapping

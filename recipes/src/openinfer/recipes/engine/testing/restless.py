@@ -1,7 +1,5 @@
 """For tests: a policy that preempts rows whether there is need or not, and a drafter that is wrong at times."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Session: an engine driven by hand, and its outputs for each request."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """EngineConformance: the rules that users may rely on, for every model."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """gated_attention: attention of a step from its qkv projection to the input of its output projection."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic

@@ -1,7 +1,5 @@
 """gated_delta_net: linear attention between its projections: causal convolution, gated delta rule, gated norm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """sigmoid_gate: the output of a layer times the sigmoid of a gate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

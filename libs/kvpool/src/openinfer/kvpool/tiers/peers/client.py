@@ -4,8 +4,6 @@ A question ("which of these blocks have you?") comes before a load, because a po
 wait for no network. Answers become claims, which `has` looks up; `read` then brings a record into host memory.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import time
@@ -90,7 +88,7 @@ class Peers:
             self._questions[key] = _Question(asked, time.monotonic() + self._timeout_s)
         return bool(asked)
 
-    def _peer(self, address: Address) -> _Peer | None:
+    def _peer(self, address: Address) -> "_Peer | None":
         peer = self._peers.get(address)
         if peer is None and (len(self._peers) < MAX_PEERS or self._part()):
             peer = self._peers[address] = _Peer(address, self._own)

@@ -1,7 +1,5 @@
 """TransferConfig: the keys of vLLM's `--kv-transfer-config`."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import math
@@ -94,7 +92,7 @@ class TransferConfig:
             )
 
     @classmethod
-    def parse(cls, text: str) -> TransferConfig:
+    def parse(cls, text: str) -> "TransferConfig":
         """From JSON: an object with some of the keys."""
         try:
             given = json.loads(text)

@@ -1,7 +1,5 @@
 """Lane: a thread that talks to one peer over a connection of its own."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import socket

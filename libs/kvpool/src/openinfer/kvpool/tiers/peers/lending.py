@@ -1,7 +1,5 @@
 """Lending: the records of host memory that peers may read, and leases that keep some of them until a peer has them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence

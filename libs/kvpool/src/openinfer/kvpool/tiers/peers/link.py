@@ -6,8 +6,6 @@ connection. Later objects carry an HMAC by a key of the two numbers, over their 
 conversation too. Records are neither signed nor encrypted, so peers need a network of their own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

@@ -6,8 +6,6 @@ The wheel declares PyTorch as a requirement and does not need it, so it is insta
     pip install --no-deps nixl-cu13
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import threading

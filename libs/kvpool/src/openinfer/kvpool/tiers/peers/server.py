@@ -1,7 +1,5 @@
 """Server: answers peers from threads of its own: which records are here, and their bytes."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Records of an engine on the same host: the receiver maps the sender's host memory and copies from it."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Sharing: what one engine lends to its peers, and what it asks them for."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 The conversation around it is the same for all transports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 

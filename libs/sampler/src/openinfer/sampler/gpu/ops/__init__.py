@@ -1,7 +1,5 @@
 """The sampling ops. What they share: a row's results, and how its logits are cut for the kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Any
@@ -64,7 +62,7 @@ class Tiles:
     groups: int
 
     @classmethod
-    def of(cls, vocabulary: int) -> Tiles:
+    def of(cls, vocabulary: int) -> "Tiles":
         group = max(SMALLEST_GROUP, power_of_two(-(-vocabulary // MOST_GROUPS)))
         chunk = max(CHUNK, group)
         return cls(vocabulary, chunk, -(-vocabulary // chunk), group, -(-vocabulary // group))

@@ -1,7 +1,5 @@
 """accept: the rows of a step whose next draft is the token that was just sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

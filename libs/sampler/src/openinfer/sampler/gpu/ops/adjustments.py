@@ -1,7 +1,5 @@
 """Adjustments of logits as state by slot: the values of a joining sequence, and the reference that reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple

@@ -1,7 +1,5 @@
 """advance: the end of a step, in place on the state of its rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

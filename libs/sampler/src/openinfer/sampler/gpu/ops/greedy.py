@@ -1,7 +1,5 @@
 """greedy: the most likely token of every row that asks for one, in a step whose rows ask for nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

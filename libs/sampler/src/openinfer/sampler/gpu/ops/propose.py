@@ -1,7 +1,5 @@
 """follow, propose: the ids that layers which draft read after a step has sampled, and the places of their proposals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

@@ -1,7 +1,5 @@
 """sample: the next token of every row that asks for one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic

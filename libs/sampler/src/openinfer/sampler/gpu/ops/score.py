@@ -1,7 +1,5 @@
 """score: how likely given tokens are under the logits before them, as prompts ask."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

@@ -4,8 +4,6 @@ Every field is named here once. The ops take the fields as keyword arguments of 
 the code that allocates the batch. `values` makes the values of a SamplingParams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

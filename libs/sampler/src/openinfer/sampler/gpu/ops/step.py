@@ -1,7 +1,5 @@
 """The arguments that ops on the rows of a step share: their checks, and in numpy the rows that sample."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 

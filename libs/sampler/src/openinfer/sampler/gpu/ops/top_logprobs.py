@@ -1,7 +1,5 @@
 """top_logprobs: the most likely tokens of the rows that ask for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

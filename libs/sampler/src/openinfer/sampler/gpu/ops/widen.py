@@ -1,7 +1,5 @@
 """widen: the logits of a draft vocabulary, which has a part of the tokens, as logits of the whole vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
