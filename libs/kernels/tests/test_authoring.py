@@ -96,6 +96,7 @@ FROZEN = [
     "expect_cache",
     "expect_columns",
     "expect_cos_sin",
+    "expect_each",
     "expect_linear",
     "expect_max_q_len",
     "expect_q8",

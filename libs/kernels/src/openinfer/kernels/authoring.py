@@ -5,9 +5,9 @@ An `Op` is its arguments, a contract, a numpy reference, launches and a cost, an
 
  - arguments: `T`, which their tensors are, and `tensors`, for a launch; for a pack of your own `leaves`, `mapped`
 
- - contract: `expect`, `expect_columns`, `expect_linear`, `require`, `FLOATS`, `ContractError`; of the rows of a step
-   and their positions `expect_rows`, `expect_max_q_len`, `expect_cos_sin`
- - reference: `Array`, `f32`, `rounded`, `matmul_nt`, `rms_norm`, `silu`; of rounded values `e8m0`,
+ - contract: `expect`, `expect_each`, `expect_columns`, `expect_linear`, `require`, `FLOATS`, `ContractError`; of the
+  rows of a step and their positions `expect_rows`, `expect_max_q_len`, `expect_cos_sin`
+- reference: `Array`, `f32`, `rounded`, `matmul_nt`, `rms_norm`, `silu`; of rounded values `e8m0`,
    `unpack_fp4`, `q8`, `q4`, `hadamard`, `SCALE_BLOCK`, `FP4_BLOCK`
  - launches: `launch`, `beside`, `Command`, `Launch`, `Matmul`, `Collective`, `Scratch`, `TensorMap`, `Aligned`, `Arg`,
    `aligned`, `power_of_two`, `Target`; tiles that fit: `shared_bytes`, `CONSUMER_SHARED_BYTES`, `depth`
@@ -73,6 +73,7 @@ from openinfer.kernels.op.contract import (
     expect,
     expect_columns,
     expect_cos_sin,
+    expect_each,
     expect_max_q_len,
     expect_rows,
     require,
@@ -111,10 +112,10 @@ __all__ = [
     "Matmul", "Memory", "Mx", "Op", "OpCase", "Pack", "Packing", "Plain", "Problem", "Projection",
     "QkvAttentionArgs", "Scratch", "T", "Target", "TensorMap", "WeightPart", "Workload", "aligned",
     "attention_launches", "beside", "cached_bytes", "choose_attention", "depth", "e8m0", "expect",
-    "expect_bf16", "expect_cache", "expect_columns", "expect_cos_sin", "expect_linear", "expect_max_q_len",
-    "expect_q8", "expect_rows", "f32", "form_of", "hadamard", "launch", "leaves", "linear_launches",
-    "linear_of", "mapped", "matmul_nt", "module_packing", "packed_in", "packing_of", "packing_text",
-    "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require", "require_attention", "rms_norm",
-    "rounded", "scale_blocks", "shared_bytes", "silu", "sum_of_ranks", "sum_over", "tensors", "unpack_fp4",
-    "way_of", "without_coding", "without_zero_points", "write_launch",
+    "expect_bf16", "expect_cache", "expect_columns", "expect_cos_sin", "expect_each", "expect_linear",
+    "expect_max_q_len", "expect_q8", "expect_rows", "f32", "form_of", "hadamard", "launch", "leaves",
+    "linear_launches", "linear_of", "mapped", "matmul_nt", "module_packing", "packed_in", "packing_of",
+    "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require", "require_attention",
+    "rms_norm", "rounded", "scale_blocks", "shared_bytes", "silu", "sum_of_ranks", "sum_over", "tensors",
+    "unpack_fp4", "way_of", "without_coding", "without_zero_points", "write_launch",
 ]  # fmt: skip

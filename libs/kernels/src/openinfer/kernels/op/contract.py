@@ -29,6 +29,12 @@ def expect(
         raise ContractError(f"{name} has strides {tensor.strides}; it must be contiguous")
 
 
+def expect_each(args: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *names: str) -> None:
+    """`expect` for fields of a call's arguments that have one shape and dtype."""
+    for name in names:
+        expect(name, getattr(args, name), shape, dtype)
+
+
 def expect_norm(norm_weight: Tensor | None, eps: float | None, width: int, dtype: np.dtype[Any]) -> None:
     """Raise ContractError unless both are given, a weight [width] of `dtype` or float32 and an eps, or neither."""
     if norm_weight is None or eps is None:

@@ -88,7 +88,7 @@ class Op(Generic[P]):
             token_ids: T
             table: T
 
-        embed = Op("embed", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+        embed = Op("embed", _Args[Tensor], _check, _reference, _launches, _cost)
 
     `check(args)` raises ContractError for invalid arguments. `reference(args)` gets numpy arrays in place of tensors,
     of those inside tuples, mappings and other dataclasses too, and writes the outputs in place. It computes in
@@ -102,11 +102,11 @@ class Op(Generic[P]):
         self,
         name: str,
         args: Callable[P, A],
-        *,
         check: Callable[[A], None],
         reference: Callable[..., None],
         launches: Callable[[Target, A], Iterable[Command]],
         cost: Callable[[Workload, A], Cost],
+        *,
         collective: bool = False,
     ) -> None:
         self.name = name

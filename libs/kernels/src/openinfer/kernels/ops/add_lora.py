@@ -62,7 +62,7 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost((one + activations) * a.x.itemsize, 2 * tokens * one)
 
 
-add_lora = Op("add_lora", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+add_lora = Op("add_lora", _Args[Tensor], _check, _reference, _launches, _cost)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

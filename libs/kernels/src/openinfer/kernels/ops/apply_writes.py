@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
 
-from openinfer.kernels.op.contract import expect, require
+from openinfer.kernels.op.contract import expect_each, require
 from openinfer.kernels.op.launch import Command, launch
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array
@@ -25,8 +25,7 @@ class _Args(Generic[T]):
 
 
 def _check(a: _Args[Tensor]) -> None:
-    expect("words", a.words, (-1,), int32)
-    expect("writes", a.writes, (-1,), int32)
+    expect_each(a, (-1,), int32, "words", "writes")
     require(
         a.writes.shape[0] % 2 == 1, f"writes has {a.writes.shape[0]} words; it must have 1 + 2 * capacity"
     )
@@ -52,6 +51,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(0, 0)
 
 
-apply_writes = Op(
-    "apply_writes", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+apply_writes = Op("apply_writes", _Args[Tensor], _check, _reference, _launches, _cost)

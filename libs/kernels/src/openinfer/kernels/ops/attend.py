@@ -141,7 +141,7 @@ def _cost(workload: Workload, a: AttendArgs[Tensor]) -> Cost:
     )
 
 
-attend = Op("attend", AttendArgs[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+attend = Op("attend", AttendArgs[Tensor], _check, _reference, _launches, _cost)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

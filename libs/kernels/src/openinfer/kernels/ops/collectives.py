@@ -105,9 +105,7 @@ def _op(name: str, check: Callable[[_Args[Tensor]], None], kind: CollectiveKind)
         """The whole tensors travel, of a padded step too. `link`: the least bytes that a rank must send."""
         return Cost(a.x.nbytes + a.out.nbytes, 0, Collective(kind, a.out, a.x, a.ranks).link_bytes)
 
-    return Op(
-        name, _Args[Tensor], check=check, reference=reference, launches=launches, cost=cost, collective=True
-    )
+    return Op(name, _Args[Tensor], check, reference, launches, cost, collective=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,11 +156,5 @@ all_gather = _op("all_gather", _all_gather, "all_gather")
 reduce_scatter = _op("reduce_scatter", _reduce_scatter, "reduce_scatter")
 gather_columns = _op("gather_columns", _gather_columns, "all_gather")
 reduce_add = Op(
-    "reduce_add",
-    _AddArgs[Tensor],
-    check=_check_add,
-    reference=_add_reference,
-    launches=_add_launches,
-    cost=_add_cost,
-    collective=True,
+    "reduce_add", _AddArgs[Tensor], _check_add, _add_reference, _add_launches, _add_cost, collective=True
 )

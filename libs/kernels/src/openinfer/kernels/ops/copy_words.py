@@ -45,6 +45,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(2 * a.x.nbytes, 0)
 
 
-copy_words = Op(
-    "copy_words", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+copy_words = Op("copy_words", _Args[Tensor], _check, _reference, _launches, _cost)

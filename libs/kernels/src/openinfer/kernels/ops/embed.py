@@ -55,4 +55,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(2 * workload.tokens * a.out.shape[1] * a.out.itemsize, 0)
 
 
-embed = Op("embed", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+embed = Op("embed", _Args[Tensor], _check, _reference, _launches, _cost)

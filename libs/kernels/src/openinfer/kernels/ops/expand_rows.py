@@ -84,6 +84,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(16 * workload.tokens, 0)
 
 
-expand_rows = Op(
-    "expand_rows", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+expand_rows = Op("expand_rows", _Args[Tensor], _check, _reference, _launches, _cost)

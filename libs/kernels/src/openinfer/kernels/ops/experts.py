@@ -83,9 +83,7 @@ def _cost(workload: Workload, a: ExpertsArgs[Tensor]) -> Cost:
     return Cost(weights + activations, 6 * tokens * chosen * width * inter * count // every)
 
 
-experts = Op(
-    "experts", ExpertsArgs[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+experts = Op("experts", ExpertsArgs[Tensor], _check, _reference, _launches, _cost)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

@@ -95,6 +95,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(weights + tokens * (h + n // 2) * a.x.itemsize, 2 * tokens * numbers)
 
 
-gate_up_silu = Op(
-    "gate_up_silu", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+gate_up_silu = Op("gate_up_silu", _Args[Tensor], _check, _reference, _launches, _cost)

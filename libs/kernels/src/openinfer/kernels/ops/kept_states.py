@@ -124,19 +124,5 @@ def _cost(workload: Workload, a: _StatesArgs[Tensor]) -> Cost:
     return Cost(2 * workload.tokens * a.x.shape[1] * a.x.itemsize, 0)
 
 
-keep_states = Op(
-    "keep_states",
-    _KeepArgs[Tensor],
-    check=_keep_check,
-    reference=_keep_reference,
-    launches=_keep_launches,
-    cost=_cost,
-)
-take_states = Op(
-    "take_states",
-    _TakeArgs[Tensor],
-    check=_take_check,
-    reference=_take_reference,
-    launches=_take_launches,
-    cost=_cost,
-)
+keep_states = Op("keep_states", _KeepArgs[Tensor], _keep_check, _keep_reference, _keep_launches, _cost)
+take_states = Op("take_states", _TakeArgs[Tensor], _take_check, _take_reference, _take_launches, _cost)

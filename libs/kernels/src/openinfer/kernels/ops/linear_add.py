@@ -100,15 +100,7 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(weights + workload.tokens * columns * a.x.itemsize, 2 * workload.tokens * numbers, link)
 
 
-linear_add = Op(
-    "linear_add",
-    _Args[Tensor],
-    check=_check,
-    reference=_reference,
-    launches=_launches,
-    cost=_cost,
-    collective=True,
-)
+linear_add = Op("linear_add", _Args[Tensor], _check, _reference, _launches, _cost, collective=True)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

@@ -88,6 +88,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(weights + tokens * (h * a.x.itemsize + n * a.out.itemsize), 2 * tokens * numbers)
 
 
-norm_linear = Op(
-    "norm_linear", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+norm_linear = Op("norm_linear", _Args[Tensor], _check, _reference, _launches, _cost)

@@ -9,7 +9,7 @@ import numpy as np
 from openinfer.kernels.attention import NEW_PAIRS, attention_launches, choose_attention, new_tokens
 from openinfer.kernels.attention.call import AttendArgs, AttentionCall
 from openinfer.kernels.attention.kv_cache import cached_bytes, expect_cache
-from openinfer.kernels.op.contract import FLOATS, expect, expect_max_q_len, expect_rows, require
+from openinfer.kernels.op.contract import FLOATS, expect, expect_each, expect_max_q_len, expect_rows, require
 from openinfer.kernels.op.launch import Command, Scratch
 from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array
@@ -83,8 +83,7 @@ def _check(a: _Args[Tensor]) -> None:
     expect("qkv", a.qkv, (tokens, (heads + 2 * kv_heads) * dim), a.out.dtype)
     expect_norms(a.q_norm, a.k_norm, dim, a.out.dtype)
     expect("cos_sin", a.cos_sin, (-1, 2, dim // 2), float32)
-    expect("positions", a.positions, (tokens,), int32)
-    expect("token_slots", a.token_slots, (tokens,), int32)
+    expect_each(a, (tokens,), int32, "positions", "token_slots")
     rows, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, alive=a.alive)
     expect("block_tables", a.block_tables, (size, -1), int32)
     require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
@@ -124,6 +123,4 @@ def _cost(workload: Workload, a: QkvAttentionArgs[Tensor]) -> Cost:
     return Cost(cached + moved, 4 * workload.qk_pairs * a.out.shape[1] + 8 * tokens * a.qkv.shape[1])
 
 
-norm_rope_attend = Op(
-    "norm_rope_attend", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+norm_rope_attend = Op("norm_rope_attend", _Args[Tensor], _check, _reference, _launches, _cost)

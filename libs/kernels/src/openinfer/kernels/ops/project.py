@@ -93,12 +93,7 @@ def _project_cost(workload: Workload, a: _ProjectArgs[Tensor]) -> Cost:
 
 
 project = Op(
-    "project",
-    _ProjectArgs[Tensor],
-    check=_project_check,
-    reference=_project_reference,
-    launches=_project_launches,
-    cost=_project_cost,
+    "project", _ProjectArgs[Tensor], _project_check, _project_reference, _project_launches, _project_cost
 )
 
 
@@ -162,12 +157,7 @@ def _gate_cost(workload: Workload, a: _GateUpClampedArgs[Tensor]) -> Cost:
 
 
 gate_up_clamped = Op(
-    "gate_up_clamped",
-    _GateUpClampedArgs[Tensor],
-    check=_gate_check,
-    reference=_gate_reference,
-    launches=_gate_launches,
-    cost=_gate_cost,
+    "gate_up_clamped", _GateUpClampedArgs[Tensor], _gate_check, _gate_reference, _gate_launches, _gate_cost
 )
 
 
@@ -213,14 +203,7 @@ def _norm_cost(workload: Workload, a: _NormRowsArgs[Tensor]) -> Cost:
     )
 
 
-norm_rows = Op(
-    "norm_rows",
-    _NormRowsArgs[Tensor],
-    check=_norm_check,
-    reference=_norm_reference,
-    launches=_norm_launches,
-    cost=_norm_cost,
-)
+norm_rows = Op("norm_rows", _NormRowsArgs[Tensor], _norm_check, _norm_reference, _norm_launches, _norm_cost)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from openinfer.kernels.attention.kv_cache import cached_bytes, expect_cache
 from openinfer.kernels.linear.choices import releases
-from openinfer.kernels.op.contract import FLOATS, expect, expect_cos_sin, require
+from openinfer.kernels.op.contract import FLOATS, expect, expect_cos_sin, expect_each, require
 from openinfer.kernels.op.launch import Aligned, Command, Launch, launch, power_of_two
 from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array, f32, rms_norm
@@ -62,8 +62,7 @@ def _check(a: WriteArgs[Tensor]) -> None:
     )
     expect_norms(a.q_norm, a.k_norm, dim, a.qkv.dtype, float32)
     expect_cos_sin(a.cos_sin, dim)
-    expect("positions", a.positions, (tokens,), int32)
-    expect("token_slots", a.token_slots, (tokens,), int32)
+    expect_each(a, (tokens,), int32, "positions", "token_slots")
     expect("block_tables", a.block_tables, (-1, -1), int32)
     require(heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} key heads evenly")
     require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
@@ -171,11 +170,4 @@ def _cost(workload: Workload, a: WriteArgs[Tensor]) -> Cost:
     return Cost(workload.tokens * moved, 8 * workload.tokens * a.qkv.shape[1])
 
 
-qk_norm_rope_write = Op(
-    "qk_norm_rope_write",
-    WriteArgs[Tensor],
-    check=_check,
-    reference=_reference,
-    launches=_launches,
-    cost=_cost,
-)
+qk_norm_rope_write = Op("qk_norm_rope_write", WriteArgs[Tensor], _check, _reference, _launches, _cost)

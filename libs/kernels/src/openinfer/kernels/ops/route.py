@@ -7,7 +7,7 @@ from typing import Generic
 import numpy as np
 
 from openinfer.kernels.op.cases import Memory, OpCase
-from openinfer.kernels.op.contract import expect, expect_columns, require
+from openinfer.kernels.op.contract import expect, expect_columns, expect_each, require
 from openinfer.kernels.op.launch import Command, aligned, launch, power_of_two
 from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array
@@ -51,8 +51,7 @@ def _check(a: _Args[Tensor]) -> None:
         expect("bias", a.bias, (experts,), float32)
     if a.table is not None:
         expect("table", a.table, (-1, chosen), int32)
-    expect("token_ids", a.token_ids, (tokens,), int32)
-    expect("token_slots", a.token_slots, (tokens,), int32)
+    expect_each(a, (tokens,), int32, "token_ids", "token_slots")
     require(1 <= chosen <= experts, f"{chosen} experts a token are asked for; there are {experts}")
     require(a.scaling > 0, f"scaling is {a.scaling}; it must be positive")
     require(
@@ -111,7 +110,7 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(workload.tokens * (4 * experts + 12 * chosen), workload.tokens * 8 * experts)
 
 
-route = Op("route", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+route = Op("route", _Args[Tensor], _check, _reference, _launches, _cost)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

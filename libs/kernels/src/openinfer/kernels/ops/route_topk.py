@@ -83,6 +83,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(workload.tokens * bytes_per_token, workload.tokens * 4 * experts)
 
 
-route_topk = Op(
-    "route_topk", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+route_topk = Op("route_topk", _Args[Tensor], _check, _reference, _launches, _cost)

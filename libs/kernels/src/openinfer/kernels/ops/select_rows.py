@@ -57,6 +57,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(2 * workload.rows * a.out.shape[1] * a.out.itemsize, 0)
 
 
-select_rows = Op(
-    "select_rows", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+select_rows = Op("select_rows", _Args[Tensor], _check, _reference, _launches, _cost)

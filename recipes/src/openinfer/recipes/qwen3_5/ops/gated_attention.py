@@ -26,6 +26,7 @@ from openinfer.kernels.authoring import (
     expect,
     expect_cache,
     expect_cos_sin,
+    expect_each,
     expect_max_q_len,
     expect_rows,
     launch,
@@ -65,8 +66,7 @@ def _check(a: _Args[Tensor]) -> None:
     expect("q_norm", a.q_norm, (dim,), a.out.dtype, float32)
     expect("k_norm", a.k_norm, (dim,), a.q_norm.dtype)
     expect_cos_sin(a.cos_sin, dim)
-    expect("positions", a.positions, (tokens,), int32)
-    expect("token_slots", a.token_slots, (tokens,), int32)
+    expect_each(a, (tokens,), int32, "positions", "token_slots")
     rows, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, alive=a.alive)
     expect("block_tables", a.block_tables, (size, -1), int32)
     require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
@@ -152,11 +152,4 @@ def _decode(
     )
 
 
-gated_attention = Op(
-    "gated_attention",
-    _Args[Tensor],
-    check=_check,
-    reference=_reference,
-    launches=_launches,
-    cost=norm_rope_attend.cost,
-)
+gated_attention = Op("gated_attention", _Args[Tensor], _check, _reference, _launches, norm_rope_attend.cost)

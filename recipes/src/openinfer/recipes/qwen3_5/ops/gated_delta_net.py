@@ -19,6 +19,7 @@ from openinfer.kernels.authoring import (
     Target,
     Workload,
     expect,
+    expect_each,
     expect_max_q_len,
     expect_rows,
     f32,
@@ -79,8 +80,7 @@ def _expect_layer(a: DeltaArgs[Tensor]) -> None:
         require(tokens <= 1 or tensor.strides[1] == 1, f"the columns of {name} must be next to each other")
     expect("out", a.out, (tokens, heads * value_dim), dtype)
     expect("conv_weight", a.conv_weight, (width, -1), dtype)
-    expect("decay", a.decay, (heads,), float32)
-    expect("dt_bias", a.dt_bias, (heads,), float32)
+    expect_each(a, (heads,), float32, "decay", "dt_bias")
     expect("norm_weight", a.norm_weight, (value_dim,), float32)
     expect("conv_state", a.conv_state, (a.state.shape[0], a.conv_weight.shape[1], width), dtype, dense=False)
     expect("conv_state[0]", a.conv_state[0], a.conv_state.shape[1:])
@@ -209,9 +209,7 @@ def _cost(workload: Workload, a: DeltaArgs[Tensor]) -> Cost:
     )
 
 
-gated_delta_net = Op(
-    "gated_delta_net", DeltaArgs[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+gated_delta_net = Op("gated_delta_net", DeltaArgs[Tensor], _check, _reference, _launches, _cost)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

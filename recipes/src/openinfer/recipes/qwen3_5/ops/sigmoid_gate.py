@@ -70,6 +70,4 @@ def _cost(workload: Workload, a: GateArgs[Tensor]) -> Cost:
     return Cost(numbers * a.out.itemsize, workload.tokens * heads * dim)
 
 
-sigmoid_gate = Op(
-    "sigmoid_gate", GateArgs[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+sigmoid_gate = Op("sigmoid_gate", GateArgs[Tensor], _check, _reference, _launches, _cost)

@@ -14,6 +14,7 @@ from openinfer.kernels.authoring import (
     Target,
     Workload,
     expect,
+    expect_each,
     launch,
     power_of_two,
     require,
@@ -55,12 +56,10 @@ class _Args(Generic[T]):
 
 def _check(a: _Args[Tensor]) -> None:
     rows, size = a.slots.shape[0], a.seq_lens.shape[0]
-    for name, tensor in tensors(a, "follows", "slots", "emits", "num_drafts").items():
-        expect(name, tensor, (rows,), int32)
+    expect_each(a, (rows,), int32, "follows", "slots", "emits", "num_drafts")
     expect("starts", a.starts, (rows + 1,), int32)
     expect("result", a.result, (rows, 3), int32)
-    for name, tensor in tensors(a, "seq_lens", "last_tokens", "alive", "accepted").items():
-        expect(name, tensor, (size,), int32)
+    expect_each(a, (size,), int32, "seq_lens", "last_tokens", "alive", "accepted")
     expect("drafts", a.drafts, (size, -1), int32)
     width = a.drafts.shape[1]
     require(width == power_of_two(width), f"drafts has {width} columns; it must have a power of two")
@@ -97,4 +96,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(workload.rows * 4 * 10, 0)
 
 
-accept = Op("accept", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+accept = Op("accept", _Args[Tensor], _check, _reference, _launches, _cost)

@@ -109,4 +109,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(workload.rows * 4 * (18 + a.stop_ids.shape[1]), 0)
 
 
-advance = Op("advance", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+advance = Op("advance", _Args[Tensor], _check, _reference, _launches, _cost)

@@ -87,4 +87,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(workload.rows * (vocabulary * a.logits.itemsize + 8), workload.rows * vocabulary)
 
 
-greedy = Op("greedy", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+greedy = Op("greedy", _Args[Tensor], _check, _reference, _launches, _cost)

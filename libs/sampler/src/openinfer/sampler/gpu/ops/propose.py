@@ -14,6 +14,7 @@ from openinfer.kernels.authoring import (
     Target,
     Workload,
     expect,
+    expect_each,
     launch,
     require,
     tensors,
@@ -113,12 +114,8 @@ class _ProposeArgs(Generic[T]):
 
 def _propose_check(a: _ProposeArgs[Tensor]) -> None:
     rows, size = a.slots.shape[0], a.seq_lens.shape[0]
-    for name, tensor in tensors(
-        a, "next_ids", "positions", "token_slots", "tokens", "emits", "slots"
-    ).items():
-        expect(name, tensor, (rows,), int32)
-    for name, tensor in tensors(a, "lens", "alive", "reserved", "seq_lens").items():
-        expect(name, tensor, (size,), int32)
+    expect_each(a, (rows,), int32, "next_ids", "positions", "token_slots", "tokens", "emits", "slots")
+    expect_each(a, (size,), int32, "lens", "alive", "reserved", "seq_lens")
     expect("spans", a.spans, (rows + 1,), int32)
     expect("drafts", a.drafts, (size, -1), int32)
     require(a.place >= 1, f"place is {a.place}; it must be 1 or more")
@@ -147,19 +144,5 @@ def _cost(workload: Workload, a: _FollowArgs[Tensor] | _ProposeArgs[Tensor]) -> 
     return Cost(12 * workload.tokens + 40 * workload.rows, 0)
 
 
-follow = Op(
-    "follow",
-    _FollowArgs[Tensor],
-    check=_follow_check,
-    reference=_follow_reference,
-    launches=_follow_launches,
-    cost=_cost,
-)
-propose = Op(
-    "propose",
-    _ProposeArgs[Tensor],
-    check=_propose_check,
-    reference=_propose_reference,
-    launches=_propose_launches,
-    cost=_cost,
-)
+follow = Op("follow", _FollowArgs[Tensor], _follow_check, _follow_reference, _follow_launches, _cost)
+propose = Op("propose", _ProposeArgs[Tensor], _propose_check, _propose_reference, _propose_launches, _cost)

@@ -200,4 +200,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(workload.rows * (vocabulary * a.logits.itemsize + 8), workload.rows * 4 * vocabulary)
 
 
-sample = Op("sample", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+sample = Op("sample", _Args[Tensor], _check, _reference, _launches, _cost)

@@ -15,6 +15,7 @@ from openinfer.kernels.authoring import (
     Target,
     Workload,
     expect,
+    expect_each,
     launch,
     tensors,
 )
@@ -44,8 +45,7 @@ def _check(a: _Args[Tensor]) -> None:
     expect("logits", a.logits, (-1, -1), float32)
     rows = a.logits.shape[0]
     expect("logprobs", a.logprobs, (rows,), float32)
-    expect("ranks", a.ranks, (rows,), int32)
-    expect("targets", a.targets, (rows,), int32)
+    expect_each(a, (rows,), int32, "ranks", "targets")
 
 
 def _reference(a: _Args[Array]) -> None:
@@ -81,4 +81,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(a.targets.shape[0] * 12, 0)
 
 
-score = Op("score", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+score = Op("score", _Args[Tensor], _check, _reference, _launches, _cost)

@@ -5,7 +5,7 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.authoring import T, expect
+from openinfer.kernels.authoring import T, expect, expect_each
 from openinfer.sampler.gpu.ops import Array
 from openinfer.sampler.reference import without
 from openinfer.tensor import Tensor, float32, int32
@@ -39,13 +39,10 @@ class ChoiceArgs(StepArgs[T], Generic[T]):
 def expect_step(a: StepArgs[Tensor]) -> tuple[int, int]:
     """Raise ContractError unless a step's tensors fit each other. Returns R and S."""
     rows, size = a.slots.shape[0], a.seq_lens.shape[0]
-    expect("tokens", a.tokens, (rows,), int32)
+    expect_each(a, (rows,), int32, "tokens", "slots", "emits")
     expect("logprobs", a.logprobs, (rows,), float32)
-    expect("slots", a.slots, (rows,), int32)
     expect("q_starts", a.q_starts, (rows + 1,), int32)
-    expect("emits", a.emits, (rows,), int32)
-    expect("seq_lens", a.seq_lens, (size,), int32)
-    expect("alive", a.alive, (size,), int32)
+    expect_each(a, (size,), int32, "seq_lens", "alive")
     return rows, size
 
 

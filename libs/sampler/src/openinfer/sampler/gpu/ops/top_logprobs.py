@@ -16,6 +16,7 @@ from openinfer.kernels.authoring import (
     Target,
     Workload,
     expect,
+    expect_each,
     launch,
     power_of_two,
     require,
@@ -57,10 +58,8 @@ def _check(a: _Args[Tensor]) -> None:
     width = a.ids.shape[1]
     require(1 <= width <= MAX_LOGPROBS, f"ids has {width} columns; it must have 1 to {MAX_LOGPROBS}")
     expect("values", a.values, (rows, width), float32)
-    expect("slots", a.slots, (rows,), int32)
-    expect("emits", a.emits, (rows,), int32)
-    expect("alive", a.alive, (size,), int32)
-    expect("num_logprobs", a.num_logprobs, (size,), int32)
+    expect_each(a, (rows,), int32, "slots", "emits")
+    expect_each(a, (size,), int32, "alive", "num_logprobs")
 
 
 def _reference(a: _Args[Array]) -> None:
@@ -109,6 +108,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(workload.rows * a.ids.shape[1] * 8, 0)
 
 
-top_logprobs = Op(
-    "top_logprobs", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+top_logprobs = Op("top_logprobs", _Args[Tensor], _check, _reference, _launches, _cost)

@@ -50,4 +50,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(4 * workload.rows * (a.out.shape[1] + a.logits.shape[1]) + 4 * a.out.shape[1], 0)
 
 
-widen = Op("widen", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+widen = Op("widen", _Args[Tensor], _check, _reference, _launches, _cost)
