@@ -12,8 +12,6 @@ import msgspec
 
 from openinfer.frontend import flag_types
 
-__all__ = ["AnswerDelta", "Api", "ApiError", "add_api_key", "api_key"]
-
 TIMEOUT_S = 600.0
 LOOK_S = 30.0
 """Time limit of requests that generate nothing."""

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CaseError", "EvalCase", "load_cases", "passed", "scores"]
-
 CHECKS = {"contains", "last_number", "json", "calls"}
 
 

@@ -19,8 +19,6 @@ from openinfer.frontend.chat import Message, RendererSpec, text_of
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.model_files import read_text
 
-__all__ = ["ChatTemplate", "find_templates", "template_spec"]
-
 _REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError),
     *(AttributeError, OverflowError, MemoryError),

@@ -36,8 +36,6 @@ from openinfer.frontend.wire import (
     ToEngine,
 )
 
-__all__ = ["Driver", "EngineClient", "Health", "OutputDelta", "Sink"]
-
 MESSAGES_A_TURN = 32
 """Steps routed at once, before the responses get to write: a late frontend catches up in larger pieces."""
 

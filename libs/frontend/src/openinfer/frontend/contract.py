@@ -23,15 +23,6 @@ from openinfer.frontend.errors import EngineSpecError, InvalidRequest
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.form import Grammar
 
-__all__ = [
-    "CONTRACT_VERSION", "TERMINALS", "AdapterState", "Command", "Drafts", "Engine", "EngineInfo",
-    "EngineSpec", "EngineStats", "Failed", "Finished", "KVTransfer", "LoadAdapter", "PromptLogprobs",
-    "Rejected", "Request", "ResetPrefixCache", "Scheduled", "Sleep", "SlowTraces", "StepOutputs",
-    "StepTimes", "Terminal", "TokenLogprobs", "TokenTable", "UnloadAdapter", "Update", "UpdateWeights",
-    "WakeUp",
-]  # fmt: skip
-
-
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Block = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | str
 

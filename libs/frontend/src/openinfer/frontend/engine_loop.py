@@ -33,8 +33,6 @@ from openinfer.frontend.wire import (
     owner,
 )
 
-__all__ = ["IDLE_WAIT_S", "run_engine"]
-
 STEP_WAIT_S = 0.01
 """An engine with live requests but nothing to compute may sleep this long; a new request waits no longer."""
 SIGN_OF_LIFE_S = 0.25

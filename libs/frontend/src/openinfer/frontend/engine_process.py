@@ -19,8 +19,6 @@ from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.logs import LogLines, set_up_logging
 from openinfer.frontend.wire import Boot, FromEngine, StartFailed, ToEngine
 
-__all__ = ["main"]
-
 LINGER_MS = 2000
 _log = logging.getLogger("openinfer.frontend.engine_process")  # __name__ is __main__
 

@@ -15,13 +15,6 @@ FrontendError(Exception)
 
 from collections.abc import Callable
 
-__all__ = [
-    "APIError", "EngineDeadError", "EngineSpecError", "EngineStartError", "FlagError", "FrontendError",
-    "InvalidRequest", "MissingExtraError", "ModelFilesError", "TooLong", "Unsupported", "is_users_error",
-    "one_line", "printable",
-]  # fmt: skip
-
-
 MAX_MESSAGE_CHARS = 1000
 
 

@@ -15,8 +15,6 @@ from openinfer.frontend.errors import one_line
 from openinfer.frontend.flag_types import number, tokens
 from openinfer.frontend.vllm_flags import VLLM_FLAGS
 
-__all__ = ["NOT_POSSIBLE", "FlagParser", "merge"]
-
 NOT_POSSIBLE = "not possible: "
 """The help of a flag that a model cannot have begins so; the reason follows."""
 FLAG_WIDTH = 32

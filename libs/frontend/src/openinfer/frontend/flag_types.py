@@ -7,11 +7,6 @@ from pathlib import Path
 
 from openinfer.frontend.errors import FlagError
 
-__all__ = [
-    "MAX_FRONTENDS", "check_plan", "count", "key", "key_of_environment", "name", "number", "options", "port",
-    "seconds", "strings", "tokens", "url",
-]  # fmt: skip
-
 MAX_FRONTENDS = 64
 MAX_NAME_CHARS = 256
 MAX_SECONDS = 1e9

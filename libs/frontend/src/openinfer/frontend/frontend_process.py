@@ -24,8 +24,6 @@ from openinfer.frontend.restart import RestartingClient
 from openinfer.frontend.web import WebOptions, run_loop, serve_web
 from openinfer.frontend.wire import first_id
 
-__all__ = ["BEAT_S", "FrontendBoot", "JoinedEngine", "LostEngine", "Order", "ReadyReport", "Stop", "main"]
-
 BEAT_S = 1.0
 """Seconds between two signs of life."""
 

@@ -35,8 +35,6 @@ from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.restart import MAX_RESTARTS, RestartBudget, broken, restore
 from openinfer.frontend.web import WebOptions
 
-__all__ = ["Frontends"]
-
 KILL_AFTER_S = 10.0
 """Seconds until a child is killed, beyond the time that it gives its requests."""
 SILENT_S = 20.0

@@ -5,8 +5,6 @@ import ctypes
 import gc
 from collections.abc import Iterator
 
-__all__ = ["starting", "trim"]
-
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:

@@ -15,8 +15,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("the engine process", "process") from error
 
-__all__ = ["EngineLink"]
-
 RECONNECT_MS = 10
 """The pause between two attempts of a client to connect, because the engine's process listens only after its start."""
 LAST_WORDS_S = 0.5

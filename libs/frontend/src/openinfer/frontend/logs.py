@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from openinfer.frontend.errors import printable
 
-__all__ = ["REQUEST_ID", "LogLines", "log_settings", "open_standard_streams", "say", "set_up_logging"]
-
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id")
 """Set while a request is handled; its log lines name it."""
 HIDDEN = "***"

@@ -6,8 +6,6 @@ from typing import Any
 
 from openinfer.frontend.errors import ModelFilesError
 
-__all__ = ["read_json", "read_text"]
-
 MAX_TEXT_BYTES = 1 << 20
 MAX_JSON_BYTES = 64 << 20
 

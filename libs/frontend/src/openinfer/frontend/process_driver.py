@@ -21,8 +21,6 @@ from openinfer.frontend.link import EngineLink
 from openinfer.frontend.logs import log_settings
 from openinfer.frontend.wire import Boot, Close, Gone, ToEngine, first_id
 
-__all__ = ["AttachedDriver", "ProcessDriver"]
-
 
 class ProcessDriver(Driver):
     """Starts `python -m openinfer.frontend.engine_process` and speaks to it. An EngineClient.

@@ -9,8 +9,6 @@ from typing import Any
 from openinfer.frontend.chat import RendererSpec
 from openinfer.frontend.errors import APIError, ModelFilesError, one_line
 
-__all__ = ["RenderPool", "end", "spawn"]
-
 START_TIMEOUT_S = 30.0
 """From the renderer's spec to its answer. The engine may load and compile meanwhile, on the same cores."""
 LIFE_TIMEOUT_S = 3.0

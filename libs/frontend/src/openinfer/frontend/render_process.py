@@ -15,8 +15,6 @@ from typing import Any
 from openinfer.frontend.chat import Renderer
 from openinfer.frontend.errors import APIError, one_line
 
-__all__ = ["main"]
-
 MEMORY_BYTES = 2 << 30
 """The limit of the address space: a template that wants more gets a MemoryError."""
 

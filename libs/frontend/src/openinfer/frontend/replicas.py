@@ -30,8 +30,6 @@ from openinfer.frontend.contract import (
 )
 from openinfer.frontend.errors import EngineDeadError, Unsupported, one_line
 
-__all__ = ["Prefixes", "ReplicatedClient", "summed"]
-
 PREFIX_TOKENS = 128
 """Prompts are compared at multiples of this length."""
 MAX_PREFIXES = 200_000

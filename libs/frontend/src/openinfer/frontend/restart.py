@@ -20,8 +20,6 @@ from openinfer.frontend.contract import (
 )
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
 
-__all__ = ["MAX_RESTARTS", "WINDOW_S", "RestartBudget", "RestartingClient", "broken", "restore"]
-
 CHECK_S = 0.5
 """Seconds between two checks for a hang."""
 MAX_RESTARTS = 3

@@ -11,8 +11,6 @@ from openinfer.frontend.flag_parser import FlagParser
 if TYPE_CHECKING:
     from openinfer.frontend.contract import EngineSpec
 
-__all__ = ["Recipe", "build_parser", "server_parser"]
-
 TOOL_PARSERS = (
     "deepseek_v4",
     "hermes",

@@ -31,8 +31,6 @@ from openinfer.frontend.contract import (
 )
 from openinfer.frontend.errors import FlagError, Unsupported
 
-__all__ = ["FakeEngine"]
-
 BLOCK = 16
 
 

@@ -13,8 +13,6 @@ from openinfer.frontend.engine_loop import IDLE_WAIT_S, run_engine
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.wire import Close, FromEngine, Hello, StartFailed, ToEngine
 
-__all__ = ["ThreadDriver"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -1,7 +1,5 @@
 """Flags of vLLM that openinfer does not have, each with what to do instead."""
 
-__all__ = ["VLLM_FLAGS"]
-
 _BY_TENSOR = "GPUs share a model by --tensor-parallel-size; leave it out"
 _CHECKPOINT = "the checkpoint's files decide; leave it out"
 _ALWAYS = "it is always on; leave it out"

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from openinfer.frontend.http.admin.tracing import Tracing
     from openinfer.frontend.render_pool import RenderPool
 
-__all__ = ["WebOptions", "run_loop", "serve_web"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -8,11 +8,6 @@ import msgspec
 
 from openinfer.frontend.contract import Command, EngineInfo, EngineSpec, EngineStats, Request, StepOutputs
 
-__all__ = [
-    "Abort", "Boot", "Close", "ControlDone", "ControlFrame", "FromEngine", "Gone", "Hello", "Lost", "Ready",
-    "StartFailed", "Stepped", "Submit", "ToEngine", "first_id", "owner",
-]  # fmt: skip
-
 _CLIENT_BITS = 40
 
 

@@ -35,26 +35,6 @@ from openinfer.kernels.ranks.exchange import segment_bytes, table_of
 from openinfer.kernels.store.cubins import Store
 from openinfer.tensor import Arena, Device, Stream, Tensor, uint8
 
-__all__ = [
-    "INTERPRETED",
-    "NEVER",
-    "Array",
-    "Case",
-    "HostPeers",
-    "OpConformance",
-    "coded_cache",
-    "compare",
-    "copied",
-    "error",
-    "of_the_day",
-    "paged_places",
-    "paged_rows",
-    "run_interpreted",
-    "run_on_gpu",
-    "run_reference",
-    "workspace",
-]
-
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 Run = Callable[[Op[Any], Mapping[str, Any]], Arrays]

@@ -30,8 +30,6 @@ except ImportError as error:
         f"{error.name} is missing; events need it: pip install 'openinfer-kvpool[events]'", name=error.name
     ) from None
 
-__all__ = ["EventPublisher", "EventsConfig"]
-
 END = (-1).to_bytes(8, "big", signed=True)
 """The number of the message that ends a replay."""
 REPLAY_WAIT_MS = 2000

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Budget", "Spending"]
-
 MAX_LATE = 3
 """Tokens that may end a character."""
 

@@ -14,8 +14,6 @@ from openinfer.sampler.errors import InvalidGrammar
 if TYPE_CHECKING:
     from openinfer.sampler.lark import Lark
 
-__all__ = ["JsonRules", "has_long_strings"]
-
 LONG = 256
 """Strings with bounds beyond this are counted by the parser."""
 PIECE = 64

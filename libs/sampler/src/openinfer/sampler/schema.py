@@ -14,8 +14,6 @@ from typing import Any
 
 from openinfer.sampler.errors import InvalidGrammar
 
-__all__ = ["FORMATS", "ascii_pattern", "prepared", "whole_pattern", "wishes"]
-
 _DAY = "0[1-9]|1[0-9]|2[0-8]"
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DATE = (

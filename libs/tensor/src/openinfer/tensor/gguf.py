@@ -21,8 +21,6 @@ from openinfer.tensor.dtypes import DType, bfloat16, float16, float32
 from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.headers import TensorInfo
 
-__all__ = ["GgufCheckpoint", "GgufEntry", "GgufFile", "GgufTensor"]
-
 Array = np.ndarray[Any, Any]
 
 MAX_HEADER_BYTES = 256 << 20

@@ -21,8 +21,6 @@ from typing import Any
 
 from openinfer.tensor import cuda
 
-__all__ = ["CUdevice_attribute", "CUresult", "FakeDriver", "fake_driver", "write_gguf"]
-
 
 @contextmanager
 def fake_driver() -> "Iterator[FakeDriver]":

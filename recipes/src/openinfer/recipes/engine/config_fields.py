@@ -10,18 +10,6 @@ from openinfer.recipes.engine.errors import UnsupportedModel
 if TYPE_CHECKING:
     from openinfer.tensor import Checkpoint
 
-__all__ = [
-    "FP8_BLOCK",
-    "Fields",
-    "attention_heads",
-    "end_token",
-    "eos_ids",
-    "has_own_head",
-    "load_config",
-    "read_config",
-    "shown",
-]
-
 MAX_JSON_BYTES = 64 << 20
 FP8_BLOCK = 128
 """Rows and columns of an FP8 weight that share a scale."""

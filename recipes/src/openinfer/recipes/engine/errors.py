@@ -7,8 +7,6 @@ ValueError
 Every message is for the user: what was given, what is allowed, what to do.
 """
 
-__all__ = ["SetupError", "UnsupportedModel"]
-
 
 class SetupError(ValueError):
     """Flags that cannot work together, or a device that is too small."""

@@ -16,20 +16,6 @@ import numpy as np
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.tensor import Checkpoint, GgufCheckpoint, GgufEntry, GgufFile
 
-__all__ = [
-    "REST",
-    "WORDS",
-    "Entries",
-    "GgufFormat",
-    "GgufMetadata",
-    "common",
-    "dense",
-    "is_gguf",
-    "opened",
-    "outer",
-    "unpacked",
-]
-
 WEIGHTS = "model.gguf"
 """The link to the file, in the folder that `unpacked` makes."""
 Array = np.ndarray[Any, Any]

@@ -15,8 +15,6 @@ from openinfer.recipes.engine.gguf import (
 )
 from openinfer.tensor import GgufEntry, GgufFile
 
-__all__ = ["FORMAT"]
-
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
 
 

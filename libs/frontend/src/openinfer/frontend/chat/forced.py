@@ -13,8 +13,6 @@ from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.lark import Lark
 from openinfer.sampler.schema import FORMATS, whole_pattern
 
-__all__ = ["HELD", "any_arguments", "bare_value", "checked", "each_argument"]
-
 _ROOT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _NOTES = {"description", "title", "default", "examples", "$schema", "$comment", "deprecated"}
 _BARE = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format"}

@@ -16,11 +16,6 @@ from openinfer.frontend.chat.tag_calls import TagReader
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.lark import Lark
 
-__all__ = [
-    "DSML", "REASONING_FORMATS", "TOOL_FORMATS", "JsonFormat", "PythonFormat", "TagFormat", "ToolFormat",
-    "default_formats",
-]  # fmt: skip
-
 DSML = "｜DSML｜"
 NAME, TEXT = "{name}", "{text}"
 _MEMBER = r'\s*,\s*"(?:id|type|index)"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)'

@@ -15,8 +15,6 @@ from openinfer.frontend.chat.values import Malformed, child, decode, encode, esc
 if TYPE_CHECKING:
     from openinfer.frontend.chat.formats import JsonFormat
 
-__all__ = ["JsonReader", "JsonText"]
-
 MAX_HEAD = 1024
 """Characters in which the head of a call must have come, and the tail."""
 MAX_DEPTH = 128

@@ -19,8 +19,6 @@ from openinfer.frontend.chat.parts import Arguments, Content, Part, Reasoning, S
 from openinfer.frontend.chat.python_calls import PythonReader
 from openinfer.frontend.chat.tag_calls import TagReader
 
-__all__ = ["OutputParser"]
-
 THINK, END_THINK = "<think>", "</think>"
 MAX_TRIES = 16
 """What looks like a call and ends without being one is read again, as text that may hold a call. This often."""

@@ -4,22 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = [
-    "TOOL_NAME",
-    "Arguments",
-    "Content",
-    "Message",
-    "Part",
-    "Reasoning",
-    "Renderer",
-    "RendererSpec",
-    "Schemas",
-    "ToolCall",
-    "overlap",
-    "text_of",
-]
-
-
 Message = Mapping[str, Any]
 """role, content (str, or parts [{type: "text", text}]), and where they apply: reasoning, tool_calls [{id, function:
 {name, arguments: object}}], tool_call_id."""

@@ -5,8 +5,6 @@ import re
 from openinfer.frontend.chat.parts import TOOL_NAME, Part, Schemas, ToolCall
 from openinfer.frontend.chat.values import Malformed, encode, fitted, read_value
 
-__all__ = ["PythonReader"]
-
 _HEAD = re.compile(r"\s*([\[,])\s*([\w.:/-]*)\s*")
 _END = re.compile(r"\s*,?\s*\]")
 _MARKS = {  # by the quote of the string that is being read

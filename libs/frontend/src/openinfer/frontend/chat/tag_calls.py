@@ -20,8 +20,6 @@ from openinfer.frontend.chat.values import child, escaped, kinds, written_as
 if TYPE_CHECKING:
     from openinfer.frontend.chat.formats import TagFormat
 
-__all__ = ["TagReader"]
-
 MAX_HEAD = 1024
 """Characters in which an opening tag must have ended."""
 _SPACE = re.compile(r"\s*")

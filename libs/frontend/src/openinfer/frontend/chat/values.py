@@ -5,10 +5,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "Malformed", "child", "decode", "encode", "escaped", "fitted", "kinds", "read_value", "resolved", "written_as",
-]  # fmt: skip
-
 MAX_HOPS = 8
 MAX_LITERAL_CHARS = 1 << 16
 """Longer texts are not read as Python literals."""

@@ -6,8 +6,6 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["AccessLog"]
-
 MAX_PATH_CHARS = 200
 """A path may be as long as a head; a line of the log may not."""
 _POLLED = "/state"

@@ -12,8 +12,6 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import RETRY_AFTER_S, Generation
 from openinfer.frontend.http.shapes import AnswerShape, error_body
 
-__all__ = ["GenerationResponse", "error_response"]
-
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

@@ -35,8 +35,6 @@ from openinfer.frontend.render_pool import RenderPool
 if TYPE_CHECKING:
     from openinfer.frontend.http.admin.tracing import Tracing
 
-__all__ = ["create_app"]
-
 
 def create_app(
     client: EngineClient,

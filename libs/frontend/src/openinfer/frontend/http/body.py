@@ -19,13 +19,6 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.elsewhere import instead
 from openinfer.sampler.params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES
 
-__all__ = [
-    "CHAT_REFUSED", "REFUSED", "Budget", "CommonBody", "FunctionSpec", "JsonObjectFormat", "JsonSchemaFormat",
-    "JsonSchemaSpec", "ResponseFormat", "StructuredOutputs", "TextFormat", "Thinking", "ToolSpec",
-    "read_json_body", "typed",
-]  # fmt: skip
-
-
 MAX_BODY_BYTES = 32 << 20
 MAX_OBJECTS = 1 << 18
 """Objects, arrays and strings of a body together."""

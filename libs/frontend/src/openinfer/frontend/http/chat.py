@@ -9,8 +9,6 @@ import msgspec
 
 from openinfer.frontend.errors import APIError
 
-__all__ = ["Chat", "Content", "chat_messages", "content_of", "result_of", "warn"]
-
 MAX_MESSAGES = 4096
 Content = str | list[dict[str, Any]]
 """A text, or several parts {type: "text", text}, which a template puts together in its own way."""

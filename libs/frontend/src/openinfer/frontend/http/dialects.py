@@ -28,9 +28,6 @@ from openinfer.frontend.http.service import Service, json_response
 from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["DetokenizeBody", "Dialects", "TokenizeBody"]
-
-
 MAX_TOKENS_SHOWN = 32768
 COUNTED_CHARS = 1 << 20
 """The most characters of a text that /tokenize takes; 16 for each token of the context where that is more."""

@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["hint", "instead"]
-
 _GENERATES = "this server generates text; run a model of that kind with another server"
 _BATCH = "send each line of a batch as a request of its own; many run at once"
 _HINTS = {

@@ -6,8 +6,6 @@ parser bounds have a bound here: a head and its lines, the lines between chunks,
 
 import re
 
-__all__ = ["ABSOLUTE", "HEAD_BYTES", "HEAD_LINES", "Framing", "Violation"]
-
 HEAD_BYTES = 64 << 10
 """The limit of request line and headers together, and of trailers."""
 HEAD_LINES = 256

@@ -26,8 +26,6 @@ from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.text.detokenizer import ContentStops, StopStrings
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["Choice", "Generation", "Usage"]
-
 _STATUS = {"queue_full": 503}
 _CODE = {"too_long": "context_length_exceeded", "grammar": "invalid_grammar"}
 RETRY_AFTER_S = 1

@@ -20,9 +20,6 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.logs import REQUEST_ID
 
-__all__ = ["OPEN_PATHS", "ApiKeyGuard", "Cors", "PageGuard", "RequestIds"]
-
-
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/", "/plan", "/favicon.svg"})
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]*?)\.?(:[0-9]*)?")
 """Name or address, without the dot of the root, and port."""

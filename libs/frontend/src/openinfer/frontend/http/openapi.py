@@ -31,7 +31,6 @@ from openinfer.frontend.http.pages import Page, PlanPage
 from openinfer.frontend.http.params import MAX_LOGPROBS, MAX_N, MAX_SALT_CHARS, MAX_STOP_STRINGS
 from openinfer.frontend.http.service import Service
 
-__all__ = ["Endpoint", "document", "endpoints"]
 _REF = "#/components/schemas/{name}"
 _ERROR = {
     "type": "object",

@@ -20,11 +20,6 @@ from openinfer.sampler import InvalidParams, SamplingParams
 from openinfer.sampler.form import Grammar
 from openinfer.sampler.params import MAX_STOP_TOKEN_IDS
 
-__all__ = [
-    "MAX_LOGPROBS", "Plan", "SamplingDefaults", "check_grammars", "check_size", "make_plan", "max_tokens_for",
-    "prompt_ids", "with_echo",
-]  # fmt: skip
-
 MAX_N = 128
 MAX_SEQUENCES = 1024
 """Prompts times n of one HTTP request."""

@@ -16,8 +16,6 @@ from starlette.applications import Starlette
 from openinfer.frontend.http.connections import close_stalled, http_protocol, parser_name
 from openinfer.frontend.http.service import Service
 
-__all__ = ["on_signals", "parts", "run_server"]
-
 DEATH_LINGER_S = 2.0
 """After the engine's death: open streams get their error, probes see 503, then the process ends."""
 CLOSE_TIMEOUT_S = 2

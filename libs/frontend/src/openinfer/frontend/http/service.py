@@ -43,8 +43,6 @@ from openinfer.frontend.http.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from openinfer.frontend.http.admin.tracing import Tracing
 
-__all__ = ["Service", "json_response"]
-
 MAX_TRACE_PARENT_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 

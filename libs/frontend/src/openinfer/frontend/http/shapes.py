@@ -10,8 +10,6 @@ import msgspec
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import Choice, Usage
 
-__all__ = ["AnswerShape", "encode", "error_body", "fingerprint", "named_event", "package_version"]
-
 encode = msgspec.json.Encoder().encode
 
 

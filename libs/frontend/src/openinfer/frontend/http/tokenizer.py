@@ -14,8 +14,6 @@ from openinfer.frontend.errors import APIError, ModelFilesError, one_line
 from openinfer.frontend.http.text.detokenizer import ByteDetokenizer, Detokenizer, TextDetokenizer
 from openinfer.frontend.model_files import read_json
 
-__all__ = ["Tokenizer"]
-
 LONG_TEXT_CHARS = 8192
 """Longer texts are encoded in a worker thread: a millisecond is what the event loop can spare."""
 MAX_DEFINITION = 64 << 20

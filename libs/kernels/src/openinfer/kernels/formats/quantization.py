@@ -23,8 +23,6 @@ from openinfer.kernels.formats.weights import (
 from openinfer.kernels.op.rounding import Coding
 from openinfer.tensor import Checkpoint, float8_e4m3fn, int8, uint8
 
-__all__ = ["packed_in", "packing_of"]
-
 KNOWN = (
     "BF16 checkpoints are run, and those of 'fp8' in blocks of [128, 128] or by tensor, 'compressed-tensors' (FP8, "
     "INT8, INT4, NVFP4, MXFP4), 'modelopt' (FP8, NVFP4, mixed), 'quark' (MXFP4), 'gptq' (4 and 8 bits), 'awq' and "

@@ -27,25 +27,6 @@ from openinfer.tensor import (
     uint8,
 )
 
-__all__ = [
-    "FP4_E8M0",
-    "FP8_E8M0",
-    "FP8_FLOAT32",
-    "FP8_MADE",
-    "FP8_ROWS",
-    "FP8_TENSOR",
-    "AnyPacking",
-    "LinearPlaces",
-    "Mixed",
-    "Packing",
-    "form_of",
-    "module_packing",
-    "packing_text",
-    "padded_rows",
-    "scale_blocks",
-    "without_coding",
-]
-
 Array = np.ndarray[Any, Any]
 
 

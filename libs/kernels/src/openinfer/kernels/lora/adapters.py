@@ -17,8 +17,6 @@ from openinfer.kernels.lora.low_rank import MOST_PARTS, Lora
 from openinfer.kernels.lora.peft import LowRank, read_peft, text_module
 from openinfer.tensor import Arena, Stream, Tensor
 
-__all__ = ["Adapter", "AdapterSizes", "Adapters", "Projection"]
-
 Array = np.ndarray[Any, Any]
 ALIGNED = 128
 """Elements that matrices begin at multiples of."""

@@ -16,8 +16,6 @@ import numpy as np
 from openinfer.kernels.errors import InvalidAdapter
 from openinfer.tensor import Checkpoint, CheckpointError, dtypes
 
-__all__ = ["LowRank", "read_peft", "text_module"]
-
 Array = np.ndarray[Any, Any]
 N = TypeVar("N", int, float)
 Patterns = Mapping[re.Pattern[str], N]

@@ -4,8 +4,6 @@ import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Board", "Cells"]
-
 CELLS = 1024
 """Numbers a process has room for, 8 bytes each."""
 

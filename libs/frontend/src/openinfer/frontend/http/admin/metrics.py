@@ -20,8 +20,6 @@ from openinfer.frontend.http.admin.board import Board
 if TYPE_CHECKING:
     from openinfer.frontend.http.admin.tracing import Tracing
 
-__all__ = ["Histogram", "Metrics"]
-
 _LABELS = ["model_name", "engine"]
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),

@@ -15,8 +15,6 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError(f"tracing ({error.name} is missing)", "otel") from error
 
-__all__ = ["Tracing"]
-
 
 class Tracing:
     """Sends spans to a collector, from a thread of its own.

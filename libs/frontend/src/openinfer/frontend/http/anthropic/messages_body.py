@@ -21,8 +21,6 @@ from openinfer.frontend.http.openai.chat_body import tool_object
 from openinfer.frontend.http.params import MAX_STOP_CHARS, MAX_STOP_STRINGS
 from openinfer.frontend.http.text.thoughts import SWITCHES, thinking_options
 
-__all__ = ["MessagesBody", "messages_chat", "messages_common"]
-
 StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 

@@ -13,8 +13,6 @@ from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["MessagesShape", "messages_error"]
-
 _EMPTY: dict[str, tuple[str, Any]] = {
     "tool_use": ("input", {}),
     "text": ("text", ""),

@@ -18,8 +18,6 @@ from openinfer.frontend.http.chat import Chat, chat_messages
 from openinfer.frontend.http.params import MAX_LOGPROBS
 from openinfer.frontend.http.text.thoughts import thinking_options
 
-__all__ = ["ChatBody", "chat_of", "tool_object", "top_logprobs", "verbosity_warnings"]
-
 BudgetOrAll = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 _BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "thinking_budget")
 

@@ -29,8 +29,6 @@ from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader, TextPiece, new_call_id, said
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["ChatResponse", "ChatShape"]
-
 
 class _Function(msgspec.Struct):
     arguments: str

@@ -19,11 +19,6 @@ from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body, fingerprint
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = [
-    "CompletionBody", "CompletionResponse", "CompletionShape", "UsageBody", "event", "has_news", "likeliest",
-    "prompt_logprobs", "stream_end", "stream_error", "token_text", "usage_body", "usage_so_far",
-]  # fmt: skip
-
 
 class CompletionBody(CommonBody, kw_only=True):
     """POST /v1/completions."""

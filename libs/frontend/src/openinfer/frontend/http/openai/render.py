@@ -20,8 +20,6 @@ from openinfer.frontend.http.openai.responses_body import ResponsesBody
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.service import Service, json_response
 
-__all__ = ["Render"]
-
 
 class Render:
     """The endpoints, over those that generate."""

@@ -28,10 +28,6 @@ from openinfer.frontend.http.openai.chat_body import tool_object, verbosity_warn
 from openinfer.frontend.http.shapes import encode
 from openinfer.frontend.http.text.thoughts import thinking_options
 
-__all__ = [
-    "ENCRYPTED", "KeptItems", "ResponsesBody", "carried", "flattened", "responses_chat", "responses_common",
-]  # fmt: skip
-
 _TEXT_KINDS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"

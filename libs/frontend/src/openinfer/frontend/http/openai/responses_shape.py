@@ -21,8 +21,6 @@ from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader, new_call_id
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["ResponsesShape"]
-
 
 class ResponsesShape:
     """A Shape, for one choice."""

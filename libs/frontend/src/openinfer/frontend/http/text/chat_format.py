@@ -19,8 +19,6 @@ from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.form import Grammar
 from openinfer.sampler.lark import Lark
 
-__all__ = ["ChatFormat", "ParserFactory", "SpecialTokenGuard"]
-
 ParserFactory = Callable[[], OutputParser]
 """A new parser for each choice."""
 

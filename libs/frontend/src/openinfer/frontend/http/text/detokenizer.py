@@ -11,8 +11,6 @@ from typing import NamedTuple, Protocol
 from openinfer.frontend.chat import Content, OutputParser, Part
 from openinfer.frontend.chat.parts import overlap
 
-__all__ = ["ByteDetokenizer", "ContentStops", "Detokenizer", "StopMatch", "StopStrings", "TextDetokenizer"]
-
 MAX_HELD_TOKENS = 8
 """A character has at most 4 bytes, hence 4 tokens; more than this without a whole one is no UTF-8."""
 MAX_WINDOW_TOKENS = 64

@@ -9,8 +9,6 @@ from openinfer.frontend.errors import APIError, TooLong
 from openinfer.frontend.http.params import prompt_ids
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["encode_prompt"]
-
 TIMEOUT_S = 10.0
 USUAL_CHARS = 8
 """Texts have fewer characters a token. One that may be too long although it has not is encoded twice."""

@@ -12,8 +12,6 @@ from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.detokenizer import Detokenizer
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["Reader", "TextPiece", "new_call_id", "said"]
-
 
 class TextPiece(NamedTuple):
     """A piece of an answer. logprobs: parallel to token_ids, or empty. last: the last piece of the gathered text."""

@@ -11,8 +11,6 @@ from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.form import Grammar
 from openinfer.sampler.schema import wishes
 
-__all__ = ["grammar_of", "unkept"]
-
 
 def grammar_of(body: CommonBody, format_field: str) -> tuple[str, Grammar] | None:
     """The field that asks for a certain output, and the grammar of it; `format_field`: what the endpoint calls

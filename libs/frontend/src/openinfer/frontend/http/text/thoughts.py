@@ -16,8 +16,6 @@ from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.sampler.budget import Budget
 from openinfer.sampler.form import Grammar
 
-__all__ = ["SWITCHES", "Where", "budgeted", "effort_options", "thinking_options", "without_idle_budget"]
-
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Variables of templates, each of which says whether the model thinks."""
