@@ -134,7 +134,7 @@ def replica(logs: Path, name: str, model: str, more: tuple[str, ...] = ()) -> It
     config = json.dumps({"enable_kv_cache_events": True, "endpoint": events})
     flags = ["--device", "cpu", "--kv-events-config", config, *more]
     with serving(ROOT / "demo" / model, flags, logs / name) as server:
-        yield server.url, events, server.pid
+        yield server.url, events, server.process.pid
 
 
 @contextmanager

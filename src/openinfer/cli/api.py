@@ -95,18 +95,18 @@ class Api:
 
     def first_model(self) -> Model:
         """The first model that the server names."""
-        text = self._read("GET", "/v1/models", None)
+        text = self.read("GET", "/v1/models", None)
         with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError, LookupError):
             return msgspec.json.decode(text, type=_Models).data[0]
         raise ApiError(f"{self._parts.geturl()} names no model at /v1/models; is it an OpenAI server?")
 
     def metrics(self) -> str:
         """The text of /metrics."""
-        return self._read("GET", "/metrics", None).decode(errors="replace")
+        return self.read("GET", "/metrics", None).decode(errors="replace")
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """A whole chat completion."""
-        text = self._read("POST", "/v1/chat/completions", body)
+        text = self.read("POST", "/v1/chat/completions", body)
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -136,7 +136,8 @@ class Api:
         usage = [] if chunk.usage is None else [AnswerDelta(tokens=chunk.usage.completion_tokens)]
         return [choice.delta for choice in chunk.choices if choice.delta is not None] + usage
 
-    def _read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
+    def read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
+        """The body of an answer. Raises ApiError."""
         connection, response = self._open(method, path, body)
         with contextlib.closing(connection), response, self._reading():
             text = response.read(MAX_ANSWER_BYTES)

@@ -103,9 +103,9 @@ async def _frontend(server: Server, rounds: int, *, stream: bool) -> dict[str, A
     client = Client(server.url, "fake")
     message = client.message(fake.WORDS[:32], TOKENS_OUT, stream=stream)
     await run_load(client, [message] * CLIENTS, [0.0] * CLIENTS)
-    used, count = cpu_seconds(server.pid), CLIENTS * rounds
+    used, count = cpu_seconds(server.process.pid), CLIENTS * rounds
     run: LoadRun = await run_load(client, [message] * count, [0.0] * count, CLIENTS)
-    used = cpu_seconds(server.pid) - used
+    used = cpu_seconds(server.process.pid) - used
     client.close()
     good = [answer for answer in run.answers if not answer.error]
     tokens = sum(answer.output_tokens for answer in good)

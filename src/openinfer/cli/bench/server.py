@@ -20,10 +20,11 @@ SAY_S = 10.0
 class Server:
     """A running server.
 
-    pid, url: its process id and its URL. ready_s: seconds from process start to /health. pss_bytes: idle memory in
-    bytes, the proportional set size of the server's process and of the processes that it started."""
+    process, url: its process, which has ended after the block of `running`, and its URL. ready_s: seconds from process
+    start to /health. pss_bytes: idle memory in bytes, the proportional set size of the server's process and of the
+    processes that it started."""
 
-    pid: int
+    process: subprocess.Popen[bytes]
     url: str
     ready_s: float
     pss_bytes: int
@@ -65,7 +66,7 @@ def running(
         _wait(process, port, log_path, began, timeout_s)
         ready_s = time.monotonic() - began
         time.sleep(1.0)  # what start-up leaves to the background is then done
-        yield Server(process.pid, f"http://127.0.0.1:{port}", ready_s, sum(map(_pss, _family(process.pid))))
+        yield Server(process, f"http://127.0.0.1:{port}", ready_s, sum(map(_pss, _family(process.pid))))
     finally:
         process.terminate()
         try:
