@@ -20,7 +20,6 @@ from openinfer.kernels import (
     norm_rope_attend,
 )
 from openinfer.kernels.attention import long as long_attention
-from openinfer.kernels.attention import widened
 from openinfer.kernels.attention.tiles import HopperTile, Tile
 from openinfer.kernels.op.cases import Memory
 from openinfer.kernels.op.launch import Aligned, launch
@@ -224,7 +223,7 @@ def test_prompts_read_pages_that_were_widened(interpreted, reference, step, monk
     """With room for all rows, and for the first of three."""
     monkeypatch.setattr(attention, "hopper_tile", lambda *_: HopperTile(64, 2, False, True))
     monkeypatch.setattr(long_attention, "_by_hopper", over_widened_pages)
-    monkeypatch.setattr(widened, "MOST_BYTES", blocks * 128 * 2 * 2 * 64 * 2)
+    monkeypatch.setattr(long_attention, "MOST_BYTES", blocks * 128 * 2 * 2 * 64 * 2)
     lengths, before = [1, 40, 0, 1, 33, 1, 9], [100, 130, 7, 64, 0, 3, 130]
     sizes = {"dead": (3, 6), "tokens": sum(lengths) + 20, "page_size": page_size}
     check(
@@ -236,7 +235,7 @@ def test_prompts_read_pages_that_were_widened(interpreted, reference, step, monk
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", [2, 5])
 def test_prompts_without_room_on_a_gpu(gpu_and_reference, step, monkeypatch, blocks):
-    monkeypatch.setattr(widened, "MOST_BYTES", blocks * 128 * 2 * 4 * 128 * 2)
+    monkeypatch.setattr(long_attention, "MOST_BYTES", blocks * 128 * 2 * 4 * 128 * 2)
     lengths, before = [1, 300, 65, 700], [800, 100, 70, 260]
     args = step(lengths, before, heads=16, kv_heads=4, dim=128, tokens=1200)
     check(gpu_and_reference, args)

@@ -26,7 +26,7 @@ from openinfer.kvpool.eviction import Lru
 from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers, host, tiers
 from openinfer.kvpool.tiers.disk import Done
 from openinfer.kvpool.tiers.host import KEPT_BYTES, Slot
-from openinfer.kvpool.tiers.moves import FIRST_PIECES, PIECES
+from openinfer.kvpool.tiers.tiers import FIRST_PIECES, PIECES
 from openinfer.tensor import Device, Stream, Tensor
 from openinfer.tensor.testing import fake_driver
 

@@ -37,7 +37,7 @@ from openinfer.kernels.op.launch import (
 from openinfer.kernels.op.op import Cost, Op, Pack, Workload
 from openinfer.kernels.op.target import H200, Target
 from openinfer.kernels.ops.add_lora import add_lora
-from openinfer.kernels.ops.apply_writes import apply_writes
+from openinfer.kernels.ops.apply_writes import apply_writes, copy_words
 from openinfer.kernels.ops.attend import attend
 from openinfer.kernels.ops.collectives import (
     all_gather,
@@ -46,7 +46,6 @@ from openinfer.kernels.ops.collectives import (
     reduce_add,
     reduce_scatter,
 )
-from openinfer.kernels.ops.copy_words import copy_words
 from openinfer.kernels.ops.embed import embed
 from openinfer.kernels.ops.expand_rows import expand_rows
 from openinfer.kernels.ops.experts import experts

@@ -41,10 +41,9 @@ from openinfer.recipes.engine.emitting import (
     put_prompt_logprobs,
 )
 from openinfer.recipes.engine.followers import Followers, NoFollowers
-from openinfer.recipes.engine.gates import Gate, Refused
+from openinfer.recipes.engine.gates import Gate, Queue, Refused
 from openinfer.recipes.engine.gates.adapter_places import AdapterPlaces
 from openinfer.recipes.engine.gates.grammars import Grammars
-from openinfer.recipes.engine.gates.queue import Queue
 from openinfer.recipes.engine.gates.transfers import Transfers
 from openinfer.recipes.engine.offload import Cache
 from openinfer.recipes.engine.refusal import no_token_left, request_refusal

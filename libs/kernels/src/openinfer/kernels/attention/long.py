@@ -1,14 +1,15 @@
 """Attention of rows of many tokens as commands."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
 from openinfer.kernels.attention.tiles import HopperTile, Tile
-from openinfer.kernels.attention.widened import BLOCK, PROGRAMS, widened
 from openinfer.kernels.op.launch import INT32_MAX, Arg, Launch, Scratch, TensorMap, launch, power_of_two
 from openinfer.kernels.op.target import Target
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 SPLIT_TOKENS = 512
 """Steps of fewer tokens read their long rows in parts. The tiles of more tokens fill the GPU, and the kernel for Hopper
@@ -222,3 +223,71 @@ def _matrix(call: AttentionCall, bn: int) -> TensorMap:
     shape = ((call.kv.shape[0] - 1) * page_rows + 2 * call.kv_heads * call.page_size, call.dim)
     matrix = Tensor(call.kv.ptr, shape, call.kv.dtype, call.kv.device, (call.dim, 1), call.kv)
     return TensorMap(matrix, (min(call.page_size, bn), 64))
+
+
+BLOCK = 128
+"""Tokens that a program widens at once. A row's pages begin at a multiple of it."""
+MOST_BYTES = 256 << 20
+"""Bytes of scratch for widened pages. Rows that do not fit are read as codes."""
+PROGRAMS = 4
+"""Programs an SM."""
+
+_WIDEN = "openinfer.kernels.device.widened"
+_ROWS = ("slots", "q_starts", "seq_lens", "alive", "block_tables", "table_width", "page_stride")
+
+
+class Widened(NamedTuple):
+    """The command; pages as a matrix of heads' tokens, [pages * 2 G * page_size, d]; page numbers by slot; which slots
+    are there (int32, 1 or 0), and whether all slots always are."""
+
+    command: Launch
+    pages: Scratch
+    tables: Scratch
+    fits: Scratch
+    whole: bool
+
+
+def widened(
+    args: Mapping[str, Arg],
+    kv: Tensor,
+    table_tokens: int,
+    rows: int,
+    tokens: int,
+    short: int,
+    *,
+    programs: int,
+    pairs: bool,
+) -> Widened:
+    """The pages of rows with more than `short` of the step's `tokens`. `args`: of an attention call over an FP8 cache;
+    `pairs`: by assembly; `programs`: of the GPU at once."""
+    _, _, kv_heads, page_size, dim = kv.shape
+    longest = -(-table_tokens // BLOCK)
+    wanted = longest * min(rows, max(1, tokens // (short + 1)))
+    vectors = BLOCK * 2 * kv_heads
+    capacity = min(wanted, max(1, MOST_BYTES // (vectors * dim * bfloat16.itemsize)))
+    slots, width = args["seq_lens"], longest * BLOCK // page_size
+    size = math.prod(slots.shape) if isinstance(slots, Tensor) else 0
+    pages = Scratch((capacity * vectors, dim), bfloat16)
+    tables, fits = Scratch((size, width), int32), Scratch((size,), int32)
+    given: dict[str, Arg] = {
+        "out": pages,
+        "tables": tables,
+        "fits": fits,
+        "kv": args["kv"],
+        "kv_scales": args["kv_scales"],
+        **{name: args[name] for name in _ROWS},
+        "own_width": width,
+        "rows": rows,
+        "short": short,
+        "capacity": capacity,
+        "kv_heads": kv_heads,
+    }
+    constants = {"D": dim, "PAGE": page_size, "BLOCK": BLOCK, "ROWS": power_of_two(rows), "PAIRS": pairs}
+    items = min(programs, capacity * 2 * kv_heads)
+    return Widened(
+        launch(_WIDEN, "widen_pages", (items,), given, constants, num_warps=8),
+        pages,
+        tables,
+        fits,
+        capacity == wanted,
+    )

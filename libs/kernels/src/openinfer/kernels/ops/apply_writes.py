@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
 
-from openinfer.kernels.op.contract import expect_each, require
+from openinfer.kernels.op.contract import expect, expect_each, require
 from openinfer.kernels.op.launch import Command, launch
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array
@@ -52,3 +52,39 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
 
 
 apply_writes = Op("apply_writes", _Args[Tensor], _check, _reference, _launches, _cost)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CopyArgs(Generic[T]):
+    """out = x, int32 [N] both. `out` may be page-locked memory of the host, which the device writes to. A copy engine
+    would make this copy after all others of its direction; a kernel waits for none of them."""
+
+    out: T
+    x: T
+
+
+def _copy_check(a: _CopyArgs[Tensor]) -> None:
+    expect("x", a.x, (-1,), int32)
+    expect("out", a.out, a.x.shape, int32)
+
+
+def _copy_reference(a: _CopyArgs[Array]) -> None:
+    a.out[:] = a.x
+
+
+def _copy_launches(target: Target, a: _CopyArgs[Tensor]) -> Iterator[Command]:
+    block = 1024
+    yield launch(
+        "openinfer.kernels.device.rows",
+        "copy_words",
+        (-(-a.x.shape[0] // block),),
+        {"out": a.out, "x": a.x, "count": a.x.shape[0]},
+        {"BLOCK": block},
+    )
+
+
+def _copy_cost(workload: Workload, a: _CopyArgs[Tensor]) -> Cost:
+    return Cost(2 * a.x.nbytes, 0)
+
+
+copy_words = Op("copy_words", _CopyArgs[Tensor], _copy_check, _copy_reference, _copy_launches, _copy_cost)

@@ -1,10 +1,9 @@
 """A simulator of serving: any policy and any pool, through the real StepLoop, in virtual time."""
 
 from .cost import CostModel, LinearCost, StepWork
-from .drafts import SteadyDrafts
 from .pool import SimLease, SimPool
 from .report import Percentiles, Record, Report
-from .runner import SimRunner
+from .runner import SimRunner, SteadyDrafts
 from .simulate import simulate
 from .tiers import SimTiers, SimTierStats, TierSpeeds
 from .workloads import Request, bursts, chats, poisson, read_trace

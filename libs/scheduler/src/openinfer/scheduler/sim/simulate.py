@@ -11,9 +11,8 @@ from ..policy import Policy
 from ..pool import Pool
 from ..sequence import Seq
 from .cost import CostModel
-from .drafts import SteadyDrafts
 from .report import Record, Report
-from .runner import SimRunner, Snapshots
+from .runner import SimRunner, Snapshots, SteadyDrafts
 from .tiers import SimTiers
 from .workloads import Request
 

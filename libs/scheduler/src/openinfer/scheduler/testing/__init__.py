@@ -1,8 +1,7 @@
 """For tests of policies and pools: a fake device, a sequential oracle, random schedules that compare the two, and the
 rules of every policy and every drafter."""
 
-from .conformance import PolicyConformance
-from .drafters import DrafterConformance
+from .conformance import DrafterConformance, PolicyConformance
 from .fake_runner import EOS, VOCABULARY, DeviceFault, FakeRunner, generate
 from .schedule import Mismatch, RandomDrafts, Schedule
 from .simple_pool import PoolShape, SimpleLease, SimplePool

@@ -20,7 +20,7 @@ from openinfer.kernels.authoring import (
     tensors,
 )
 from openinfer.sampler.gpu.ops import Array
-from openinfer.tensor import Tensor, int32
+from openinfer.tensor import Tensor, float32, int32
 
 _MODULE = "openinfer.sampler.gpu.device.propose"
 
@@ -146,3 +146,46 @@ def _cost(workload: Workload, a: _FollowArgs[Tensor] | _ProposeArgs[Tensor]) -> 
 
 follow = Op("follow", _FollowArgs[Tensor], _follow_check, _follow_reference, _follow_launches, _cost)
 propose = Op("propose", _ProposeArgs[Tensor], _propose_check, _propose_reference, _propose_launches, _cost)
+
+
+BLOCK = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WidenArgs(Generic[T]):
+    """out[r, v] = logits[r, sources[v]], and -inf where sources[v] is below 0.
+
+    out float32 [R, V], logits float32 [R, D], sources int32 [V] below D.
+    """
+
+    out: T
+    logits: T
+    sources: T
+
+
+def _widen_check(a: _WidenArgs[Tensor]) -> None:
+    expect("logits", a.logits, (-1, -1), float32)
+    expect("out", a.out, (a.logits.shape[0], -1), float32)
+    expect("sources", a.sources, (a.out.shape[1],), int32)
+
+
+def _widen_reference(a: _WidenArgs[Array]) -> None:
+    a.out[:] = np.where(a.sources >= 0, a.logits[:, np.maximum(a.sources, 0)], -np.inf)
+
+
+def _widen_launches(target: Target, a: _WidenArgs[Tensor]) -> Iterator[Command]:
+    rows, vocabulary = a.out.shape
+    yield launch(
+        "openinfer.sampler.gpu.device.propose",
+        "widen",
+        (rows, -(-vocabulary // BLOCK)),
+        {**tensors(a), "vocabulary": vocabulary, "width": a.logits.shape[1]},
+        {"BLOCK": BLOCK},
+    )
+
+
+def _widen_cost(workload: Workload, a: _WidenArgs[Tensor]) -> Cost:
+    return Cost(4 * workload.rows * (a.out.shape[1] + a.logits.shape[1]) + 4 * a.out.shape[1], 0)
+
+
+widen = Op("widen", _WidenArgs[Tensor], _widen_check, _widen_reference, _widen_launches, _widen_cost)
