@@ -209,15 +209,15 @@ def test_exports_are_sorted(part: str) -> None:
 
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
-    "tensor": (4190, 3000),
-    "kernels": (20105, 9350),
-    "graph": (4350, 2500),
-    "kvpool": (6850, 5010),
-    "sampler": (4890, 3950),
-    "scheduler": (5110, 3450),
-    "frontend": (14010, 11335),
-    "recipes": (15166, 3600),
-    "cli": (7080, 0),
+    "tensor": (4140, 2970),
+    "kernels": (19810, 9330),
+    "graph": (4320, 2500),
+    "kvpool": (6760, 5010),
+    "sampler": (4810, 3940),
+    "scheduler": (5030, 3450),
+    "frontend": (13740, 11310),
+    "recipes": (15010, 3600),
+    "cli": (6950, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 
