@@ -13,12 +13,14 @@ import pytest
 from dspark_form import BLOCK, TARGETS, Reference, write_dspark
 from golden_rows import TapPack, start_row
 
+from openinfer.frontend.http import Tokenizer
 from openinfer.graph import Buckets, Shape
 from openinfer.graph.runner import segments
 from openinfer.graph.runner.proposing import draft
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Target
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
+from openinfer.sampler.form import Grammar
 from openinfer.sampler.gpu import greedy_rows
 from openinfer.tensor import CheckpointError, Device, Stream, Tensor, bfloat16, uint8
 
@@ -252,6 +254,53 @@ def test_a_cached_prefix_has_the_drafters_context(session: Any, path: Path, deep
     run.submit(prompt[:257], 1, ignore_eos=True)
     run.finish()
     assert np.abs(last_blocks(run, prompt)[2] - block).max() < 1e-4 or cached == 256
+
+
+@pytest.mark.parametrize(("sure", "floor"), [("as trained", 0.4), ("as trained", 2.0), ("NaN", 0.4)])
+def test_confidence_says_how_many_drafts_are_verified_and_changes_no_token(
+    session: Any, path: Path, deepseek: Any, sure: str, floor: float
+) -> None:
+    asked = [(deepseek.prompt(n), 32, {"ignore_eos": True}) for n in range(5)]
+    found = []
+    for least in (0.0, floor):
+        run = steady(engine(session, path, max_num_seqs=5))
+        if sure == "NaN":
+            run.engine.runner.model.weights.stages.confidence.numpy()[:] = np.nan
+        run.engine.runner.drafting.worth.floor = lambda *args, least=least: least
+        outcomes = run.outcomes_of(asked)
+        assert [one.tokens for one in outcomes] == [deepseek.greedy(n) for n in range(5)]
+        stats = run.engine.stats()
+        assert stats.draft_tokens == sum(
+            one.terminals[0].drafts.tokens for one in outcomes if one.terminals[0].drafts
+        )
+        found.append(
+            (stats.draft_tokens, stats.accepted_draft_tokens, run.engine.runner.drafting.worth.chances[0])
+        )
+    (whole, accepted, chance), (cut, fewer, again) = found
+    if sure == "NaN":
+        assert found[0] == found[1]
+    elif floor > 1:
+        assert cut <= 5  # the first of each row, before anything is known
+    else:
+        assert 5 < fewer <= cut < 0.7 * whole
+        assert accepted > 0
+        assert abs(again - chance) < 0.3  # drafts that were not verified do not count as wrong
+
+
+def test_a_grammar_beside_drafts_that_confidence_ends(session: Any, path: Path) -> None:
+    tokenizer = Tokenizer.load(path)
+    prompt, found = tokenizer.encode_short("Say why the sky is blue"), []
+    for config in (None, DSPARK):
+        run = engine(session, path, config, max_model_len=256)
+        run.engine.control(tokenizer.token_table(""))
+        if config:
+            steady(run).engine.runner.drafting.worth.floor = lambda *args: 0.4
+        for n, regex in enumerate(("[a-e]{8,12}!", '"first": [0-9]{4}, "second": [0-9]{4}')):
+            run.submit(prompt, 40, grammar=Grammar("regex", regex), temperature=0.5 * n, seed=n)
+        run.finish()
+        found.append([run.outcomes[n].tokens for n in range(2)])
+        assert run.engine.stats().accepted_draft_tokens > 5 or not config
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

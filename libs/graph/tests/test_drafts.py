@@ -91,21 +91,30 @@ def seq_of(tokens, **owner):
 
 
 def test_the_rows_that_were_alive_are_counted():
-    seqs = [seq_of([1]) for _ in range(7)]
+    seqs = [seq_of([1]) for _ in range(8)]
     for slot, seq in enumerate(seqs, 1):
         seq.slot = slot
-    step_rows = [Row(seq, n, True, None) for seq, n in zip(seqs, (3, 3, 1, 2, 3, 3, 3), strict=True)]
-    drafts = {seqs[0]: 2, seqs[1]: 2, seqs[3]: 1, seqs[4]: 2, seqs[5]: 2, seqs[6]: 2}
-    step = Step(1, step_rows, True, 7, (), (), (), drafts)
-    result = np.zeros((3, 8, 3), np.int32)  # a bucket of eight rows
+    step_rows = [Row(seq, n, True, None) for seq, n in zip(seqs, (3, 3, 1, 2, 3, 3, 3, 3), strict=True)]
+    drafts = {seqs[0]: 2, seqs[1]: 2, seqs[3]: 1, seqs[4]: 2, seqs[5]: 2, seqs[6]: 2, seqs[7]: 2}
+    step = Step(1, step_rows, True, 8, (), (), (), drafts)
+    result = np.zeros((3, 9, 3), np.int32)  # a bucket of nine rows
     result[:2, 0, 1] = RowStatus.RUNNING
     result[0, 2, 1] = result[0, 3, 1] = RowStatus.RUNNING
     result[1, 3, 1] = RowStatus.STOP
     result[0, 4, 1] = RowStatus.DRAFTED_STOP  # its first draft was right, and brought nothing
     result[:2, 5, 1] = RowStatus.RUNNING
     result[2, 5, 1] = result[0, 6, 1] = RowStatus.FAILED  # they have the tokens before
+    result[0, 7, 1], result[1, 7, 1] = RowStatus.RUNNING, RowStatus.UNTRIED  # it had one draft, in two places
     found = [(seq.slot, *rest) for seq, *rest in read_verified(step, result)]
-    assert found == [(1, 2, 2, 1), (4, 1, 2, 1), (5, 2, 1, 1), (6, 2, 2, 2), (7, 2, 0, 0)]
+    wanted = [
+        (1, 2, 2, 2, 1),
+        (4, 1, 1, 2, 1),
+        (5, 2, 2, 1, 1),
+        (6, 2, 2, 2, 2),
+        (7, 2, 2, 0, 0),
+        (8, 2, 1, 2, 1),
+    ]
+    assert found == wanted
 
 
 def test_counts_are_by_position():

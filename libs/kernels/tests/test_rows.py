@@ -112,6 +112,11 @@ def test_expand_rows_takes_drafts_by_position(check_op, rng, lengths, tokens):
     args["drafts"] = rng.integers(300, 400, (9, 8)).astype(np.int32)
     got = check_op(expand_rows, OUTPUTS, **args)
     assert (got["token_ids"] >= 300).any()
+    live = got["token_slots"] > 0
+    args["drafts"][:] = -1  # none: no more than padding
+    got = check_op(expand_rows, OUTPUTS, **args)
+    assert (got["token_ids"] >= 0).all()
+    assert (got["token_slots"] > 0).sum() < live.sum()
 
 
 def test_drafts_need_a_power_of_two(rng):

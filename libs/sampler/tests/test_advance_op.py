@@ -96,7 +96,8 @@ def test_every_combination(request, run):
 
 
 def test_the_cases_reach_every_status():
-    assert {model(*case)[0] for case in CASES} == set(RowStatus) - {RowStatus.DRAFTED_STOP} == {0, 1, 2, 3, 4}
+    of_accept = {RowStatus.DRAFTED_STOP, RowStatus.UNTRIED}
+    assert {model(*case)[0] for case in CASES} == set(RowStatus) - of_accept == {0, 1, 2, 3, 4}
 
 
 def test_the_contract_refuses_a_result_of_two_columns():

@@ -41,8 +41,8 @@ def test_the_tokens_that_follow(request, run):
 
 
 @pytest.mark.parametrize("run", ["run_cpu", "run_interpreter"])
-@pytest.mark.parametrize("place", [1, 2, 5])
-def test_proposals_go_to_their_positions(request, run, place):
+@pytest.mark.parametrize(("place", "sure"), [(1, None), (2, 0.3), (5, 0.1), (1, np.nan)])
+def test_proposals_go_to_their_positions(request, run, place, sure):
     args = {
         "drafts": np.full((6, 8), -9, np.int32),
         "next_ids": np.full(5, -9, np.int32),
@@ -58,9 +58,12 @@ def test_proposals_go_to_their_positions(request, run, place):
         "reserved": ints(0, 10 + place, 99, 30 + place - 1, 99, 99),
         "place": place,
     }
+    if sure is not None:
+        args |= {"survival": np.full(5, sure, np.float32), "floor": np.full(1, 0.2, np.float32)}
     got = request.getfixturevalue(run)(propose, **args)
     wanted = args["drafts"].copy()
-    wanted[3, (30 + place) % 8], wanted[1, (10 + place) % 8] = 31, 32  # slot 4 is dead
+    both = (-1, -1) if sure == 0.1 else (31, 32)
+    wanted[3, (30 + place) % 8], wanted[1, (10 + place) % 8] = both  # slot 4 is dead
     np.testing.assert_array_equal(got["drafts"], wanted)
     assert got["next_ids"].tolist() == [31, 32, 0, 0, 0]
     assert got["positions"].tolist() == [0, 10 + place - 1, 0, 0, 0]  # slot 3 has no block there

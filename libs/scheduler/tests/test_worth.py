@@ -267,3 +267,16 @@ def test_a_draft_that_failed_early_is_tried_again_while_those_before_it_are_righ
 def test_impossible_levels_are_refused(levels: Sequence[int]) -> None:
     with pytest.raises(InvalidSetup, match="ascending"):
         Worth(levels)
+
+
+def test_a_draft_is_worth_its_place_above_a_chance() -> None:
+    """Two rows in a step of four: its drafts take a quarter of its time, and bring what the rest brings in theirs."""
+    worth, times = Worth((1, 2)), {0: 3.0, 1: 3.5, 2: 4.0}
+    assert worth.floor(2, 2, 4, times.get) == pytest.approx((4 + 2 * (0.5 + 0.25)) / 4.0 * 1.0 / 4)
+    assert worth.floor(2, 2, 4, {0: 3.0, 2: 2.9}.get) == 0  # they cost nothing
+    assert (
+        worth.floor(0, 2, 4, times.get)
+        == worth.floor(2, 2, 4, {0: 1.0}.get)
+        == worth.floor(1, 0, 4, times.get)
+        == 0
+    )

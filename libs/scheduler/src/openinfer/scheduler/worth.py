@@ -90,6 +90,16 @@ class Worth:
             return 0
         return best or (self._levels[0] if self._short_of(plain, cost) <= 0 else 0)
 
+    def floor(self, level: int, decoding: int, rows: int, cost: Callable[[int], float | None]) -> float:
+        """The chance of a draft, if those before it are right, below which it is not worth its place in a step of
+        `level` drafts a row: it brings fewer tokens than the step as a whole in the time of its token. decoding: rows
+        with drafts. rows, cost: see choose."""
+        plain, seconds = cost(0), cost(level)
+        if not level or not decoding or plain is None or seconds is None:
+            return 0.0
+        brings = rows + _expected([level] * decoding, self.chances[:level])
+        return max(brings / seconds * (seconds - plain) / (level * decoding), 0.0)
+
     def idle(self, cost: Callable[[int], float | None]) -> int:
         """After `choose` has answered 0 with no drafts under way: about how many steps without drafts until its answer
         can be another. cost: see choose."""

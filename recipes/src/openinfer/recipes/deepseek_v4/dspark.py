@@ -57,6 +57,11 @@ class BlockDraftingModel(Model):
         """See Proposer."""
         return self._parts[2].read
 
+    @property
+    def survival(self) -> Tensor:
+        """See BlockProposer."""
+        return self._parts[2].survival
+
     def before_layer(self, pack: Pack, number: int, streams: Tensor) -> None:
         width, t = self.config.hidden_size, streams.shape[0]
         for place, at in enumerate(self.reads):

@@ -77,7 +77,7 @@ class NoDrafts:
     """The Drafting of an engine whose rows never have drafts. Instruments may set `costs` and `worth` as they do there;
     it changes nothing."""
 
-    layers = unsettled = False
+    layers = unsettled = weighs = False
     max_drafts = unseen = 0
 
     def __init__(self, buckets: Buckets | None = None) -> None:
@@ -130,6 +130,11 @@ class Drafting:
     """Plain decode steps, the last ones, whose tokens these layers have not seen."""
     rest_until: int = 0
     """See scheduler.Speculation."""
+    weighs: bool = False
+    """Whether these layers say how sure they are."""
+    floor: float = 0.0
+    """Of the drafts that layers make after the next step; see Worth.floor."""
+    _sent: float = 0.0  # the floor that the device has
     _unsure: int = 0  # choices that have waited, one after the other, for the cost of plain steps
     _under_way: int = 0  # steps with drafts that are not read yet
     _asked: int = 0  # the last step for which drafts were chosen, or none
@@ -277,6 +282,7 @@ class Drafting:
         most = self.worth.choose([self.max_drafts] * rows, sharing, cost)
         if self.layers:
             self.places = most
+            self.floor = self.worth.floor(most, rows, sharing, cost) if self.weighs else 0.0
         self._asked = self.rest_until = view.step
         if not (most or made):
             if not self.worth.waiting:
@@ -346,6 +352,11 @@ class Drafting:
 
     def write(self, rows: Rows, step: Step[Sampling]) -> None:
         """Write the proposals of the step's rows with drafts. Called for each step that is launched."""
+        if (
+            self.weighs and abs(self.floor - self._sent) > 0.1 * self._sent
+        ):  # an estimate: few changes are sent
+            rows.set("draft_floor", 0, self.floor)
+            self._sent = self.floor
         if not step.drafts:
             return
         self._under_way += 1

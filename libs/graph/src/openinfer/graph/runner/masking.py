@@ -32,10 +32,10 @@ def accept_tokens(constrained: Constrained, result: Array) -> dict[Seq[Sampling]
     counts: dict[Seq[Sampling], int] = {}
     for at, seq, constraint in constrained:
         for token, status in result[:, at, :2].tolist():
-            if status == RowStatus.RUNNING:
+            if status in (RowStatus.RUNNING, RowStatus.UNTRIED):
                 constraint.accept(token)
                 counts[seq] = counts.get(seq, 0) + 1
-            elif status != RowStatus.IDLE:
+            elif status > RowStatus.RUNNING:
                 constraint.ended = True
     return counts
 
@@ -102,4 +102,4 @@ class Masking:
             for place in range(count):
                 if 0 <= position + place - written.position < len(written.tokens):
                     found[place] = written.tokens[position + place - written.position]
-        return found
+        return found[: found.index(-1)] if -1 in found else found

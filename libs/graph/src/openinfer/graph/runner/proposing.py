@@ -56,6 +56,10 @@ class BlockProposer(Proposer, Protocol):
         """Begin the logits of `places` drafts of each row of a step that has sampled: draft n of row r stands at
         (n - 1) * num_rows + r. next_ids[:num_rows] (Proposals) gets the tokens that were sampled."""
 
+    @property
+    def survival(self) -> Tensor:
+        """float32 [R]: the chance that a row's drafts up to the last are right, after `draft_head`."""
+
 
 def keeps(shape: Shape) -> bool:
     """Whether steps of a shape keep their hidden states where they make no drafts."""
@@ -143,8 +147,10 @@ def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
     proposer.further(pack, made.next_ids[:t], of_step, shape.longest, first=True, only_keys=only_keys)
     if not places:
         return
+    sure: dict[str, Tensor] = {}
     if isinstance(proposer, BlockProposer):
         proposer.block(pack, r, places)
+        sure = {"survival": proposer.survival[:r], "floor": rows["draft_floor"]}
     else:
         select_rows(pack, out=batch.last[:r], x=model.hidden[:t], q_starts=made.ends[: r + 1])
     alone = StepRows({**batch.step(r, r), "seq_lens": lens, "q_starts": made.alone[: r + 1]})
@@ -169,4 +175,5 @@ def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
             reserved=rows["reserved"],
             place=place,
             **of_rows,
+            **sure,
         )

@@ -16,7 +16,7 @@ from openinfer.graph.runner.follower import Leader, LoneLeader
 from openinfer.graph.runner.host import recorded
 from openinfer.graph.runner.masking import Constrained, Masking, NoMasks, accept_tokens, constrained_rows
 from openinfer.graph.runner.model import Masks, Model
-from openinfer.graph.runner.proposing import keeps
+from openinfer.graph.runner.proposing import BlockProposer, keeps
 from openinfer.graph.runner.sampling import Sampling, Wishes
 from openinfer.graph.runner.scoring import Scores, Share, read_scores, write_scores
 from openinfer.graph.runner.segments import UPLOAD, segments
@@ -102,6 +102,7 @@ class Runner:
     def __post_init__(self, masks: Masks) -> None:
         slots = self.model.batch.rows["alive"].shape[0]
         self._wishes, self.masking = Wishes(slots), Masking(self.model.batch.rows, masks)
+        self.drafting.weighs = isinstance(self.model, BlockProposer)
 
     @property
     def trace(self) -> StepTrace:
@@ -286,12 +287,12 @@ class Runner:
         """StepResult.advanced of a step with drafts."""
         advanced: dict[int, int] = {}
         counts: Counter[tuple[int, int, int]] = Counter()
-        for seq, num_drafts, num_tokens, right in read_verified(step, result):
+        for seq, places, num_drafts, num_tokens, right in read_verified(step, result):
             seq.owner.drafted.add(num_drafts, right)
             counts[num_drafts, right, max(num_tokens - 1, 0)] += 1
-            if num_tokens <= num_drafts:
+            if num_tokens <= places:
                 advanced[seq.slot] = num_tokens
-                self.pace.fall_short(seq.slot, 1 + num_drafts - num_tokens)
+                self.pace.fall_short(seq.slot, 1 + places - num_tokens)
         self.drafting.saw(counts)
         return advanced
 

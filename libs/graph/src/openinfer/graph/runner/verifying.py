@@ -15,7 +15,7 @@ import numpy as np
 from openinfer.graph.rows import Field, Rows
 from openinfer.sampler.gpu import RowStatus, masks_after
 from openinfer.scheduler import Seq, Step
-from openinfer.tensor import Arena, Stream, Tensor, int32
+from openinfer.tensor import Arena, Stream, Tensor, float32, int32
 
 Array = np.ndarray[Any, Any]
 
@@ -59,12 +59,14 @@ def kept_tokens(max_tokens: int) -> int:
 
 
 def proposal_fields(max_rows: int, max_tokens: int, vocab_size: int) -> list[Field]:
-    """The fields of layers that draft. following, by row: the token after a chunk that does not emit. By slot:
-    reserved, the tokens that the sequence has blocks for; draft_masks, the tokens that a draft may be, where the row
-    has a mask; kept_places, the positions of `Proposals.states`."""
+    """The fields of layers that draft. following, by row: the token after a chunk that does not emit. draft_floor: the
+    chance below which a draft is none, where these layers say how sure they are. By slot: reserved, the tokens that the
+    sequence has blocks for; draft_masks, the tokens that a draft may be, where the row has a mask; kept_places, the
+    positions of `Proposals.states`."""
     slots = max_rows + 1
     return [
         Field("following", (max_rows,)),
+        Field("draft_floor", (1,), float32),
         Field("reserved", (slots,)),
         Field("draft_masks", (slots, -(-vocab_size // 32))),
         Field("kept_places", (slots, kept_tokens(max_tokens)), device_written=True),
@@ -145,14 +147,16 @@ class DraftCounts:
             self.by_position[place] += rows
 
 
-def read_verified(step: Step[Any], result: Array) -> Iterator[tuple[Seq[Any], int, int, int]]:
-    """The rows with drafts that were alive: (sequence, drafts, tokens that the step brought, right drafts). A right
-    draft that ends its row brings no token, because the row ends without it too; nor does a position where the row
-    fails. result int32 [1 + D, R, 3]."""
+def read_verified(step: Step[Any], result: Array) -> Iterator[tuple[Seq[Any], int, int, int, int]]:
+    """The rows with drafts that were alive: (sequence, places for drafts, drafts, tokens that the step brought, right
+    drafts). A right draft that ends its row brings no token, because the row ends without it too; nor does a position
+    where the row fails. result int32 [1 + D, R, 3]."""
     statuses = result[:, :, 1]
     counts = (statuses != RowStatus.IDLE).sum(axis=0).tolist()
     ended = (statuses == RowStatus.DRAFTED_STOP).any(axis=0).tolist()
     failed = (statuses == RowStatus.FAILED).any(axis=0).tolist()
-    for row, count, right, fails in zip(step.rows[: step.num_decode], counts, ended, failed, strict=False):
-        if row.num_tokens > 1 and count:
-            yield row.seq, row.num_tokens - 1, count - fails, count - 1 + right
+    untried = (statuses == RowStatus.UNTRIED).any(axis=0).tolist()
+    of_rows = zip(step.rows[: step.num_decode], counts, ended, failed, untried, strict=False)
+    for row, count, right, fails, cut in of_rows:
+        if (places := row.num_tokens - 1) and count:
+            yield row.seq, places, count - 1 if cut else places, count - fails, count - 1 + right

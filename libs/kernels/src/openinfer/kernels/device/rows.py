@@ -69,6 +69,8 @@ def expand_rows(
         draft = tl.load(drafts + slot * DRAFTS + position % DRAFTS, mask=live & (place > 0), other=0)
         token_id = tl.where(place > 0, draft, token_id)
     token_id = tl.where(given >= 0, given, token_id)
+    if DRAFTS:
+        live &= token_id >= 0
     tl.store(token_ids + token, tl.where(live, token_id, 0), mask=inside)
     tl.store(positions + token, tl.where(live, position, 0), mask=inside)
     tl.store(token_slots + token, tl.where(live, slot, 0), mask=inside)

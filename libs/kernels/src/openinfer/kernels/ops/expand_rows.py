@@ -21,9 +21,9 @@ class _Args(Generic[T]):
     Row r of the step is the sequence in slot slots[r] and has the tokens q_starts[r] to q_starts[r+1] (int32 [R] and
     [R + 1]). Its token i is at position seq_lens[slot] + i; its id is prompt[t] (int32 [T]), or last_tokens[slot] where
     that is negative: the token sampled last. With drafts (int32 [S, L], L a power of two), token i > 0 at position p
-    has the id drafts[slot, p % L] instead. Tokens of dead rows (alive[slot] == 0) and those past
-    q_starts[R] get id 0, position 0 and slot 0, the padding slot. seq_lens, last_tokens and alive are int32 [S] by
-    slot.
+    has the id drafts[slot, p % L] instead; below 0 it is none. Such tokens, those of dead rows (alive[slot] == 0) and
+    those past q_starts[R] get id 0, position 0 and slot 0, the padding slot. seq_lens, last_tokens and alive are int32
+    [S] by slot.
     """
 
     token_ids: T
@@ -54,13 +54,15 @@ def _reference(a: _Args[Array]) -> None:
     row = np.minimum(np.searchsorted(a.q_starts, token, side="right") - 1, len(a.slots) - 1)
     slot = a.slots[row]
     live = (token < a.q_starts[-1]) & (a.alive[slot] != 0)
-    a.token_slots[:] = np.where(live, slot, 0)
     place = token - a.q_starts[row]
-    a.positions[:] = np.where(live, a.seq_lens[slot] + place, 0)
     fed = a.last_tokens[slot]
     if a.drafts is not None:
         fed = np.where(place > 0, a.drafts[slot, (a.seq_lens[slot] + place) % a.drafts.shape[1]], fed)
-    a.token_ids[:] = np.where(live, np.where(a.prompt >= 0, a.prompt, fed), 0)
+    fed = np.where(a.prompt >= 0, a.prompt, fed)
+    live &= (fed >= 0) | (a.drafts is None)
+    a.token_ids[:] = np.where(live, fed, 0)
+    a.token_slots[:] = np.where(live, slot, 0)
+    a.positions[:] = np.where(live, a.seq_lens[slot] + place, 0)
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:

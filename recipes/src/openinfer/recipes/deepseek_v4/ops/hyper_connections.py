@@ -229,13 +229,9 @@ def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
 
 
 hc_pre = Op(
-    "hc_pre",
-    _PreArgs[Tensor],
-    check=_pre_check,
-    reference=_pre_reference,
-    launches=_pre_launches,
-    cost=_pre_cost,
-)
+    "hc_pre", _PreArgs[Tensor],
+    check=_pre_check, reference=_pre_reference, launches=_pre_launches, cost=_pre_cost,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,13 +271,9 @@ def _head_cost(workload: Workload, a: _HeadArgs[Tensor]) -> Cost:
 
 
 hc_head = Op(
-    "hc_head",
-    _HeadArgs[Tensor],
-    check=_head_check,
-    reference=_head_reference,
-    launches=_head_launches,
-    cost=_head_cost,
-)
+    "hc_head", _HeadArgs[Tensor],
+    check=_head_check, reference=_head_reference, launches=_head_launches, cost=_head_cost,
+)  # fmt: skip
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

@@ -114,14 +114,9 @@ def _post_cost(workload: Workload, a: _PostArgs[Tensor]) -> Cost:
 
 
 hc_post = Op(
-    "hc_post",
-    _PostArgs[Tensor],
-    check=_post_check,
-    reference=_post_reference,
-    launches=_post_launches,
-    cost=_post_cost,
-    collective=True,
-)
+    "hc_post", _PostArgs[Tensor],
+    check=_post_check, reference=_post_reference, launches=_post_launches, cost=_post_cost, collective=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,13 +158,9 @@ def _spread_cost(workload: Workload, a: _SpreadArgs[Tensor]) -> Cost:
 
 
 spread = Op(
-    "spread",
-    _SpreadArgs[Tensor],
-    check=_spread_check,
-    reference=_spread_reference,
-    launches=_spread_launches,
-    cost=_spread_cost,
-)
+    "spread", _SpreadArgs[Tensor],
+    check=_spread_check, reference=_spread_reference, launches=_spread_launches, cost=_spread_cost,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,8 @@ def advance(
 @triton.jit
 def accept(
     follows, starts, result, accepted, slots, emits, num_drafts, drafts, seq_lens, last_tokens, alive, rows, width,
-    place, BLOCK: tl.constexpr, STOP: tl.constexpr, DRAFTED_STOP: tl.constexpr,
+    place, BLOCK: tl.constexpr, RUNNING: tl.constexpr, STOP: tl.constexpr, DRAFTED_STOP: tl.constexpr,
+    UNTRIED: tl.constexpr,
 ):  # fmt: skip
     """All rows in one program, because `starts` is their running sum."""
     row = tl.arange(0, BLOCK)
@@ -59,7 +60,8 @@ def accept(
     position = tl.load(seq_lens + slot, mask=drafted, other=0)
     draft = tl.load(drafts + slot * width + position % width, mask=drafted, other=-1)
     right = drafted & (draft == tl.load(last_tokens + slot, mask=drafted, other=-2))
-    status = tl.load(result + row * 3 + 1, mask=right, other=0)
+    status = tl.load(result + row * 3 + 1, mask=drafted, other=0)
+    tl.store(result + row * 3 + 1, UNTRIED, mask=drafted & (draft < 0) & (status == RUNNING))
     tl.store(result + row * 3 + 1, DRAFTED_STOP, mask=right & (status == STOP))
     follow = (right & (tl.load(alive + slot, mask=right, other=0) != 0)).to(tl.int32)
     before = tl.load(accepted + slot, mask=inside & (place > 1), other=0)

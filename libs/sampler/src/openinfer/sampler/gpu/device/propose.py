@@ -34,8 +34,8 @@ def follow(
 
 @triton.jit
 def propose(
-    drafts, next_ids, positions, token_slots, lens, spans, tokens, slots, emits, alive, seq_lens, reserved, rows, width,
-    place, BLOCK: tl.constexpr,
+    drafts, next_ids, positions, token_slots, lens, spans, tokens, slots, emits, alive, seq_lens, reserved, survival,
+    floor, rows, width, place, BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(rows, BLOCK),)."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -45,7 +45,10 @@ def propose(
     length = tl.load(seq_lens + slot, mask=inside, other=0)
     live = inside & (token >= 0) & (tl.load(alive + slot, mask=inside, other=0) != 0)
     live &= tl.load(emits + row, mask=inside, other=0) != 0
-    tl.store(drafts + slot * width + (length + place) % width, token, mask=live)
+    said = token
+    if CUT:
+        said = tl.where(tl.load(survival + row, mask=inside, other=0.0) < tl.load(floor), -1, token)
+    tl.store(drafts + slot * width + (length + place) % width, said, mask=live)
     position = length + place - 1
     kept = live & (position < tl.load(reserved + slot, mask=inside, other=0))
     tl.store(next_ids + row, tl.where(live, token, 0), mask=inside)

@@ -31,6 +31,8 @@ class RowStatus(IntEnum):
     """Ended: no token could be drawn (NaN or +inf among the logits, or nothing left to draw)."""
     DRAFTED_STOP = 5
     """Ended like STOP, and the token is the row's next draft, as `accept` found."""
+    UNTRIED = -1
+    """RUNNING, and there is no next draft where the row could have one, as `accept` found."""
 
 
 class Adjustment(IntFlag):

@@ -36,7 +36,8 @@ class _Args(Generic[T]):
     follows int32 [R] gets 1 for these rows and 0 for the others; it may be `emits`. starts int32 [R + 1] gets 0 and the
     running sums of `follows`: the q_starts of a step in which these rows have one token each. accepted int32 [S] gets
     the row's number of accepted drafts up to this one. Number 1 overwrites what it held. result int32 [R, 3] is
-    `advance`'s: the status STOP of a row whose token is its draft becomes DRAFTED_STOP. Slots of live rows must be
+    `advance`'s: the status STOP of a row whose token is its draft becomes DRAFTED_STOP, and RUNNING becomes UNTRIED
+    where that draft is below 0, which is none. Slots of live rows must be
     distinct; alive of the padding slot 0, which may repeat, must be 0.
     """
 
@@ -67,8 +68,10 @@ def _check(a: _Args[Tensor]) -> None:
 
 
 def _reference(a: _Args[Array]) -> None:
-    right = a.drafts[a.slots, a.seq_lens[a.slots] % a.drafts.shape[1]] == a.last_tokens[a.slots]
-    right &= (a.emits != 0) & (a.num_drafts >= a.place)
+    draft, drafted = a.drafts[a.slots, a.seq_lens[a.slots] % a.drafts.shape[1]], a.num_drafts >= a.place
+    drafted &= a.emits != 0
+    right = drafted & (draft == a.last_tokens[a.slots])
+    a.result[drafted & (draft < 0) & (a.result[:, 1] == RowStatus.RUNNING), 1] = RowStatus.UNTRIED
     follow = right & (a.alive[a.slots] != 0)
     a.result[right & (a.result[:, 1] == RowStatus.STOP), 1] = RowStatus.DRAFTED_STOP
     a.accepted[a.slots] = (a.accepted[a.slots] if a.place > 1 else 0) + follow
@@ -86,8 +89,10 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         {**tensors(a), "rows": rows, "width": a.drafts.shape[1], "place": a.place},
         {
             "BLOCK": power_of_two(rows),
-            "STOP": int(RowStatus.STOP),
-            "DRAFTED_STOP": int(RowStatus.DRAFTED_STOP),
+            **{
+                s.name: int(s)
+                for s in (RowStatus.RUNNING, RowStatus.STOP, RowStatus.DRAFTED_STOP, RowStatus.UNTRIED)
+            },
         },
     )
 

@@ -98,7 +98,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         {
             "BLOCK": block,
             "UNSOUND": UNSOUND,
-            **{s.name: int(s) for s in RowStatus if s not in (RowStatus.IDLE, RowStatus.DRAFTED_STOP)},
+            **{s.name: int(s) for s in RowStatus if RowStatus.RUNNING <= s <= RowStatus.FAILED},
             "PENALTIES": int(Adjustment.PENALTIES),
             "BAD_WORDS": int(Adjustment.BAD_WORDS),
         },

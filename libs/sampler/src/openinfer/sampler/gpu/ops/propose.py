@@ -95,6 +95,9 @@ class _ProposeArgs(Generic[T]):
     place seq_lens[slot] + place - 1 among the tokens of the drafting layers, and its slot. Where that place is not
     below reserved[slot] (int32 [S]), the row has no block: position and slot are 0. lens int32 [S] gets the place too.
     spans int32 [R + 1] gets 0, 1, 2, ... times place + 1.
+
+    With survival float32 [R], the chance that the row's drafts up to this one are right, drafts gets -1 where it is
+    less than floor float32 [1]. A chance of NaN says nothing.
     """
 
     drafts: T
@@ -110,6 +113,8 @@ class _ProposeArgs(Generic[T]):
     seq_lens: T
     reserved: T
     place: int
+    survival: T | None = None
+    floor: T | None = None
 
 
 def _propose_check(a: _ProposeArgs[Tensor]) -> None:
@@ -119,13 +124,18 @@ def _propose_check(a: _ProposeArgs[Tensor]) -> None:
     expect("spans", a.spans, (rows + 1,), int32)
     expect("drafts", a.drafts, (size, -1), int32)
     require(a.place >= 1, f"place is {a.place}; it must be 1 or more")
+    require((a.survival is None) == (a.floor is None), "survival and floor are given together")
+    if a.survival is not None and a.floor is not None:
+        expect("survival", a.survival, (rows,), float32)
+        expect("floor", a.floor, (1,), float32)
 
 
 def _propose_reference(a: _ProposeArgs[Array]) -> None:
     slots, tokens = a.slots, a.tokens
     position = a.seq_lens[slots] + a.place - 1
     live = (a.emits != 0) & (a.alive[slots] != 0) & (tokens >= 0)
-    a.drafts[slots[live], (position[live] + 1) % a.drafts.shape[1]] = tokens[live]
+    said = tokens if a.survival is None or a.floor is None else np.where(a.survival < a.floor, -1, tokens)
+    a.drafts[slots[live], (position[live] + 1) % a.drafts.shape[1]] = said[live]
     kept = live & (position < a.reserved[slots])
     a.next_ids[:] = np.where(live, tokens, 0)
     a.positions[:] = np.where(kept, position, 0)
@@ -137,7 +147,9 @@ def _propose_reference(a: _ProposeArgs[Array]) -> None:
 def _propose_launches(target: Target, a: _ProposeArgs[Tensor]) -> Iterator[Command]:
     rows, block = a.slots.shape[0], 128
     grid, sizes = (-(-rows // block),), {"rows": rows, "width": a.drafts.shape[1], "place": a.place}
-    yield launch(_MODULE, "propose", grid, {**tensors(a), **sizes}, {"BLOCK": block})
+    cut = {"survival": a.survival or a.tokens, "floor": a.floor or a.tokens}
+    constants = {"BLOCK": block, "CUT": a.floor is not None}
+    yield launch(_MODULE, "propose", grid, {**tensors(a), **cut, **sizes}, constants)
 
 
 def _cost(workload: Workload, a: _FollowArgs[Tensor] | _ProposeArgs[Tensor]) -> Cost:
