@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dspark_form import write_dspark
 from test_eagle3 import speculation, write_head
 from test_speculation import write_mixture
 
@@ -42,7 +43,7 @@ FAMILIES = {
     "qwen3-tiny": Family(("ngram", "suffix", "eagle3"), 64, 3 << 20),
     "qwen3_5-tiny": Family(("ngram", "suffix", "mtp"), 100, 12 << 20),
     "qwen3_5-moe-tiny": Family(("ngram", "suffix", "mtp"), 100, 12 << 20),
-    "deepseek_v4-tiny": Family(("ngram", "suffix", "mtp"), 168, 16 << 20),
+    "deepseek_v4-tiny": Family(("ngram", "suffix", "mtp", "dspark"), 168, 16 << 20),
 }
 
 
@@ -150,6 +151,8 @@ def given(name: str, method: str, folder: Path) -> tuple[Path, str]:
     if method == "eagle3":
         write_head(folder)
         return path, speculation(folder, DRAFTS)
+    if method == "dspark":
+        path = write_dspark(folder / name)
     if (name, method) == ("qwen3_5-moe-tiny", "mtp"):
         path = folder / name
         write_mixture(path)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dspark_form import write_dspark
 from safetensors.numpy import load_file, save_file
 from test_eagle3 import speculation, write_head
 
@@ -281,18 +282,27 @@ def test_layers_that_cannot_draft_are_refused_with_the_reason(
         session(ROOT / name, speculative_config=MTP, **flags)
 
 
-@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3_5-tiny", "deepseek_v4-tiny"])
+WITH_LAYERS = ["qwen3-tiny", "qwen3_5-tiny", "deepseek_v4-tiny", "deepseek_v4-dspark"]
+
+
+def with_layers(name: str, folder: Path) -> tuple[Path, str, dict[str, str]]:
+    """A checkpoint with layers that draft, in the folder where no golden has them, the config and other flags."""
+    flags = {"activation_quantization": "off"} if name.startswith("deepseek") else {}
+    if name == "deepseek_v4-dspark":
+        return write_dspark(folder / name), MTP.replace("mtp", "dspark"), flags
+    if name == "qwen3-tiny":
+        write_head(folder)
+        return GOLDENS / name, speculation(folder), flags
+    return GOLDENS / name, MTP, flags
+
+
+@pytest.mark.parametrize("name", WITH_LAYERS)
 def test_a_step_that_drafts_nothing_keeps_the_cache_of_the_layers_whole(
     place: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     """It writes the keys and values that a step with drafts writes, and nothing else of the cache."""
-    path, config, blocks = GOLDENS / name, MTP, [6] if name == "qwen3-tiny" else [6, 4]
-    if name == "qwen3-tiny":
-        write_head(tmp_path)
-        config = speculation(tmp_path)
-    recipe = recipes.find(path)
-    flags = {"activation_quantization": "off"} if name.startswith("deepseek") else {}
-    found = []
+    (path, config, flags), blocks = with_layers(name, tmp_path), [6] if name == "qwen3-tiny" else [6, 4]
+    recipe, found = recipes.find(path), []
     for places in (1, 0):
         model = place(
             recipe, path, blocks, max_rows=2, max_tokens=16, length=64, speculative_config=config, **flags
@@ -324,16 +334,12 @@ def test_a_step_that_drafts_nothing_keeps_the_cache_of_the_layers_whole(
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3_5-tiny", "deepseek_v4-tiny"])
+@pytest.mark.parametrize("name", WITH_LAYERS)
 def test_tokens_that_layers_see_later_leave_the_same_cache(
     session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     """Without drafts, layers see many tokens at once: when rows change, before drafts, and when no more can be kept."""
-    config = MTP
-    if name == "qwen3-tiny":
-        write_head(tmp_path)
-        config = speculation(tmp_path)
-    flags = {"activation_quantization": "off"} if name.startswith("deepseek") else {}
+    path, config, flags = with_layers(name, tmp_path)
     monkeypatch.setattr("openinfer.graph.runner.verifying.MOST_KEPT", 4)
     rng, found = np.random.default_rng(5), []
     prompts = [rng.integers(3, 500, size).tolist() for size in (20, 7, 13)]
@@ -341,7 +347,7 @@ def test_tokens_that_layers_see_later_leave_the_same_cache(
         if not later:
             monkeypatch.setattr("openinfer.graph.runner.proposing.keeps", lambda shape: False)
             monkeypatch.setattr("openinfer.graph.runner.runner.keeps", lambda shape: False)
-        made = session(GOLDENS / name, speculative_config=config, max_num_seqs=4, **flags)
+        made = session(path, speculative_config=config, max_num_seqs=4, **flags)
         runner, steps = made.engine.runner, iter(range(1000))
         runner.drafting.worth.choose = lambda available, rows, cost, steps=steps: 22 <= next(steps) < 25
         runner.drafting.worth.idle = lambda cost: 0
