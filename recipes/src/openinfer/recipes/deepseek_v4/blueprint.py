@@ -1,7 +1,5 @@
 """A DeepSeek-V4 before it has memory: the division of the cache between its groups, allocation and loading."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +45,7 @@ class DeepseekV4(Blueprint[Model]):
 
     config: Config
     form: Format
-    options: DeepseekOptions
+    options: "DeepseekOptions"
 
     @property
     def page_size(self) -> int:

@@ -1,7 +1,5 @@
 """Activations of a step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +37,7 @@ class Buffers:
     collapsed: Tensor
 
     @classmethod
-    def allocate(cls, config: Config, arena: Arena, limits: Limits, quantized: bool) -> Buffers:
+    def allocate(cls, config: Config, arena: Arena, limits: Limits, quantized: bool) -> "Buffers":
         """For the largest step. quantized: products round their inputs."""
         c, hidden, n = config, config.hidden_size, config.hc_mult
         compressing = 4 * (c.head_dim + c.index_dim) + c.index_heads

@@ -1,7 +1,5 @@
 """The KV cache on the device: two groups of pages of 128 tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -52,7 +50,7 @@ class V4Cache:
         entry_pages: int,
         *,
         drafting: int = 0,
-    ) -> V4Cache:
+    ) -> "V4Cache":
         """Uninitialised. drafting: layers that draft."""
         c, csa, hca = config, config.count(CSA), config.count(HCA)
         layers = c.num_layers + drafting
@@ -91,7 +89,7 @@ class Recent:
     hca: Tensor  # float32 [slots, HCA layers, tokens, 1, 3, d]
 
     @classmethod
-    def allocate(cls, config: Config, arena: Arena, slots: int, max_drafts: int) -> Recent:
+    def allocate(cls, config: Config, arena: Arena, slots: int, max_drafts: int) -> "Recent":
         """Uninitialised. max_drafts: of a row."""
         c, ring = config, power_of_two(2 * max_drafts + 2)
         csa, hca = (slots, c.count(CSA), ring), (slots, c.count(HCA), ring)

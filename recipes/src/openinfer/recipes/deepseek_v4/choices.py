@@ -5,8 +5,6 @@ position by more than rounding does, so the logits there cannot be compared with
 need no reference: the inputs of the op give the scores, and the scores tell which choices are right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -43,7 +41,7 @@ class Choices:
     others: int = 0
     shortfall: float = 0.0
 
-    def renamed(self, path: str) -> Choices:
+    def renamed(self, path: str) -> "Choices":
         return replace(self, path=path)
 
     @property

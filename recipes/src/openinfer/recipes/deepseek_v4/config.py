@@ -1,7 +1,5 @@
 """Reading a DeepSeek-V4 config.json, and the settings that are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,7 +89,7 @@ class Config:
         """The number of layers whose entries have `ratio` tokens each."""
         return self.ratios.count(ratio)
 
-    def of_rank(self, rank: int, ranks: int) -> Config:
+    def of_rank(self, rank: int, ranks: int) -> "Config":
         """This model with the part of one of several ranks. Raises UnsupportedModel where it cannot be shared."""
         sizes = {
             "o_groups": (self.o_groups, 1),
@@ -117,7 +115,7 @@ class Config:
         return itemsize * (self.count(CSA) * csa + self.count(HCA) * PAGE // HCA * self.head_dim)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], eos: object = None) -> Config:
+    def parse(cls, raw: Mapping[str, Any], eos: object = None) -> "Config":
         """From the parsed config.json; eos None: that of config.json. Raises UnsupportedModel naming the key."""
         fields = Fields(raw)
         fields.is_all({"model_type": "deepseek_v4"}, "this recipe runs")
@@ -178,7 +176,7 @@ class Dspark:
     rank: int
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], config: Config, checkpoint: Checkpoint | None) -> Dspark:
+    def parse(cls, raw: Mapping[str, Any], config: Config, checkpoint: "Checkpoint | None") -> "Dspark":
         """From the parsed config.json and the names in the checkpoint. None: as config.json says. Raises
         UnsupportedModel naming the key or the tensors."""
         fields, vocab, layers = Fields(raw), config.vocab_size, config.num_layers

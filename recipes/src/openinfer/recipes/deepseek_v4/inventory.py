@@ -1,7 +1,5 @@
 """Every tensor of a published checkpoint: its shape and its dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

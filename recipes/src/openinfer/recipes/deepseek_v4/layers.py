@@ -5,8 +5,6 @@ engines are as far apart as one that rounds and one that does not. A layer that 
 error of earlier layers. So its output is compared with the reference's, relative to the contribution of the layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -42,7 +40,7 @@ class LayerCheck:
     def passed(self) -> bool:
         return self.median <= self.median_limit and self.p90 <= self.p90_limit
 
-    def renamed(self, path: str) -> LayerCheck:
+    def renamed(self, path: str) -> "LayerCheck":
         return replace(self, path=path)
 
     def as_dict(self) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 Written once, run by every pack. Shapes: T tokens of the step, R rows (sequences) in it, S slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

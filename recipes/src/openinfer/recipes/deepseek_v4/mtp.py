@@ -1,7 +1,5 @@
 """The MTP layer, which predicts one more token. It reads the buffers that a step of the main model has filled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from openinfer.graph.runner import StepRows

@@ -4,8 +4,6 @@ FP8 and FP4 weights stay packed, and so do their scales. For a float32 model, wh
 once while they are loaded. The values are the same, and a step does not expand them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,7 +38,7 @@ class Format:
         return self.dspark.stages if self.dspark is not None else int(self.mtp)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Format:
+    def of(cls, checkpoint: Checkpoint) -> "Format":
         """The format of a checkpoint, by the dtype of the first expert, because config.json may not say it."""
         name = "layers.0.ffn.experts.0.w1.weight"
         return cls(name in checkpoint and checkpoint.info(name).dtype == int8)

@@ -1,7 +1,5 @@
 """The published DeepSeek-V4 sizes, by their config.json."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

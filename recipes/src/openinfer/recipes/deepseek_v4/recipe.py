@@ -1,7 +1,5 @@
 """The recipe as the command line sees it. Importing this imports no model code."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,7 +62,7 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
 
     def blueprint(
         self, source: Source, options: DeepseekOptions, *, ranks: int = 1, rank: int = 0
-    ) -> DeepseekV4:
+    ) -> "DeepseekV4":
         """The model of a source. Without a checkpoint its experts are in FP4, as the published ones are."""
         from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
         from openinfer.recipes.deepseek_v4.config import Config, Dspark

@@ -1,7 +1,5 @@
 """Attention and its indexer as commands: the division of a step's tokens and vectors among a GPU's programs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -140,7 +138,7 @@ class SparseAttendArgs(Generic[T]):
     block: int = 0
 
     @property
-    def most(self: SparseAttendArgs[Tensor]) -> int:
+    def most(self: "SparseAttendArgs[Tensor]") -> int:
         """Entries that a token sees, at most."""
         if self.entries is None or self.block:
             return self.block
@@ -151,21 +149,21 @@ class SparseAttendArgs(Generic[T]):
         )
 
     @property
-    def for_hopper(self: SparseAttendArgs[Tensor]) -> bool:
+    def for_hopper(self: "SparseAttendArgs[Tensor]") -> bool:
         """Whether the kernel for Hopper takes the call: heads of 512 by the 64, pages that are rows of a matrix."""
         _, heads, dim = self.q.shape
         layers = (self.kv, *(() if self.entries is None else (self.entries,)))
         rows = all(layer.strides[0] % dim == 0 for layer in layers) and not self.block
         return heads % 64 == 0 and dim == 512 and self.cos_sin.shape[2] == 32 and rows
 
-    def tuning(self: SparseAttendArgs[Tensor], target: Target) -> AttendTuning | HopperTuning:
+    def tuning(self: "SparseAttendArgs[Tensor]", target: Target) -> AttendTuning | HopperTuning:
         tokens, heads, _ = self.q.shape
         vectors = self.window + self.most
         if target.arch == 90 and not target.interpreted and self.for_hopper:
             return hopper_tuning(target, tokens, heads, vectors)
         return attend_tuning(target, tokens, heads, vectors, selected=self.selected is not None)
 
-    def require_kernel(self: SparseAttendArgs[Tensor]) -> None:
+    def require_kernel(self: "SparseAttendArgs[Tensor]") -> None:
         """Raise ContractError for sizes that the kernel does not take."""
         require(
             self.q.dtype == bfloat16,
@@ -177,7 +175,7 @@ class SparseAttendArgs(Generic[T]):
             f"heads of {dim}, of which {rotary} channels rotate; on a GPU a power of two from 64, and a quarter",
         )
 
-    def launches(self: SparseAttendArgs[Tensor], tuning: AttendTuning | HopperTuning) -> Iterator[Launch]:
+    def launches(self: "SparseAttendArgs[Tensor]", tuning: AttendTuning | HopperTuning) -> Iterator[Launch]:
         tokens, heads, dim = self.q.shape
         splits = tuning.splits
         # A part is a mean of vectors that were normed: float16 holds it to 11 bits where bfloat16 has 8.
@@ -234,7 +232,7 @@ class SparseAttendArgs(Generic[T]):
             yield self._merge(partial, weight, sees, constants | rotary)
 
     def _merge(
-        self: SparseAttendArgs[Tensor],
+        self: "SparseAttendArgs[Tensor]",
         partial: Tensor | Scratch,
         weight: Tensor | Scratch,
         sees: dict[str, Arg],
@@ -317,21 +315,21 @@ class IndexTopkArgs(Generic[T]):
     quantized: bool
 
     @property
-    def width(self: IndexTopkArgs[Tensor]) -> int:
+    def width(self: "IndexTopkArgs[Tensor]") -> int:
         """Entries that a token sees, at most."""
         return self.block_tables.shape[1] * self.keys.shape[1]
 
-    def tuning(self: IndexTopkArgs[Tensor], target: Target) -> IndexTuning:
+    def tuning(self: "IndexTopkArgs[Tensor]", target: Target) -> IndexTuning:
         return index_tuning(target, self.q.shape[0], self.width)
 
-    def require_kernel(self: IndexTopkArgs[Tensor]) -> None:
+    def require_kernel(self: "IndexTopkArgs[Tensor]") -> None:
         """Raise ContractError for sizes that the kernels do not take."""
         require(
             self.q.dtype == bfloat16,
             f"q is {self.q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)",
         )
 
-    def launches(self: IndexTopkArgs[Tensor], tuning: IndexTuning) -> Iterator[Command]:
+    def launches(self: "IndexTopkArgs[Tensor]", tuning: IndexTuning) -> Iterator[Command]:
         tokens, topk = self.selected.shape
         size = min(tuning.tokens, tokens)
         segments = -(-self.width // tuning.segment)
@@ -344,7 +342,7 @@ class IndexTopkArgs(Generic[T]):
                 yield self._scores(tuning, scores, part)
             yield from self._select(tuning, scores, found, order, part)
 
-    def _scores(self: IndexTopkArgs[Tensor], tuning: IndexTuning, scores: Scratch, part: slice) -> Launch:
+    def _scores(self: "IndexTopkArgs[Tensor]", tuning: IndexTuning, scores: Scratch, part: slice) -> Launch:
         _, heads, dim = self.q.shape
         return launch(
             _INDEX,
@@ -381,7 +379,7 @@ class IndexTopkArgs(Generic[T]):
         )
 
     def _select(
-        self: IndexTopkArgs[Tensor],
+        self: "IndexTopkArgs[Tensor]",
         tuning: IndexTuning,
         scores: Scratch,
         found: Scratch,

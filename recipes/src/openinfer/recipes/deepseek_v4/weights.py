@@ -1,7 +1,5 @@
 """The tensors that the checkpoint must hold, their places, and the fused layout that the model runs on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +137,7 @@ class Weights:
     nbytes: int
 
     @classmethod
-    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
+    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> "Weights":
         """Uninitialised weights in `arena`."""
         p, c, used = ModelPlaces(arena, dtype, form=form, expand=dtype == float32), config, arena.used
         embed = p.plain("embed.weight", c.vocab_size, c.hidden_size)

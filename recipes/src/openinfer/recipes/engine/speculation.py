@@ -1,7 +1,5 @@
 """--speculative-config: how a decode row gets drafts, with the keys of vLLM's flag."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
@@ -38,7 +36,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     suffix_decoding_max_cached_requests: int = 0
 
     @classmethod
-    def parse(cls, text: str, methods: Sequence[str]) -> SpeculativeConfig:
+    def parse(cls, text: str, methods: Sequence[str]) -> "SpeculativeConfig":
         """methods: those of the model. Raises SetupError."""
         try:
             config = msgspec.json.decode(text, type=cls)

@@ -1,7 +1,5 @@
 """The ops that only DeepSeek-V4 has: contract, numpy reference, launches, cost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """start_block, markov: a block of drafts, from the token that was sampled last to the logits of each draft."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

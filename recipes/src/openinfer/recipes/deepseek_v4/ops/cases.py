@@ -1,7 +1,5 @@
 """Cases of the attention's ops at the sizes of V4-Flash, for `openinfer bench kernels` and `openinfer selftest`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping

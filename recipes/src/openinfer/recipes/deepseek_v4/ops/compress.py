@@ -1,7 +1,5 @@
 """compress: the tokens of a window become one entry, by a softmax per channel that is carried from token to token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
@@ -154,7 +152,7 @@ class _Sums(NamedTuple):
     values: Array
 
     @classmethod
-    def empty(cls, windows: int, dim: int) -> _Sums:
+    def empty(cls, windows: int, dim: int) -> "_Sums":
         values = np.zeros((windows, 3, dim), np.float32)
         values[:, 0] = -np.inf
         return cls(values)

@@ -1,7 +1,5 @@
 """index_topk: the compressed entries that each token attends to, by the indexer's scores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

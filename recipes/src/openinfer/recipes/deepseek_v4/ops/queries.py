@@ -1,7 +1,5 @@
 """q_kv_write: norms of the query's low-rank vector and of the key-value vector, which goes into its page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

@@ -1,7 +1,5 @@
 """sparse_attend: attention over a window of raw vectors and chosen compressed entries, with sinks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
