@@ -10,6 +10,7 @@ FrontendError(Exception)
 ├── Unsupported(NotImplementedError)  the engine does not know this command
 ├── FlagError(ValueError)             flags that cannot work together
 └── APIError(ValueError)              one request is refused; carries the HTTP status and error fields
+    ├── NotSupported                  it asks for what this server, engine or model has not
     └── TooLong                       its prompt and output do not fit into the model's context
 """
 
@@ -83,6 +84,13 @@ class APIError(FrontendError, ValueError):
         self.status = status
         self.param = param
         self.code = code
+
+
+class NotSupported(APIError):
+    """The request asks by `param` for what this server, its engine or its model has not."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message, param=param, code="unsupported")
 
 
 class TooLong(APIError):

@@ -15,7 +15,7 @@ from msgspec import inspect as info
 from starlette.requests import ClientDisconnect, Request
 
 from openinfer.frontend.contract import KVTransfer
-from openinfer.frontend.errors import APIError
+from openinfer.frontend.errors import APIError, NotSupported
 from openinfer.frontend.http.elsewhere import instead
 from openinfer.sampler.params import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES
 
@@ -261,9 +261,7 @@ def _decode(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, ...]
             raise APIError(f"the body must be a JSON object, not {_json_type(fields)}")
         for name in refused.keys() & fields.keys():
             if not _asks_for_nothing(fields[name], refused[name]):
-                raise APIError(
-                    f"{name} is not supported by this server: {instead(name)}", param=name, code="unsupported"
-                )
+                raise NotSupported(f"{name} is not supported by this server: {instead(name)}", name)
         return msgspec.convert(fields, kind, strict=False)  # "5" and 5.0 are 5, as many clients write
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error), kind) from error

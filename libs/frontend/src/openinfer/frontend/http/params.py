@@ -11,7 +11,7 @@ import msgspec
 
 from openinfer.frontend.chat import OutputParser
 from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo, KVTransfer
-from openinfer.frontend.errors import APIError, ModelFilesError, TooLong
+from openinfer.frontend.errors import APIError, ModelFilesError, NotSupported, TooLong
 from openinfer.frontend.http.body import CommonBody
 from openinfer.frontend.http.text.structured import grammar_of, unkept
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -32,6 +32,7 @@ MAX_LOGPROB_ENTRIES = 8 << 20
 """The most log-probabilities of an answer: alternatives asked for, times tokens of all sequences."""
 MAX_POOLS = 16
 """Tokens of one HTTP request's sequences, prompts and outputs at their longest, in units of the KV capacity."""
+_KV = "kv_transfer_params"
 _BAD_SALT = re.compile(r"[@/\\\0]")
 _SAMPLING = (
     *("seed", "min_tokens", "ignore_eos", "temperature", "top_k", "top_p", "min_p"),
@@ -205,10 +206,8 @@ def with_echo(plan: Plan, info: EngineInfo, tokenizer: Tokenizer | None, max_tok
     if tokenizer is None:
         raise APIError("echo needs a tokenizer, and this server runs without", param="echo")
     if plan.sampling.logprobs is not None and "prompt_logprobs" not in info.features:
-        raise APIError(
-            "echo with logprobs is not supported by this engine; leave one of them out",
-            param="echo",
-            code="unsupported",
+        raise NotSupported(
+            "echo with logprobs is not supported by this engine; leave one of them out", "echo"
         )
     return msgspec.structs.replace(plan, echo=True, only_echo=max_tokens == 0)
 
@@ -217,12 +216,7 @@ def _prompt_logprobs(body: CommonBody, info: EngineInfo) -> int | None:
     asked = body.prompt_logprobs
     if asked is None:
         return None
-    if "prompt_logprobs" not in info.features:
-        raise APIError(
-            "prompt_logprobs is not supported by this engine; leave it out",
-            param="prompt_logprobs",
-            code="unsupported",
-        )
+    _check_feature("prompt_logprobs", "prompt_logprobs", info)
     _check(0 <= asked <= MAX_LOGPROBS, "prompt_logprobs", asked, f"0 to {MAX_LOGPROBS}")
     if body.stream:
         raise APIError("prompt_logprobs is not possible with stream: true", param="prompt_logprobs")
@@ -237,7 +231,7 @@ def check_grammars(field: str, info: EngineInfo, tokenizer: Tokenizer | None) ->
         why = "it needs a byte-level tokenizer, and this server runs without"
     else:
         return
-    raise APIError(f"{field} is not supported: {why}", param=field.split(".")[0], code="unsupported")
+    raise NotSupported(f"{field} is not supported: {why}", field.split(".")[0])
 
 
 def _grammar(
@@ -258,13 +252,10 @@ def _sampling(
     tokenizer: Tokenizer | None,
 ) -> SamplingParams:
     for name, (feature, nothing) in _FEATURES.items():
-        if feature not in info.features and getattr(body, name) not in nothing:
-            raise APIError(
-                f"{name} is not supported by this engine; leave it out", param=name, code="unsupported"
-            )
-    if logprobs is not None and "logprobs" not in info.features:
-        text = "logprobs is not supported by this engine; leave it out"
-        raise APIError(text, param="logprobs", code="unsupported")
+        if getattr(body, name) not in nothing:
+            _check_feature(feature, name, info)
+    if logprobs is not None:
+        _check_feature("logprobs", "logprobs", info)
     given: dict[str, Any] = {}
     for name in _SAMPLING:
         value = getattr(body, name)
@@ -378,7 +369,8 @@ def check_size(prompts: Sequence[list[int]], limits: Sequence[int], plan: Plan, 
 
     limits: the most tokens to generate for each prompt.
     """
-    _check_single(plan.kv_transfer, len(prompts))
+    if plan.kv_transfer is not None and len(prompts) > 1:
+        raise NotSupported(f"{_KV} is of one prompt, and {len(prompts)} are given; send them one by one", _KV)
     total = plan.n * (sum(map(len, prompts)) + sum(limits))
     most = MAX_POOLS * max(info.kv_capacity_tokens, info.max_model_len)
     if total > most:
@@ -411,41 +403,27 @@ def _kv_transfer(body: CommonBody, n: int, info: EngineInfo) -> KVTransfer | Non
     given = body.kv_transfer_params
     if given is None or not (given.do_remote_decode or given.do_remote_prefill):
         return None
+    problem = None
     if "kv_transfer" not in info.features:
-        raise _kv_refusal(
-            "kv_transfer_params is not supported by this engine; start it with --kv-transfer-config"
-        )
-    if given.do_remote_decode and given.do_remote_prefill:
-        raise _kv_refusal(
-            "kv_transfer_params has both do_remote_decode and do_remote_prefill; give one of them"
-        )
-    if given.do_remote_prefill and (not given.remote_host or not 0 < (given.remote_port or 0) < 65536):
-        raise _kv_refusal("kv_transfer_params with do_remote_prefill needs remote_host and remote_port")
-    if given.do_remote_decode and body.stream:
-        raise _kv_refusal(
-            "do_remote_decode is not possible with stream: true: a whole answer says where the KV is"
-        )
-    if given.do_remote_decode and n > 1:
-        raise _kv_refusal(
-            f"do_remote_decode is not possible with n: {n}; the decode server makes the choices"
-        )
-    if body.prompt_logprobs is not None:
-        raise _kv_refusal(
-            "kv_transfer_params is not possible with prompt_logprobs, which need the whole prompt computed"
-        )
+        problem = f"{_KV} is not supported by this engine; start it with --kv-transfer-config"
+    elif given.do_remote_decode and given.do_remote_prefill:
+        problem = f"{_KV} has both do_remote_decode and do_remote_prefill; give one of them"
+    elif given.do_remote_prefill and (not given.remote_host or not 0 < (given.remote_port or 0) < 65536):
+        problem = f"{_KV} with do_remote_prefill needs remote_host and remote_port"
+    elif given.do_remote_decode and body.stream:
+        problem = "do_remote_decode is not possible with stream: true: a whole answer says where the KV is"
+    elif given.do_remote_decode and n > 1:
+        problem = f"do_remote_decode is not possible with n: {n}; the decode server makes the choices"
+    elif body.prompt_logprobs is not None:
+        problem = f"{_KV} is not possible with prompt_logprobs, which need the whole prompt computed"
+    if problem is not None:
+        raise NotSupported(problem, _KV)
     return given
 
 
-def _check_single(given: KVTransfer | None, prompts: int) -> None:
-    """Raise APIError (400) where several prompts would share the field."""
-    if given is not None and prompts > 1:
-        raise _kv_refusal(
-            f"kv_transfer_params is of one prompt, and {prompts} are given; send them one by one"
-        )
-
-
-def _kv_refusal(message: str) -> APIError:
-    return APIError(message, param="kv_transfer_params", code="unsupported")
+def _check_feature(feature: str, field: str, info: EngineInfo) -> None:
+    if feature not in info.features:
+        raise NotSupported(f"{field} is not supported by this engine; leave it out", field)
 
 
 def _check(good: bool, param: str, given: object, allowed: str) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from openinfer.frontend.errors import APIError
+from openinfer.frontend.errors import APIError, NotSupported
 from openinfer.frontend.http.body import (
     MAX_TOOLS,
     CommonBody,
@@ -178,11 +178,8 @@ def _clear(messages: list[dict[str, Any]], wanted: ContextManagement) -> None:
     for index, edit in enumerate(wanted.edits or ()):
         where = f"context_management.edits[{index}]"
         if not edit.type.startswith("clear_thinking_"):
-            raise APIError(
-                f"{where} of type {edit.type!r} is not supported by this server: send the messages that are to be read",
-                param="context_management",
-                code="unsupported",
-            )
+            problem = "is not supported by this server: send the messages that are to be read"
+            raise NotSupported(f"{where} of type {edit.type!r} {problem}", "context_management")
         if edit.keep == "all":
             continue
         kept = edit.keep or {"type": "thinking_turns", "value": 1}

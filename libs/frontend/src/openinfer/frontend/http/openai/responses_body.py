@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from openinfer.frontend.chat import text_of
-from openinfer.frontend.errors import APIError
+from openinfer.frontend.errors import APIError, NotSupported
 from openinfer.frontend.http.body import (
     MAX_TOOLS,
     CommonBody,
@@ -191,11 +191,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 def responses_common(body: ResponsesBody) -> CommonBody:
     """The fields that all endpoints share. Raises APIError (400)."""
     if LOGPROBS in (body.include or ()):
-        raise APIError(
-            f"include: {LOGPROBS} is not supported by this server: leave it out, or use /v1/chat/completions",
-            param="include",
-            code="unsupported",
-        )
+        instead = "leave it out, or use /v1/chat/completions"
+        raise NotSupported(f"include: {LOGPROBS} is not supported by this server: {instead}", "include")
     names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "user")
     wanted = body.text.format if body.text else None
     return CommonBody(
@@ -293,11 +290,8 @@ def _choice(choice: str | dict[str, Any], tools: list[ResponseTool]) -> tuple[st
         allowed = typed(choice, AllowedTools, "tool_choice", "tool_choice")
         names = {flat(tool.get("namespace"), tool.get("name")) for tool in allowed.tools}
         return allowed.mode, [tool for tool in tools if tool.name in names]
-    raise APIError(
-        f"tool_choice asks for a tool of type {choice.get('type')!r}, and this server runs no tools of its own",
-        param="tool_choice",
-        code="unsupported",
-    )
+    asked = f"tool_choice asks for a tool of type {choice.get('type')!r}"
+    raise NotSupported(f"{asked}, and this server runs no tools of its own", "tool_choice")
 
 
 def _ignored(body: ResponsesBody) -> list[str]:

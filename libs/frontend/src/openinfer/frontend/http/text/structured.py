@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from openinfer.frontend.errors import APIError
+from openinfer.frontend.errors import APIError, NotSupported
 from openinfer.frontend.http.body import CommonBody, JsonObjectFormat, JsonSchemaFormat
 from openinfer.frontend.http.elsewhere import instead
 from openinfer.sampler import InvalidGrammar
@@ -61,12 +61,9 @@ def _wishes(body: CommonBody, format_field: str) -> Iterator[tuple[str, Any, Any
             "disable_additional_properties",
         ):
             if getattr(several, name):
-                raise APIError(
-                    f"structured_outputs.{name} is not supported by this server: "
-                    f"{instead(f'structured_outputs.{name}')}",
-                    param="structured_outputs",
-                    code="unsupported",
-                )
+                field = f"structured_outputs.{name}"
+                problem = f"{field} is not supported by this server: {instead(field)}"
+                raise NotSupported(problem, "structured_outputs")
     for name, kind in plain.items():
         if several is not None and getattr(several, name) is not None:
             yield f"structured_outputs.{name}", kind, getattr(several, name)

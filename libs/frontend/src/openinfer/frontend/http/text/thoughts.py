@@ -8,7 +8,7 @@ import msgspec
 
 from openinfer.frontend.chat.output import END_THINK, THINK
 from openinfer.frontend.contract import EngineInfo
-from openinfer.frontend.errors import APIError
+from openinfer.frontend.errors import APIError, NotSupported
 from openinfer.frontend.http.body import Thinking
 from openinfer.frontend.http.chat import Chat, warn
 from openinfer.frontend.http.params import Plan, check_grammars
@@ -68,11 +68,8 @@ def budgeted(
         check_grammars(chat.budget_field, info, tokenizer)
         closing, opening = (tokenizer.token_id(marker) for marker in (END_THINK, THINK))
         if closing is None or opening is None:
-            raise APIError(
-                f"{chat.budget_field} is not supported: this model's thoughts are not marked by single tokens",
-                param=chat.budget_field,
-                code="unsupported",
-            )
+            problem = "is not supported: this model's thoughts are not marked by single tokens"
+            raise NotSupported(f"{chat.budget_field} {problem}", chat.budget_field)
     except APIError:
         if chat.budget is not None:
             raise
