@@ -7,6 +7,7 @@ engine, all others from a Board.
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -214,40 +215,26 @@ class Metrics:
     def _gauges(self, labels: list[str]) -> Iterable[Metric]:
         stats, info = self._client.stats(), self._client.info
         usage = stats.kv_used_tokens / info.kv_capacity_tokens if info.kv_capacity_tokens else 0.0
-        for name, text, value in (
-            ("vllm:num_requests_running", "Sequences in the batch.", float(stats.running)),
-            ("vllm:num_requests_waiting", "Sequences in the queue.", float(stats.waiting)),
-            ("vllm:kv_cache_usage_perc", "Part of the KV capacity in use; 1 is all.", usage),
-        ):
-            gauge = GaugeMetricFamily(name, text, labels=_LABELS)
-            gauge.add_metric(labels, value)
-            yield gauge
-        waiting = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason", "Sequences in the queue.", labels=[*_LABELS, "reason"]
-        )
-        waiting.add_metric([*labels, "capacity"], float(stats.waiting))
-        yield waiting
-        asleep = GaugeMetricFamily(
-            "vllm:engine_sleep_state",
-            "1 at the state that the engine is in.",
-            labels=[*_LABELS, "sleep_state"],
-        )
-        sleeps = "discard_all" if stats.weights_dropped else "weights_offloaded"
-        for state in ("awake", "weights_offloaded", "discard_all"):
-            asleep.add_metric([*labels, state], float(state == (sleeps if stats.asleep else "awake")))
-        yield asleep
-        tiers = GaugeMetricFamily(
-            "openinfer:kv_offload_bytes", "Bytes of cached prefixes in a tier.", labels=[*_LABELS, "tier"]
-        )
-        for tier, nbytes in stats.offload_bytes.items():
-            tiers.add_metric([*labels, tier], float(nbytes))
-        yield tiers
         blocks = info.kv_capacity_tokens // info.block_size if info.block_size else 0
-        gauge = GaugeMetricFamily(
-            "vllm:cache_config_info", "KV cache layout.", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
+        layout = (str(info.block_size), str(blocks))
+        now = "awake" if not stats.asleep else "discard_all" if stats.weights_dropped else "weights_offloaded"
+        states = (((state,), state == now) for state in ("awake", "weights_offloaded", "discard_all"))
+        tiers = (((tier,), nbytes) for tier, nbytes in stats.offload_bytes.items())
+        yield _gauge("vllm:num_requests_running", "Sequences in the batch.", labels, [((), stats.running)])
+        yield _gauge("vllm:num_requests_waiting", "Sequences in the queue.", labels, [((), stats.waiting)])
+        yield _gauge(
+            "vllm:kv_cache_usage_perc", "Part of the KV capacity in use; 1 is all.", labels, [((), usage)]
         )
-        gauge.add_metric([*labels, str(info.block_size), str(blocks)], 1.0)
-        yield gauge
+        text = "Sequences in the queue."
+        yield _gauge(
+            "vllm:num_requests_waiting_by_reason", text, labels, [(("capacity",), stats.waiting)], "reason"
+        )
+        text = "1 at the state that the engine is in."
+        yield _gauge("vllm:engine_sleep_state", text, labels, states, "sleep_state")
+        text = "Bytes of cached prefixes in a tier."
+        yield _gauge("openinfer:kv_offload_bytes", text, labels, tiers, "tier")
+        text, more = "KV cache layout.", ("block_size", "num_gpu_blocks")
+        yield _gauge("vllm:cache_config_info", text, labels, [(layout, 1)], *more)
 
     def _adapters(self) -> Metric:
         """The adapters with requests: labels that change, and the time as the value."""
@@ -295,24 +282,28 @@ class Metrics:
 
     def _steps(self, labels: list[str], times: Sequence[StepTimes]) -> Iterable[Metric]:
         """Times of steps by shape, and how far they are from what was predicted."""
-        shaped = [*_LABELS, "step"]
-        measured = CounterMetricFamily("openinfer:step_seconds", "Device time of steps.", labels=shaped)
-        predicted = CounterMetricFamily(
-            "openinfer:step_predicted_seconds", "... as predicted.", labels=shaped
-        )
-        ratio = GaugeMetricFamily("openinfer:step_time_ratio", "Measured over predicted.", labels=shaped)
-        for one in times:
-            measured.add_metric([*labels, one.key], one.measured_s)
-            predicted.add_metric([*labels, one.key], one.predicted_s)
-            ratio.add_metric([*labels, one.key], one.measured_s / one.predicted_s)
-        yield from (measured, predicted, ratio)
+        measured = [((one.key,), one.measured_s) for one in times]
+        predicted = [((one.key,), one.predicted_s) for one in times]
+        ratio = [((one.key,), one.measured_s / one.predicted_s) for one in times]
+        yield _counter("openinfer:step_seconds", "Device time of steps.", labels, measured, "step")
+        yield _counter("openinfer:step_predicted_seconds", "... as predicted.", labels, predicted, "step")
+        text = "Measured over predicted."
+        yield _gauge("openinfer:step_time_ratio", text, labels, ratio, "step")
 
 
-def _counter(
-    name: str, text: str, labels: list[str], counts: Iterable[tuple[tuple[str, ...], float]], *more: str
+def _family(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    text: str,
+    labels: list[str],
+    values: Iterable[tuple[tuple[str, ...], float]],
+    *more: str,
 ) -> Metric:
-    """A counter. counts: its values, each with those of the labels `more`, which come after the others."""
-    counter = CounterMetricFamily(name, text, labels=[*_LABELS, *more])
-    for values, count in counts:
-        counter.add_metric([*labels, *values], float(count))
-    return counter
+    """A counter or gauge. values: each with those of the labels `more`, which come after the others."""
+    family = kind(name, text, labels=[*_LABELS, *more])
+    for of_labels, value in values:
+        family.add_metric([*labels, *of_labels], float(value))
+    return family
+
+
+_counter, _gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
