@@ -14,15 +14,14 @@ files have 4.5 and 4.25, because kernels copy no less than a word in the backgro
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.formats.groups import Empty, Grouped, Stored, WeightPart, finite
+from openinfer.kernels.formats.groups import Coded, Grouped, Stored, WeightPart, finite
 from openinfer.kernels.formats.int4 import of_rows, unpack
-from openinfer.kernels.op.contract import expect
-from openinfer.kernels.op.rounding import FP4_BLOCK, FP4_VALUES, Array, Coding, e8m0
-from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
+from openinfer.kernels.op.rounding import FP4_BLOCK, FP4_VALUES, Array, e8m0
+from openinfer.tensor import bfloat16, float8_e4m3fn, float32, int32, uint8
 
 NVFP4_BLOCK = 16
 """Columns of NVFP4 that share one scale."""
@@ -30,10 +29,8 @@ SHIFT = 110
 
 
 @dataclass(frozen=True, slots=True)
-class Fp4:
+class Fp4(Coded):
     """FP4: codes and words as above."""
-
-    block: ClassVar[int] = FP4_BLOCK
 
     @classmethod
     def of(cls, weight: Any, scales: Any) -> "Fp4 | None":
@@ -46,33 +43,21 @@ class Fp4:
     def __str__(self) -> str:
         return "FP4"
 
-    def columns(self, weight: Any) -> int:
-        return 2 * int(weight.shape[-1])
+    @property
+    def block(self) -> int:
+        return FP4_BLOCK
 
-    def empty(self, rows: int, columns: int) -> Empty:
-        return ((rows, columns // 2), uint8), ((rows, columns // FP4_BLOCK + 1), int32)
+    def code(self) -> tuple[np.dtype[Any], int]:
+        return uint8, 2
+
+    def scales(self, shape: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        return (*shape[:-1], shape[-1] // FP4_BLOCK + 1), int32
 
     def values(self, weight: Array, scales: Array, parts: int) -> Array:
         halves = np.ascontiguousarray(scales[..., :-1]).view(bfloat16).astype(np.float32)
         factors = np.ascontiguousarray(scales[..., -1:]).view(np.float32) * np.float32(2.0 ** (SHIFT - 126))
         wide = np.repeat(halves * np.float32(2.0**-SHIFT), FP4_BLOCK // 2, axis=-1)
         return np.asarray(FP4_VALUES[unpack(weight)] * wide * factors)
-
-    def expect(
-        self,
-        name: str,
-        weight: Tensor,
-        scales: Tensor,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        parts: int,
-    ) -> None:
-        k = self.columns(weight)
-        expect(name, weight, (*shape[:-1], shape[-1] // 2), uint8)
-        expect(f"scales of {name}", scales, (*weight.shape[:-1], k // FP4_BLOCK + 1), int32)
-
-    def allows(self, coding: Coding | None) -> bool:
-        return coding is None
 
 
 def fp4_words(scales: Array, factors: Array | float) -> Array:

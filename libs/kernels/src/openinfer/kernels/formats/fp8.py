@@ -7,16 +7,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from openinfer.kernels.op.contract import expect
+from openinfer.kernels.formats.groups import Coded
 from openinfer.kernels.op.rounding import E4M3_MAX, SCALE_BLOCK, Array, Coding
-from openinfer.tensor import Tensor, float8_e4m3fn, float32
+from openinfer.tensor import float8_e4m3fn, float32
 
 _CACHED = 1 << 18
 """Values that are converted at once: a core's cache holds the arrays between the steps of a conversion."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
+class Fp8(Coded):
     """float8_e4m3fn [..., N, K] and float32 scales: `by_row` [..., N, 1], else [..., parts * ceil(N / parts / 128),
     ceil(K / 128)], where blocks begin anew at each of the `parts` projections that are stacked in N."""
 
@@ -31,25 +31,16 @@ class Fp8:
     def __str__(self) -> str:
         return f"FP8 with scales of {'rows' if self.by_row else 'blocks'}"
 
-    def columns(self, weight: Any) -> int:
-        return int(weight.shape[-1])
+    def code(self) -> tuple[np.dtype[Any], int]:
+        return float8_e4m3fn, 1
+
+    def scales(self, shape: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        rows = (shape[-2], 1) if self.by_row else scale_shape(shape, parts)
+        return (*shape[:-2], *rows), float32
 
     def values(self, weight: Array, scales: Array, parts: int) -> Array:
         wide = scales if self.by_row else of_blocks(scales, weight.shape, parts)
         return np.asarray(weight.astype(np.float32) * wide)
-
-    def expect(
-        self,
-        name: str,
-        weight: Tensor,
-        scales: Tensor,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        parts: int,
-    ) -> None:
-        expect(name, weight, shape, float8_e4m3fn)
-        rows = scales.shape[-2:] if self.by_row else scale_shape(weight.shape, parts)
-        expect(f"scales of {name}", scales, (*weight.shape[:-2], *rows), float32)
 
     def allows(self, coding: Coding | None) -> bool:
         return coding is None or coding in (("token", "tensor") if self.by_row else ("block",))

@@ -3,22 +3,23 @@ parts, and how these become the tensors of a Linear."""
 
 import dataclasses
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.op.rounding import Array, Coding
+from openinfer.kernels.op.contract import expect
+from openinfer.kernels.op.rounding import SCALE_BLOCK, Array, Coding
 from openinfer.tensor import Conversion, Tensor, TensorLoad
 
 ONE = 0
 """The size of an axis that has one element for all rows or all columns."""
 
 
-Empty = tuple[tuple[tuple[int, int], np.dtype[Any]], tuple[tuple[int, int], np.dtype[Any]]]
-"""The shapes and dtypes of codes and scales."""
+Empty = tuple[tuple[tuple[int, ...], np.dtype[Any]], tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class WeightPart(NamedTuple):
@@ -30,18 +31,50 @@ class WeightPart(NamedTuple):
     column: int = 0
 
 
-class GroupForm(Protocol):
-    """A format with a scale for each group of columns (formats.linear.Form)."""
+class Coded(ABC):
+    """A format whose numbers are codes with scales (a formats.linear.Form)."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def code(self) -> tuple[np.dtype[Any], int]:
+        """The dtype of an element of the weight, and how many columns it holds."""
+
+    @abstractmethod
+    def scales(self, shape: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and dtype of the scales of a weight [..., N, K]. `parts`: projections stacked in N."""
+
+    @abstractmethod
+    def values(self, weight: Array, scales: Array, parts: int) -> Array:
+        """The float32 values, exactly."""
 
     @property
     def block(self) -> int:
         """Columns of a rank's part are a multiple of this."""
+        return SCALE_BLOCK
+
+    def columns(self, weight: Any) -> int:
+        return self.code()[1] * int(weight.shape[-1])
 
     def empty(self, rows: int, columns: int) -> Empty:
-        """The tensors of a weight [rows, columns]."""
+        """Shape and dtype of the codes and of the scales of a weight [rows, columns]."""
+        dtype, packed = self.code()
+        return ((rows, columns // packed), dtype), self.scales((rows, columns), 1)
 
-    def values(self, weight: Array, scales: Array, parts: int) -> Array:
-        """The float32 values, exactly."""
+    def expect(
+        self, name: str, weight: Tensor, scales: Any, shape: tuple[int, ...], dtype: np.dtype[Any], parts: int
+    ) -> None:
+        coded, packed = self.code()
+        expect(name, weight, (*shape[:-1], shape[-1] // packed), coded)
+        k = self.columns(weight)
+        self.check(name, k, scales)
+        expect(f"scales of {name}", scales, *self.scales((*weight.shape[:-1], k), parts))
+
+    def check(self, name: str, k: int, scales: Tensor) -> None:  # noqa: B027
+        """Raise ContractError where no weight with `k` columns has such scales."""
+
+    def allows(self, coding: Coding | None) -> bool:
+        return coding is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +109,7 @@ class Grouped:
     """
 
     kind: str
-    form: GroupForm
+    form: Coded
     codes: Stored
     scales: tuple[Stored, ...]
     to_codes: Callable[[Array], Array] | None = None

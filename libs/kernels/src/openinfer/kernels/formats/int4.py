@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.formats.groups import Empty, Grouped, Stored, WeightPart, finite
-from openinfer.kernels.op.contract import expect, require
-from openinfer.kernels.op.rounding import Array, Coding
+from openinfer.kernels.formats.groups import Coded, Grouped, Stored, WeightPart, finite
+from openinfer.kernels.op.contract import require
+from openinfer.kernels.op.rounding import Array
 from openinfer.tensor import Tensor, int32, uint8
 
 GROUPS = (32, 64, 128)
@@ -41,7 +41,7 @@ _COLUMN_AT = [0, 2, 4, 6, 1, 3, 5, 7]  # the column at each place of an int32 of
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Groups:
+class Int4Groups(Coded):
     """INT4 in groups of columns: codes and words as above."""
 
     group: int
@@ -58,34 +58,20 @@ class Int4Groups:
     def block(self) -> int:
         return self.group
 
-    def empty(self, rows: int, columns: int) -> Empty:
-        return ((rows, columns // 2), uint8), ((rows, columns // self.group), int32)
+    def code(self) -> tuple[np.dtype[Any], int]:
+        return uint8, 2
 
-    def columns(self, weight: Any) -> int:
-        return 2 * int(weight.shape[-1])
+    def scales(self, shape: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        return (*shape[:-1], shape[-1] // self.group), int32
 
     def values(self, weight: Array, scales: Array, parts: int) -> Array:
         return int4_values(weight, scales)
 
-    def expect(
-        self,
-        name: str,
-        weight: Tensor,
-        scales: Tensor,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        parts: int,
-    ) -> None:
-        k = shape[-1]
-        expect(name, weight, (*shape[:-1], k // 2), uint8)
+    def check(self, name: str, k: int, scales: Tensor) -> None:
         require(
             self.group in GROUPS and k % self.group == 0,
             f"{name} has {scales.shape[-1]} INT4 groups in {k} columns; a group has one of {GROUPS} columns",
         )
-        expect(f"scales of {name}", scales, (*weight.shape[:-1], k // self.group), int32)
-
-    def allows(self, coding: Coding | None) -> bool:
-        return coding is None
 
 
 def pack(codes: Array) -> Array:

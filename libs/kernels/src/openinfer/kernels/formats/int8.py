@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.formats.groups import ONE, Empty, Grouped, Stored, WeightPart, finite
-from openinfer.kernels.op.contract import expect, require
+from openinfer.kernels.formats.groups import ONE, Coded, Grouped, Stored, WeightPart, finite
+from openinfer.kernels.op.contract import require
 from openinfer.kernels.op.rounding import Array, Coding
 from openinfer.tensor import Tensor, float32, int8, int32
 
@@ -19,7 +19,7 @@ _LEAST = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(Coded):
     """INT8 in groups of columns; ONE: a group has all."""
 
     group: int
@@ -39,33 +39,20 @@ class Int8:
     def block(self) -> int:
         return self.group or 16
 
-    def columns(self, weight: Any) -> int:
-        return int(weight.shape[-1])
+    def code(self) -> tuple[np.dtype[Any], int]:
+        return int8, 1
 
-    def empty(self, rows: int, columns: int) -> Empty:
-        return ((rows, columns), int8), ((rows, columns // self.group if self.group else 1), float32)
+    def scales(self, shape: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        return (*shape[:-1], shape[-1] // self.group if self.group else 1), float32
 
     def values(self, weight: Array, scales: Array, parts: int) -> Array:
         groups = weight.astype(np.float32).reshape(*scales.shape, -1)
         return np.asarray(groups * scales[..., None]).reshape(weight.shape)
 
-    def expect(
-        self,
-        name: str,
-        weight: Tensor,
-        scales: Tensor,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        parts: int,
-    ) -> None:
-        expect(name, weight, shape, int8)
-        k = weight.shape[-1]
+    def check(self, name: str, k: int, scales: Tensor) -> None:
         require(
             not self.group or (self.group >= _LEAST and self.group % 16 == 0 and k % self.group == 0),
             f"{name} has {scales.shape[-1]} INT8 groups in {k} columns; a group has 16 n columns, at least {_LEAST}",
-        )
-        expect(
-            f"scales of {name}", scales, (*weight.shape[:-1], k // self.group if self.group else 1), float32
         )
 
     def allows(self, coding: Coding | None) -> bool:

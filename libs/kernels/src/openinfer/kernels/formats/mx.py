@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.formats.fp8 import of_blocks, scale_shape
-from openinfer.kernels.op.contract import expect
-from openinfer.kernels.op.rounding import FP4_BLOCK, Array, Coding, e8m0, unpack_fp4
-from openinfer.tensor import Tensor, float8_e4m3fn, uint8
+from openinfer.kernels.formats.groups import Coded
+from openinfer.kernels.op.rounding import FP4_BLOCK, Array, e8m0, unpack_fp4
+from openinfer.tensor import float8_e4m3fn, uint8
 
 FP8_SCALE_MOST, FP4_SCALE_MOST = 134, 128
 """The largest bytes of scales that kernels take."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mx:
+class Mx(Coded):
     """uint8 scales, at most FP8_SCALE_MOST or FP4_SCALE_MOST; codes are numbers, no NaN. `fp4`: uint8 [..., N, K / 2],
     column 2i in the low nibble of byte i, with scales [..., N, K / 32]. Else float8_e4m3fn with scales of blocks as
     fp8.Fp8 has them. Products of float8 codes take an FP4 block whose byte is below 102 for zero: it holds less than
@@ -31,29 +31,14 @@ class Mx:
     def __str__(self) -> str:
         return f"FP{4 if self.fp4 else 8} with E8M0 scales"
 
-    def columns(self, weight: Any) -> int:
-        return int(weight.shape[-1]) * (2 if self.fp4 else 1)
+    def code(self) -> tuple[np.dtype[Any], int]:
+        return (uint8, 2) if self.fp4 else (float8_e4m3fn, 1)
+
+    def scales(self, shape: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        n, k = shape[-2:]
+        return (*shape[:-2], *((n, k // FP4_BLOCK) if self.fp4 else scale_shape(shape, parts))), uint8
 
     def values(self, weight: Array, scales: Array, parts: int) -> Array:
         if self.fp4:
             return np.asarray(unpack_fp4(weight) * np.repeat(e8m0(scales), FP4_BLOCK, axis=-1))
         return np.asarray(weight.astype(np.float32) * of_blocks(e8m0(scales), weight.shape, parts))
-
-    def expect(
-        self,
-        name: str,
-        weight: Tensor,
-        scales: Tensor,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        parts: int,
-    ) -> None:
-        if self.fp4:
-            expect(name, weight, (*shape[:-1], shape[-1] // 2))
-            expect(f"scales of {name}", scales, (*weight.shape[:-1], shape[-1] // FP4_BLOCK), uint8)
-            return
-        expect(name, weight, shape, float8_e4m3fn)
-        expect(f"scales of {name}", scales, (*weight.shape[:-2], *scale_shape(weight.shape, parts)), uint8)
-
-    def allows(self, coding: Coding | None) -> bool:
-        return coding is None
