@@ -13,8 +13,8 @@ import pytest
 
 from openinfer.cli import recipes, selftest
 from openinfer.cli.selftest import gate
+from openinfer.cli.selftest import gate as selftest_model
 from openinfer.cli.selftest import packed as selftest_packed
-from openinfer.cli.selftest import small_model as selftest_model
 from openinfer.cli.selftest.ops import check_case
 from openinfer.kernels import H200
 from openinfer.kernels.linear.choices import choose, cluster_choice

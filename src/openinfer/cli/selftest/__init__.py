@@ -67,12 +67,12 @@ def ops(work: Path) -> Result:
 def model_gates(model: Path) -> Result:
     """The accuracy gate of the checkpoint of --model against numpy's run of it, and the gate's negative controls."""
     from openinfer.cli import recipes
-    from openinfer.cli.selftest import small_model
+    from openinfer.cli.selftest import gate
 
     recipe = recipes.find(model)
     if not isinstance(recipe, Recipe):
         return {"ok": False, "why": f"the recipe {recipe.name} has no engine of openinfer.recipes.engine"}
-    references = small_model.references(recipe, model)
+    references = gate.references(recipe, model)
     return _judged(build(recipe, model, tensor_parallel_size=_ranks()), references)
 
 

@@ -3,24 +3,32 @@
 A reference comes from another implementation (see scripts/reference). It holds token sequences and, at the last
 positions of each, the ids and log-probabilities of its most likely tokens. The engine is fed the same tokens, so that
 one divergence does not spread. Its log-probabilities of those ids are compared with the reference's (see `verdict`).
+Without such a reference, `references` makes one: the same engine in numpy.
 """
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from openinfer.cli.selftest.forced_sampling import sampled
 from openinfer.graph.runner import Runner
+from openinfer.recipes.engine import Recipe
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.forced import Forced, ForcedSeq
 from openinfer.recipes.engine.routing import Recorder, routed
-from openinfer.recipes.engine.startup import Built
+from openinfer.recipes.engine.startup import Built, build
 from openinfer.recipes.engine.verdict import Check, Reference, Verdict, judge, limits, read
 
 Array = np.ndarray[Any, Any]
+LENGTHS = (1, 5, 40, 129, 300)
+"""Prompt lengths; FORCED more tokens follow each. The prompts are few, because numpy computes them."""
+FORCED, TOP = 16, 64
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512}
 
 
 class NotReproducible(AssertionError):
@@ -205,3 +213,39 @@ def _noticed(
             if not check.passed:
                 return check.renamed(f"{verdict.path}, {check.path}")
     return verdict
+
+
+def references(recipe: Recipe[Any], folder: Path, seed: int = 0, **flags: Any) -> list[Reference]:
+    """References of seeded tokens, made by the engine on the CPU in bf16 and in float32.
+
+    flags: the engine's flags, except device, dtype and sizes."""
+    runs: list[list[Array]] = []
+    sequences: list[list[int]] = []
+    for dtype in ("bfloat16", "float32"):
+        built = build(recipe, folder, **{**flags, **SMALL, "device": "cpu", "dtype": dtype,
+                                         "kv_cache_memory_bytes": 1 << 30})  # fmt: skip
+        if not sequences:
+            rng, vocab = np.random.default_rng(seed), built.blueprint.config.vocab_size
+            sequences = [rng.integers(0, vocab, n + FORCED).tolist() for n in LENGTHS]
+        runs.append(logprobs(Forced(built.engine), sequences))
+        built.engine.close()
+        del built
+        gc.collect()  # the weights of one run go before those of the other come
+    return [_reference(*one) for one in zip(sequences, *runs, strict=True)]
+
+
+def logprobs(forced: Forced, sequences: Sequence[list[int]]) -> list[Array]:
+    """Log-probabilities [FORCED, V] of the last FORCED positions of each sequence, all rows together."""
+    rows = [forced.join(n, tokens) for n, tokens in enumerate(sequences, start=1)]
+    for row, tokens in zip(rows, sequences, strict=True):
+        forced.feed(row, len(tokens) - FORCED, SMALL["max_num_batched_tokens"])
+    steps = [forced.step([(row, 1) for row in rows]).astype(np.float64) for _ in range(FORCED)]
+    forced.leave()
+    logits = np.stack(steps, 1)
+    peak = logits.max(-1, keepdims=True)
+    return list(logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True)))
+
+
+def _reference(tokens: list[int], bf16: Array, fp32: Array) -> Reference:
+    ids = np.argsort(-bf16, axis=1, kind="stable")[:, :TOP].astype(np.int32)
+    return Reference(tokens, ids, np.take_along_axis(bf16, ids, 1), np.take_along_axis(fp32, ids, 1))

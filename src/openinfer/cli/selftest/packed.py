@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.cli.bench import idle
-from openinfer.cli.selftest import gate, small_model
+from openinfer.cli.selftest import gate
 from openinfer.recipes.engine import Recipe
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session, write_random_checkpoint
@@ -102,10 +102,8 @@ def checks(
     quantization, flags = FORMATS[name]
     written = dict(config) | ({"quantization_config": quantization} if quantization else {})
     model = write_random_checkpoint(recipe := _recipe(), folder, written)
-    references = small_model.references(recipe, model, **flags)
-    built = build(
-        recipe, model, device=device, **{**small_model.SMALL, **flags}, kv_cache_memory_bytes=1 << 28
-    )
+    references = gate.references(recipe, model, **flags)
+    built = build(recipe, model, device=device, **{**gate.SMALL, **flags}, kv_cache_memory_bytes=1 << 28)
     found = list(gate.run(built, references)), list(gate.negative_controls(built, references))
     built.engine.close()
     return found
@@ -118,7 +116,7 @@ def adapters(folder: Path, device: str = "auto") -> tuple[list[Check], list[Chec
     for seed, name in enumerate(names, start=1):
         _write_adapter(model, folder / name, seed)
     flags: dict[str, Any] = {
-        **small_model.SMALL, "enable_lora": True, "max_loras": 2, "max_lora_rank": RANK,
+        **gate.SMALL, "enable_lora": True, "max_loras": 2, "max_lora_rank": RANK,
         "lora_modules": [f"{name}={folder / name}" for name in names], "kv_cache_memory_bytes": 1 << 28,
     }  # fmt: skip
     rng = np.random.default_rng(0)

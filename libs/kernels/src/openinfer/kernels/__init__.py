@@ -46,7 +46,7 @@ from openinfer.kernels.ops.collectives import (
     reduce_add,
     reduce_scatter,
 )
-from openinfer.kernels.ops.embed import embed
+from openinfer.kernels.ops.embed import embed, select_rows
 from openinfer.kernels.ops.expand_rows import expand_rows
 from openinfer.kernels.ops.experts import experts
 from openinfer.kernels.ops.experts_add import experts_add
@@ -59,7 +59,6 @@ from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
 from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write
 from openinfer.kernels.ops.route import route
 from openinfer.kernels.ops.route_topk import route_topk
-from openinfer.kernels.ops.select_rows import select_rows
 from openinfer.kernels.packs import CpuPack
 from openinfer.kernels.packs.cublas import CublasLt, cublas_available
 from openinfer.kernels.packs.cuda import LaunchPack

@@ -44,11 +44,10 @@ from openinfer.kernels.attention.kv_cache import (
     expect_cache,
 )
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.fp8 import FP4_SCALE_MOST, FP8_SCALE_MOST, Fp8, Mx
 from openinfer.kernels.formats.groups import WeightPart
 from openinfer.kernels.formats.int4 import Int4Groups, without_zero_points
 from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
-from openinfer.kernels.formats.mx import FP4_SCALE_MOST, FP8_SCALE_MOST, Mx
 from openinfer.kernels.formats.quantization import packed_in, packing_of
 from openinfer.kernels.formats.weights import (
     FP4_E8M0,

@@ -4,11 +4,13 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import asdict, dataclass
 
 from openinfer import scheduler
 from openinfer.frontend.contract import (
     Command,
+    Drafts,
     EngineInfo,
     EngineStats,
     Failed,
@@ -21,6 +23,7 @@ from openinfer.frontend.contract import (
     Sleep,
     SlowTraces,
     StepOutputs,
+    StepTimes,
     TokenTable,
     UnloadAdapter,
     Update,
@@ -47,10 +50,9 @@ from openinfer.recipes.engine.gates.grammars import Grammars
 from openinfer.recipes.engine.gates.transfers import Transfers
 from openinfer.recipes.engine.offload import Cache
 from openinfer.recipes.engine.refusal import no_token_left, request_refusal
-from openinfer.recipes.engine.statistics import drafts_of, snapshot
 from openinfer.recipes.engine.training import Training
 from openinfer.sampler import fresh_seed
-from openinfer.scheduler import FinishReason, Policy, Seq, StepLoop, Tokens
+from openinfer.scheduler import FinishReason, Policy, Seq, Stats, StepLoop, Tokens
 from openinfer.tensor import DriverCounts
 
 FEATURES = ["logprobs", "prompt_logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_words"]
@@ -326,3 +328,48 @@ def _terminal(
             if problem := no_token_left(seq, vocab_size, eos_token_ids):
                 return Failed(seq.id, problem, "invalid")
             return Failed(seq.id, "the model's output was not finite")
+
+
+def snapshot(
+    counted: EngineStats,
+    loop: Stats,
+    cache: Cache,
+    runner: Runner,
+    store: Store | None,
+    at_ready: DriverCounts,
+) -> EngineStats:
+    """A copy of `counted`, which the engine counts itself, with the counters of the parts. at_ready: of the
+    driver, when the engine was ready."""
+    stats, pace, pool, tiers = copy(counted), runner.pace, cache.pool, cache.tiers
+    stats.running, stats.waiting = loop.running, loop.waiting
+    stats.steps, stats.preemptions = loop.steps, loop.preemptions
+    stats.kv_used_tokens = pool.used_tokens
+    stats.prefix_query_tokens, stats.prefix_hit_tokens = pool.stats.query_tokens, pool.stats.hit_tokens
+    stats.prefix_loaded_tokens = pool.stats.loaded_tokens
+    if tiers is not None:
+        stats.offload_bytes = {"host": tiers.host_bytes, "disk": tiers.disk_bytes}
+        stats.offload_blocks = asdict(tiers.stats)
+        if tiers.sharing is not None and tiers.sharing.lending is not None:
+            stats.offload_blocks["lent"] = tiers.sharing.lending.lent
+    counts = runner.drafting.counts
+    stats.drafts, stats.draft_tokens = counts.drafts, counts.draft_tokens
+    stats.accepted_draft_tokens = counts.accepted_tokens
+    stats.accepted_by_position = list(counts.by_position)
+    stats.compiles_after_ready = store.misses_after_seal if store else 0
+    if runner.stream.device.kind == "cuda":
+        now = DriverCounts.now()
+        stats.allocations_after_ready = now.allocations - at_ready.allocations
+        stats.host_waits_after_ready = now.waits - at_ready.waits - runner.readback.waits
+    stats.outlier_steps = pace.num_outliers
+    stats.slow_findings = runner.watch.num_findings
+    stats.step_times = [
+        StepTimes(name, t.steps, t.predicted_s, t.measured_s)
+        for name, t in pace.account(whole=not loop.running)
+    ]
+    return stats
+
+
+def drafts_of(sampling: Sampling) -> Drafts | None:
+    """The drafts of a request that has ended; None if it had none."""
+    counts = sampling.drafted
+    return Drafts(counts.drafts, counts.draft_tokens, list(counts.by_position)) if counts.drafts else None

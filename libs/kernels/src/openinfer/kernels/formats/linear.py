@@ -6,10 +6,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from openinfer.kernels.formats.fp4 import Fp4
-from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.fp8 import Fp8, Mx
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.int8 import Int8
-from openinfer.kernels.formats.mx import Mx
 from openinfer.kernels.op.contract import expect, require
 from openinfer.kernels.op.op import T
 from openinfer.kernels.op.rounding import BEFOREHAND, SCALE_BLOCK, Array, Coding

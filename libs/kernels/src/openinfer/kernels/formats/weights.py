@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from openinfer.kernels.errors import ContractError, UnsupportedQuantization
-from openinfer.kernels.formats.fp8 import block_codes, block_scales, row_codes, row_scales
+from openinfer.kernels.formats.fp8 import FP8_SCALE_MOST, block_codes, block_scales, row_codes, row_scales
 from openinfer.kernels.formats.groups import Grouped, WeightPart, finite
 from openinfer.kernels.formats.linear import Form, Linear
-from openinfer.kernels.formats.mx import FP8_SCALE_MOST
 from openinfer.kernels.op.rounding import BEFOREHAND, FP4_BLOCK, SCALE_BLOCK, Coding
 from openinfer.tensor import (
     Conversion,

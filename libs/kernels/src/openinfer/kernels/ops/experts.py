@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from openinfer.kernels import moe
+from openinfer.kernels.formats.fp8 import Mx
 from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
-from openinfer.kernels.formats.mx import Mx
 from openinfer.kernels.moe import Pairs
 from openinfer.kernels.moe.packed import ExpertsArgs, PackedExperts, kind_of, packed_expert_tile
 from openinfer.kernels.op.cases import Commands, Memory, OpCase

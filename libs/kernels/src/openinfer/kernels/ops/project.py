@@ -6,8 +6,8 @@ from typing import Any, Generic
 
 import numpy as np
 
+from openinfer.kernels.formats.fp8 import Mx
 from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
-from openinfer.kernels.formats.mx import Mx
 from openinfer.kernels.linear import kernels as linear
 from openinfer.kernels.linear import mx
 from openinfer.kernels.linear.problem import Problem, expect_q8
