@@ -210,14 +210,14 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4140, 2970),
-    "kernels": (19810, 9333),
+    "kernels": (19740, 9333),
     "graph": (4324, 2504),
     "kvpool": (6760, 5010),
     "sampler": (4822, 3940),
     "scheduler": (5030, 3462),
-    "frontend": (13740, 11310),
-    "recipes": (15010, 3600),
-    "cli": (6950, 0),
+    "frontend": (13640, 11310),
+    "recipes": (14950, 3600),
+    "cli": (6940, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 
