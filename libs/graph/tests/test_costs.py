@@ -110,9 +110,16 @@ def test_a_predicted_plain_step_costs_what_even_steps_took():
             costs.took(shape, 40.0, even=False)
     assert costs.decode(8, 0) == 8.0  # else drafts would seem to cost little beside it
     assert costs.decode(8, 1) == pytest.approx(32, rel=0.3)
-    assert not costs.sure(8)
     for _ in range(4):
+        costs.took(plain, 12.0)
+    assert costs.decode(8, 0) == pytest.approx(12)
+
+
+def test_a_plain_step_is_sure_once_it_was_predicted_or_ran():
+    assert made().sure(8)
+    costs, plain = made(predicted=False), BUCKETS.choose(8, 8)
+    for steps in range(4):
+        assert not costs.sure(8), steps
         costs.took(plain, 12.0)
     assert costs.sure(8)
     assert not costs.sure(1)
-    assert costs.decode(8, 0) == pytest.approx(12)

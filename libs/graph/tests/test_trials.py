@@ -17,8 +17,20 @@ def run(trials, spans, on, off=1.0, wanted=True):
 
 
 def test_both_ways_are_tried_and_the_better_one_goes_on():
-    assert run(Trials(), 20, 0.9) == [True, False, *[True] * 18]
+    assert run(Trials(), 10, 0.97) == [True, False, *[True] * 8]
     assert run(Trials(), 20, 1.1) == [True, *[False] * 19]
+
+
+def test_drafts_that_clearly_pay_put_off_the_other_way():
+    """For as long as a span of it costs PART of the time."""
+    assert run(Trials(), 200, 0.5).count(False) == 0
+    for on, first in ((0.9, 29), (0.8, 63), (0.5, 251)):
+        found = run(Trials(), first + 2, on)
+        assert found.index(False) == first
+        assert found.count(False) == 1
+    trials = Trials()
+    assert not all(run(trials, 300, 0.5, off=0.4))  # and finds out that it was better
+    assert not trials.drafts
 
 
 @pytest.mark.parametrize(("on", "better"), [(0.5, True), (0.95, True), (1.05, False), (2.0, False)])

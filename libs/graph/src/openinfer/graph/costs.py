@@ -51,7 +51,8 @@ class StepCosts:
 
     def sure(self, rows: int) -> bool:
         """Whether even plain steps of this many decode rows have shown what they cost."""
-        return self._of(self._shape(rows, 0, (0, 0)))[True].steps >= TRIED
+        shape = self._shape(rows, 0, (0, 0))
+        return self._prediction(shape) is not None or self._of(shape)[True].steps >= TRIED
 
     def seconds(self, shape: Shape) -> float | None:
         """Seconds of a step of a shape with the present cached tokens; None: not known yet."""

@@ -9,7 +9,11 @@ PRIOR = 0.5
 """The chance of a row's first draft before one was seen. The first trials are under way before their results are
 known, so a higher chance costs more where drafts are wrong."""
 REMEMBERED = 64
-"""Rows over which a chance is averaged."""
+"""Tried rows over which a chance is averaged."""
+FORGOTTEN = 256
+"""Rows with fewer drafts over which a chance is forgotten. A few early failures would keep rows from it for ever."""
+LIKE_BEFORE = 3.0
+"""Rows that have to contradict before a draft's chance is halfway between that of the draft before it and its own."""
 PROBING = 0.002
 """The part of the time that may be lost on drafts that do not pay, because the text may have changed."""
 LOSS = 0.012
@@ -19,9 +23,6 @@ STEPS = 1024
 CHEAPEST = 1.02
 """The least ratio of a step with drafts to a step without that is believed. Where the ratio seems smaller, the estimate
 of the step without drafts is too high. Only running such steps corrects it."""
-FADING = 1 / 1024
-"""The part by which the chance of a draft that a step did not try comes nearer to that of the one before it. A few
-early failures would keep rows from it for ever."""
 LEAST = 0.1
 """Drafts of which the last is accepted less often are not tried: its gain is lost in the noise of the costs."""
 ADVANCE = 150
@@ -43,8 +44,7 @@ class Worth:
         if not levels or levels[0] < 1 or list(levels) != sorted(set(levels)):
             raise InvalidSetup(f"levels {list(levels)}: give numbers from 1 on, ascending")
         self._levels = tuple(levels)
-        self._chances = [PRIOR] * levels[-1]  # of drafts that were tried
-        self._tried = [0] * levels[-1]
+        self._tried, self._right = [0.0] * levels[-1], [0.0] * levels[-1]  # rows by place, the last ones
         self._time = self._loss = 0.0
         self._credit = 0.0  # seconds that trials of drafts may lose
         self.waiting = False
@@ -52,12 +52,12 @@ class Worth:
 
     @property
     def chances(self) -> Sequence[float]:
-        """The chance of the first, second, ... draft of a row, where those before it are accepted. One that was never
-        tried is as likely as the one before it."""
+        """The chance of the first, second, ... draft of a row, where those before it are accepted. One that was hardly
+        tried is about as likely as the one before it."""
         found = [PRIOR]
-        for chance, tried in zip(self._chances, self._tried, strict=True):
-            found.append(chance if tried else found[-1])
-        return tuple(found[1:])
+        for tried, right in zip(self._tried, self._right, strict=True):
+            found.append((right + LIKE_BEFORE * found[-1]) / (tried + LIKE_BEFORE))
+        return found[1:]
 
     def choose(self, available: Sequence[int], rows: int, cost: Callable[[int], float | None]) -> int:
         """The most drafts of a row in the next step, 0 or a level.
@@ -122,15 +122,13 @@ class Worth:
     def saw(self, counts: Mapping[tuple[int, int], int]) -> None:
         """Rows had drafts. counts: the number of rows by (drafts, accepted ones). A draft counts if it followed
         accepted ones only."""
-        for place, chance in enumerate(self.chances):
+        drafted = sum(rows for (drafts, _), rows in counts.items() if drafts)
+        for place in range(self._levels[-1]):
             tried = sum(rows for (drafts, right), rows in counts.items() if place < drafts and place <= right)
-            if tried:
-                accepted = sum(rows for (_, right), rows in counts.items() if place < right)
-                self._tried[place] += tried
-                weight = tried / max(tried, min(self._tried[place] + 1, REMEMBERED))
-                self._chances[place] = chance + (accepted / tried - chance) * weight
-            elif place and counts:
-                self._chances[place] += (self._chances[place - 1] - chance) * FADING
+            accepted = sum(rows for (_, right), rows in counts.items() if place < right)
+            kept = REMEMBERED / (REMEMBERED + tried) if tried else FORGOTTEN / (FORGOTTEN + drafted)
+            self._tried[place] = self._tried[place] * kept + tried
+            self._right[place] = self._right[place] * kept + accepted
 
     def spent(self, rows: int, accepted: int, seconds: float, plain: float, steps: int = 1) -> None:
         """A step is over. rows: all of it. accepted: drafts of its decode rows. seconds: its cost; plain: without

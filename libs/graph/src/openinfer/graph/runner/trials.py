@@ -12,6 +12,9 @@ PART = 0.004
 """The part of the time that spans of the worse way may lose."""
 LEAST, MOST = 8, 256
 """Spans until the other way is tried again."""
+CLEAR = 0.95
+"""Drafts whose first span took less than this part of its worth pay, for now. To try the other way then costs an answer
+that has just begun more than it can show."""
 
 
 @dataclass(slots=True)
@@ -29,6 +32,7 @@ class Trials:
     """Time over worth, with drafts and without."""
     _seen: bool = False  # a span with drafts, since the ways were compared
     _trying: bool = False  # the other way
+    _first: bool = True  # the ways were not compared yet
     _left: int = 0  # spans of this way
     _steps: int = 0
     _drafted: int = 0
@@ -61,8 +65,10 @@ class Trials:
         self._left -= 1
         if self._left > 0 or (self.drafts and not self._seen):
             return
-        if self._trying and len(self._ratios) == 2:
-            on, off = self._ratios[True], self._ratios[False]
+        on, off = self._ratios.get(True, 1.0), self._ratios.get(False, 1.0)
+        clear = self._first and on < CLEAR
+        self._first = False
+        if clear or (self._trying and len(self._ratios) == 2):
             self.drafts, self._trying, self._seen = on <= off, False, False
             self._left = min(max(round((max(on, off) / min(on, off) - 1) / PART), LEAST), MOST)
         else:
