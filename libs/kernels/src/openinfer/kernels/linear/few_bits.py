@@ -1,41 +1,49 @@
-"""Products with FP4 and INT8 weights: Triton's kernels for few tokens. For many, the weight is made bf16 first."""
+"""Products with FP4, INT4 and INT8 weights: Triton's kernels for few tokens. Else the weight is made bf16 first."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from openinfer.kernels.formats.fp4 import Fp4
+from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.int8 import Int8
 from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.linear.int4 import FEW_TOKENS, few_tile
+from openinfer.kernels.linear.choices import CodedTile
 from openinfer.kernels.linear.problem import Kernel, Operand, Problem, sums_of_parts
 from openinfer.kernels.norms import launch_silu_mul
-from openinfer.kernels.op.launch import Aligned, Arg, Command, Scratch, launch
+from openinfer.kernels.op.launch import Aligned, Arg, Command, Scratch, launch, power_of_two
 from openinfer.kernels.op.target import Target
-from openinfer.tensor import Tensor, bfloat16, float32, int32, uint8
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
+FEW_TOKENS = 64
+"""Tokens up to which Triton's kernel unpacks the codes in the product. With more tokens each code would be unpacked for
+several tiles, and a product of bf16 weights costs less, with the pass that makes them."""
+PACKED_GROUP = 128
+"""Columns of a group of INT4 whose codes go to the tensor cores without a detour through shared memory."""
 DEPTH = 128
 """Columns that a turn of FP4's kernel multiplies, and at most of INT8's."""
 
 
 class FormKernels(NamedTuple):
-    """The kernels of a form, whose names end with `name`. args, constants: what they are given of the weight."""
+    """The kernels of a form, whose names end with `name`. args, constants: what they are given of the weight. paired:
+    products read its codes as words, and make bf16 of two at once."""
 
     name: str
     device: str
     args: dict[str, Arg]
     constants: dict[str, int | bool]
+    paired: bool = False
 
     def words(self) -> dict[str, Arg]:
-        """`args` with bytes as words, as products read FP4's codes."""
+        """`args` as products read them."""
         weight = self.args["weight"]
         assert isinstance(weight, Tensor)
-        return self.args | ({"weight": weight.view_as(int32)} if weight.dtype == uint8 else {})
+        return self.args | ({"weight": weight.view_as(int32)} if self.paired else {})
 
-    def in_pairs(self, target: Target, warps: int) -> dict[str, int | bool]:
-        """The constants of FP4's products besides."""
-        if self.name != "fp4":
-            return {}
+    def of_products(self, target: Target, warps: int) -> dict[str, int | bool]:
+        """The constants of products."""
+        if not self.paired:
+            return self.constants
         return {"WARPS": warps, "PAIRS": target.arch >= 90 and not target.interpreted}
 
 
@@ -51,7 +59,12 @@ def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
         assert isinstance(scales, Tensor)
         last = (*(slice(None) for _ in scales.shape[1:]), slice(scales.shape[-1] - 1, None))
         args = {"weight": weight.weight, "scales": scales, "factors": scales.view_as(float32)[last]}
-        return FormKernels("fp4", "openinfer.kernels.device.fp4", args, {})
+        return FormKernels("fp4", "openinfer.kernels.device.fp4", args, {}, paired=True)
+    if isinstance(form, Int4Groups):
+        assert scales is not None
+        args, group = {"weight": weight.weight, "words": scales}, form.group
+        device, paired = "openinfer.kernels.device.int4", group == PACKED_GROUP
+        return FormKernels("int4", device, args, {"GROUP": group}, paired)
     return None
 
 
@@ -65,7 +78,7 @@ def unpacks(form: object, k: int) -> bool:
     """Whether a kernel unpacks the codes in the product."""
     if isinstance(form, Fp4):
         return k % DEPTH == 0
-    return isinstance(form, Int8) and _chunk(form, k) >= 16
+    return isinstance(form, Int4Groups) or (isinstance(form, Int8) and _chunk(form, k) >= 16)
 
 
 def _few(p: Problem) -> Iterator[Command]:
@@ -86,17 +99,29 @@ def _few(p: Problem) -> Iterator[Command]:
         "N": Aligned(p.n),
         "K": Aligned(p.k),
     }
-    constants = {"BM": tile.bm, "ROWS": tile.rows, "SPLIT": tile.split, "ADD": p.add, **own.constants}
-    constants |= own.in_pairs(p.target, tile.warps)
+    name = f"project_{own.name}" + "_packed" * (own.name == "int4" and own.paired)
+    height = "BN" if name == "project_int4" else "ROWS"
+    constants = {"BM": tile.bm, height: tile.rows, "SPLIT": tile.split, "ADD": p.add}
+    constants |= own.of_products(p.target, tile.warps)
     grid = (columns, tile.split, tiles)
-    name = f"project_{own.name}"
     yield launch(own.device, name, grid, args, constants, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def few_tile(target: Target, m: int, n: int, k: int) -> CodedTile:
+    """The tile of a product of few tokens, as measured on an H200 for INT4 weights of Qwen3-4B. K is split until the
+    programs fill the GPU once, and twice with up to 32 tokens."""
+    bm = min(64, max(16, power_of_two(m)))
+    rows = 128 if bm == 16 and n >= 128 * target.num_sms else 64
+    programs, split, fill = -(-n // rows) * -(-m // bm), 1, (2 if bm <= 32 else 1) * target.num_sms
+    while split < 8 and split * programs <= fill and k // PACKED_GROUP >= 4 * split:
+        split *= 2
+    return CodedTile(rows, bm, split)
 
 
 def _widened(p: Problem) -> Iterator[Command | Problem]:
     own, wide, block = form_kernels(p.weight), Scratch((p.rows, p.k), bfloat16), 32
     assert own is not None
-    columns = int(own.constants.get("CHUNK", 32))
+    columns = int(own.constants.get("CHUNK", own.constants.get("GROUP", 32)))
     args: Mapping[str, Arg] = {"out": wide, **own.args, "N": p.rows, "K": Aligned(p.k)}
     grid = (-(-p.rows // block), p.k // columns)
     yield launch(own.device, f"dequantize_{own.name}", grid, args, {"BN": block, **own.constants})
@@ -108,6 +133,6 @@ def _is_few(p: Problem) -> bool:
 
 
 KERNELS = (
-    Kernel("few of FP4 or INT8", _is_few, _few),
-    Kernel("FP4 or INT8 to bf16", lambda p: isinstance(p.form, Fp4 | Int8), _widened),
+    Kernel("few tokens", _is_few, _few),
+    Kernel("few bits to bf16", lambda p: isinstance(p.form, Fp4 | Int4Groups | Int8), _widened),
 )

@@ -1,36 +1,22 @@
-"""Products with INT4 weights: clusters (device/int4_cluster.cu) or Triton's kernel for few tokens. For many, the weight
-is made bf16 first."""
+"""Products with INT4 weights by clusters (device/int4_cluster.cu)."""
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from openinfer.kernels.formats.int4 import Int4Groups
-from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.linear.choices import CLUSTERED, CodedTile, sent_bytes
-from openinfer.kernels.linear.problem import Kernel, Problem, sums_of_parts
-from openinfer.kernels.norms import launch_silu_mul
+from openinfer.kernels.linear.choices import CLUSTERED, sent_bytes
+from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.op.launch import (
     Aligned,
-    Arg,
     Command,
     Launch,
-    Scratch,
     TensorMap,
-    launch,
     launch_cuda,
     power_of_two,
 )
-from openinfer.kernels.op.target import Target, shared_bytes
-from openinfer.tensor import Tensor, bfloat16, int32
+from openinfer.kernels.op.target import shared_bytes
 
-FEW_TOKENS = 64
-"""Tokens up to which Triton's kernel unpacks the codes in the product. With more tokens each code would be unpacked for
-several tiles, and a product of bf16 weights costs less, with the pass that makes them."""
-
-_DEVICE = "openinfer.kernels.device.int4"
-PACKED_GROUP = 128
-"""Columns of a group whose codes go to the tensor cores without a detour through shared memory."""
 MOST_TOKENS, BLOCK_TOKENS = 256, 128
 """The most tokens of a call, and of a block. More tokens than those of a block are several waves."""
 LARGE = 20 << 20
@@ -162,65 +148,4 @@ def _clusters(p: Problem) -> Iterator[Command]:
     yield int4_cluster(choice, p)
 
 
-def _few(p: Problem) -> Iterator[Command]:
-    if p.gated:
-        both = p.both()
-        yield from [*_few(p.ungated(both)), launch_silu_mul(p.out, both)]
-        return
-    tile, weight, words = few_tile(p.target, p.m, p.n, p.k), p.weight.weight, p.weight.scales
-    assert isinstance(p.form, Int4Groups)
-    assert isinstance(weight, Tensor)
-    assert words is not None
-    columns, tiles, group = -(-p.n // tile.rows), -(-p.m // tile.bm), p.form.group
-    args: dict[str, Arg] = {
-        "out": p.out,
-        "x": p.x,
-        "weight": weight,
-        "words": words,
-        **sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles),
-        "M": p.m,
-        "N": Aligned(p.n),
-        "K": Aligned(p.k),
-    }
-    grid, name = (columns, tile.split, tiles), "project_int4"
-    constants: dict[str, int | bool] = {"BM": tile.bm, "SPLIT": tile.split, "ADD": p.add}
-    if group == PACKED_GROUP:
-        name, args["weight"] = "project_int4_packed", weight.view_as(int32)
-        pairs = p.target.arch >= 90 and not p.target.interpreted
-        constants |= {"ROWS": tile.rows, "WARPS": tile.warps, "PAIRS": pairs}
-    else:
-        constants |= {"BN": tile.rows, "GROUP": group}
-    yield launch(_DEVICE, name, grid, args, constants, num_warps=tile.warps, num_stages=tile.stages)
-
-
-def few_tile(target: Target, m: int, n: int, k: int) -> CodedTile:
-    """The tile of a product of few tokens, as measured on an H200 for INT4 weights of Qwen3-4B. K is split until the
-    programs fill the GPU once, and twice with up to 32 tokens."""
-    bm = min(64, max(16, power_of_two(m)))
-    rows = 128 if bm == 16 and n >= 128 * target.num_sms else 64
-    programs, split, fill = -(-n // rows) * -(-m // bm), 1, (2 if bm <= 32 else 1) * target.num_sms
-    while split < 8 and split * programs <= fill and k // PACKED_GROUP >= 4 * split:
-        split *= 2
-    return CodedTile(rows, bm, split)
-
-
-def _widened(p: Problem) -> Iterator[Command | Problem]:
-    assert isinstance(p.form, Int4Groups)
-    assert p.weight.scales is not None
-    wide, block = Scratch((p.rows, p.k), bfloat16), 32
-    sizes: dict[str, Arg] = {"N": p.rows, "K": Aligned(p.k)}
-    args: dict[str, Arg] = {"out": wide, "weight": p.weight.weight, "words": p.weight.scales, **sizes}
-    grid, constants = (-(-p.rows // block), p.k // p.form.group), {"BN": block, "GROUP": p.form.group}
-    yield launch(_DEVICE, "dequantize_int4", grid, args, constants)
-    yield replace(p, weight=Linear(wide))
-
-
-def _is_few(p: Problem) -> bool:
-    return isinstance(p.form, Int4Groups) and p.m <= FEW_TOKENS and not p.target.batch_invariant
-
-
-KERNELS = (
-    Kernel("clusters of INT4", lambda p: int4_choice(p) is not None, _clusters),
-    Kernel("few of INT4", _is_few, _few),
-    Kernel("INT4 to bf16", lambda p: isinstance(p.form, Int4Groups), _widened),
-)
+CLUSTERS = Kernel("clusters of INT4", lambda p: int4_choice(p) is not None, _clusters)

@@ -18,7 +18,7 @@ KERNELS = (
     coded.TILES,
     ring.PLAIN,
     plain.NORMED,
-    *int4.KERNELS,
+    int4.CLUSTERS,
     *few_bits.KERNELS,
     plain.WIDENED,
     cluster.PLAIN,

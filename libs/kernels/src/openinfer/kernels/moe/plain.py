@@ -134,7 +134,7 @@ class PlainExperts:
                 )
             module, kernel = kernels.device, f"experts_product_{kernels.name}"
             tile = ExpertTile(min(64, tile.bm), 64, 0, True)
-            own, args = {**kernels.constants, **kernels.in_pairs(self.target, tile.warps)}, kernels.words()
+            own, args = kernels.of_products(self.target, tile.warps), kernels.words()
         else:
             module, kernel = _DEVICE, "experts_product"
             own = {"BK": tile.bk, "SCALED": scales is not None, "TALL": tile.tall}
