@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.frontend.logs import log_settings
-from openinfer.graph.runner import Leader, LoneLeader, Ring, Writer
+from openinfer.graph.runner import AllRanks, Leader, LoneLeader, Ring, Writer
 from openinfer.kernels import RankLost
 from openinfer.kvpool.tiers import Others, SharedRecords
 from openinfer.recipes.engine.options import O
@@ -35,7 +35,7 @@ OWN = (
 """Options that rank 0 alone acts on."""
 
 
-class Followers:
+class Followers(AllRanks):
     """Ranks 1 and up of an engine. `ranks`: rank 0.
 
     They need no clean-up: their shared memory has no name, and the kernel kills them with the thread that made this
@@ -186,7 +186,7 @@ class Followers:
         self._bells = []
 
 
-class NoFollowers:
+class NoFollowers(AllRanks):
     """The Followers of a rank that leads no others."""
 
     reason = ""
@@ -203,9 +203,6 @@ class NoFollowers:
     def agree(self, problem: str, command: str, *args: str | int) -> str:
         """See graph.runner.AllRanks."""
         return self.ranks.agree(problem)
-
-    def commit(self) -> None:
-        """See graph.runner.AllRanks."""
 
     def done(self) -> None:
         """See graph.runner.AllRanks."""

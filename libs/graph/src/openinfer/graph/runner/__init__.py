@@ -15,7 +15,7 @@ try:
     from openinfer.graph.runner.scoring import PromptScore, Scores
     from openinfer.graph.runner.segments import readback_bytes, segments, step_keys
     from openinfer.graph.runner.verifying import DraftCounts
-    from openinfer.graph.runner.weights_desk import AllRanks, OneRank, Progress, WeightsDesk
+    from openinfer.graph.runner.weights_desk import AllRanks, Progress, WeightsDesk
 except ModuleNotFoundError as error:
     if error.name not in ("openinfer.kernels", "openinfer.sampler", "openinfer.scheduler"):
         raise
@@ -39,7 +39,6 @@ __all__ = [
     "Model",
     "NoDrafts",
     "NoStates",
-    "OneRank",
     "Payload",
     "Progress",
     "PromptScore",

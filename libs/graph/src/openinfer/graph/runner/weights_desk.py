@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,32 +24,20 @@ from openinfer.tensor import (
 Progress = Callable[[int, int], None]
 
 
-class AllRanks(Protocol):
-    """The ranks of an engine, as one of them has them: a command has two halves, `prepare` and `commit`."""
+class AllRanks:
+    """The ranks of an engine, as one of them has them: a command has two halves, `prepare` and `commit`. This class is
+    of an engine with one rank."""
 
     def agree(self, problem: str, command: str, *args: str | int) -> str:
         """This rank has prepared a command, or cannot (`problem`). Returns a problem of any rank, the same on all; ""
         where all have prepared it. The first rank has the others prepare first."""
+        return problem
 
     def commit(self) -> None:
         """The first rank has the others commit."""
 
     def done(self) -> None:
         """Wait until all ranks have committed."""
-
-
-class OneRank:
-    """AllRanks where there is one."""
-
-    def agree(self, problem: str, command: str, *args: str | int) -> str:
-        """See AllRanks."""
-        return problem
-
-    def commit(self) -> None:
-        """See AllRanks."""
-
-    def done(self) -> None:
-        """See AllRanks."""
 
 
 class _Prepared(NamedTuple):
@@ -85,7 +73,7 @@ class WeightsDesk:
         digests: bool = False,
     ) -> None:
         self._check_model, self._load, self._arena, self._stream = check, load, arena, stream
-        self._cache, self.weights, self._ranks, self._progress = cache, weights, ranks or OneRank(), progress
+        self._cache, self.weights, self._ranks, self._progress = cache, weights, ranks or AllRanks(), progress
         self._digests = digests
         self._saved: list[tuple[int, np.ndarray[Any, Any]]] | None = None
         self._prepared: _Prepared | None = None

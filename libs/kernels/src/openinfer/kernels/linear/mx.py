@@ -3,11 +3,10 @@ are few, made bf16 first where they are many."""
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.linear import Linear, Plain
-from openinfer.kernels.linear.choices import measured, rule
+from openinfer.kernels.linear.choices import CodedTile, measured, rule
 from openinfer.kernels.linear.problem import Kernel, Operand, Problem, sums_of_parts
 from openinfer.kernels.op.launch import (
     Aligned,
@@ -33,24 +32,13 @@ higher: several reads cost less than making the weights bf16, or than one produc
 ROWS, WARPS = 64, 4
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTile:
-    """Rows of float8 weights and tokens at a time, and how many programs share the columns."""
-
-    rows: int
-    bm: int
-    split: int
-    warps: int
-    stages: int
-
-
 def multiplies_codes(target: Target) -> bool:
     """Whether products of values that q8 gave are of float8 codes: on Hopper, whose tensor cores multiply them at twice
     the rate of bf16, without anything to unpack."""
     return target.arch == 90 and not target.batch_invariant
 
 
-def packed_tile(target: Target, tokens: int, n: int, k: int) -> PackedTile:
+def packed_tile(target: Target, tokens: int, n: int, k: int) -> CodedTile:
     """The tile for a float8 weight [n, k], as measured on an H200 for the weights of V4-Flash.
 
     K is split further while each program keeps enough blocks of 128 columns and the programs do not yet fill the GPU
@@ -63,7 +51,7 @@ def packed_tile(target: Target, tokens: int, n: int, k: int) -> PackedTile:
         if programs * split * 2 > (many if blocks >= 16 * split else few) * target.num_sms:
             break
         split *= 2
-    return PackedTile(rows, bm, split, WARPS, 3 if rows > ROWS else 4)
+    return CodedTile(rows, bm, split, WARPS, 3 if rows > ROWS else 4)
 
 
 def _scale_rows(p: Problem) -> int:

@@ -15,13 +15,13 @@ from typing import Any
 
 from ...errors import InvalidConfig
 from .link import MAX_WORDS, Link
-from .transport import Run, StillWriting, TransferRecord, hear_places, runs, transfer_s
+from .transport import Run, StillWriting, TransferRecord, Transport, hear_places, runs, transfer_s
 
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api")
 _TICK_S = 0.0005
 
 
-class Nixl:
+class Nixl(Transport):
     """A NIXL agent with these backends. Raises InvalidConfig where NIXL is missing or has no such backend.
 
     The agent has no progress thread, because that thread would keep a core busy. A sender makes progress while it

@@ -15,13 +15,13 @@ from openinfer.tensor.handover import Giver, receive_file
 
 from ..mover import Array, SharedRecords
 from .link import Link
-from .transport import TransferRecord, hear_places, runs
+from .transport import TransferRecord, Transport, hear_places, runs
 
 MEET_S = 1.0
 """Seconds that a process of this host has to hand out its memory."""
 
 
-class Shared:
+class Shared(Transport):
     """Copies records out of memory that both engines map.
 
     The sender's memory lies behind a descriptor. A Unix socket in the host's table of names, not in its files, hands
@@ -59,9 +59,6 @@ class Shared:
             with self._lock:
                 found = self._maps.setdefault(name, fresh)
         return found
-
-    def register(self, ptr: int, nbytes: int) -> None:
-        pass
 
     def send(self, link: Link, records: Sequence[TransferRecord]) -> None:
         link.say(at=[record.ptr - self._start for record in records])

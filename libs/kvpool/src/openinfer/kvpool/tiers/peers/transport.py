@@ -3,8 +3,9 @@
 The conversation around it is the same for all transports.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from .link import BRIEF, Link
 
@@ -20,63 +21,54 @@ class TransferRecord(NamedTuple):
     """Its bytes."""
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Moves records. Threads of several conversations call it at once."""
 
-    @property
-    def name(self) -> str:
-        """Both sides must have a transport of this name."""
-
-    @property
-    def local(self) -> bool:
-        """Whether it joins engines of one host alone."""
+    name: ClassVar[str]
+    """Both sides must have a transport of this name."""
+    local: ClassVar[bool]
+    """Whether it joins engines of one host alone."""
 
     def card(self) -> dict[str, Any]:
         """The facts that the other side must know, for JSON."""
+        return {}
 
     def meet(self, card: dict[str, Any]) -> Any:
         """The side whose card this is, for `receive`. Raises OSError where it cannot be reached in this way."""
+        return None
 
     def register(self, ptr: int, nbytes: int) -> None:
         """Records will be in this memory. Raises OSError."""
+        return
 
+    @abstractmethod
     def send(self, link: Link, records: Sequence[TransferRecord]) -> None:
         """Let the other side have the records. Returns once it no longer needs them. Raises OSError."""
 
+    @abstractmethod
     def receive(self, link: Link, far: Any, rooms: Sequence[TransferRecord]) -> None:
         """Fill the rooms with what the side `far` sends. Raises OSError; then no room is written to any more. Raises
         StillWriting where that cannot be said."""
 
     def close(self) -> None:
         """Give everything back. No record is on its way."""
+        return
 
 
 class StillWriting(ConnectionError):
     """A transfer has failed and could not be stopped: its rooms may be written to at any time."""
 
 
-class Tcp:
+class Tcp(Transport):
     """Sends records as bytes of the conversation."""
 
     name, local = "tcp", False
-
-    def card(self) -> dict[str, Any]:
-        return {}
-
-    def meet(self, card: dict[str, Any]) -> None:
-        pass
-
-    def register(self, ptr: int, nbytes: int) -> None:
-        pass
 
     def send(self, link: Link, records: Sequence[TransferRecord]) -> None:
         link.give([record.memory for record in records])
 
     def receive(self, link: Link, far: None, rooms: Sequence[TransferRecord]) -> None:
         link.fill([room.memory for room in rooms])
-
-    def close(self) -> None:
-        pass
 
 
 def transfer_s(records: Sequence[TransferRecord]) -> float:
