@@ -21,7 +21,7 @@ from openinfer.scheduler import (
     View,
     make_policy,
 )
-from openinfer.scheduler.policies.queues import SortedQueue
+from openinfer.scheduler.policies.batching import SortedQueue
 from openinfer.scheduler.sim import LinearCost, Request, SimPool, chats, poisson, simulate
 from openinfer.scheduler.testing import SimplePool
 

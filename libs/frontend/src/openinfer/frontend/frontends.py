@@ -28,8 +28,7 @@ from openinfer.frontend.frontend_process import (
     ReadyReport,
     Stop,
 )
-from openinfer.frontend.http.admin.board import Board
-from openinfer.frontend.http.admin.metrics import Metrics
+from openinfer.frontend.http.admin.metrics import Board, Metrics
 from openinfer.frontend.http.server import on_signals
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.restart import MAX_RESTARTS, RestartBudget, broken, restore

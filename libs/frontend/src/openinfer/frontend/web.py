@@ -127,7 +127,7 @@ def _make_app(
     boards: Sequence[Path],
 ) -> "Starlette":
     from openinfer.frontend.http import SamplingDefaults, create_app
-    from openinfer.frontend.http.admin.board import Board
+    from openinfer.frontend.http.admin.metrics import Board
     from openinfer.frontend.http.guard import Cors
 
     auto = options.generation_config == "auto"

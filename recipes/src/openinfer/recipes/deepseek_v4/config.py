@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from openinfer.kernels import rope_frequencies
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, eos_ids, shown
+from openinfer.recipes.engine.config_fields import FP8_BLOCK, WHOLE, Fields, Part, eos_ids, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
-from openinfer.recipes.engine.shard import WHOLE, Part
 
 if TYPE_CHECKING:
     from openinfer.tensor import Checkpoint

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from openinfer.recipes.engine.config_fields import Fields, read_config
+from openinfer.recipes.engine.config_fields import Fields, Part, read_config
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
 from openinfer.recipes.engine.rope import Rope, rope_of
-from openinfer.recipes.engine.shard import Part
 
 READ = 3
 """Layers of the model that the head reads."""

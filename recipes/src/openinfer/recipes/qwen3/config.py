@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from openinfer.recipes.engine.config_fields import (
+    WHOLE,
     Fields,
+    Part,
     attention_heads,
     eos_ids,
     has_own_head,
@@ -15,7 +17,6 @@ from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.experts import Experts
 from openinfer.recipes.engine.quantization import AnyPacking, for_ranks, packing
 from openinfer.recipes.engine.rope import Floats, rope_of
-from openinfer.recipes.engine.shard import WHOLE, Part
 from openinfer.recipes.qwen3.published import MODEL_TYPES
 from openinfer.tensor import Checkpoint
 

@@ -15,14 +15,13 @@ from starlette.routing import Route
 from openinfer.frontend.chat import TOOL_FORMATS, Renderer, RendererSpec
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.errors import APIError, FlagError
-from openinfer.frontend.http.access import AccessLog
 from openinfer.frontend.http.admin import Admin
-from openinfer.frontend.http.admin.board import Board
+from openinfer.frontend.http.admin.metrics import Board
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.http.anthropic.messages_shape import messages_error
 from openinfer.frontend.http.dialects import Dialects
 from openinfer.frontend.http.elsewhere import hint
-from openinfer.frontend.http.guard import ApiKeyGuard, Cors, PageGuard, RequestIds
+from openinfer.frontend.http.guard import AccessLog, ApiKeyGuard, Cors, PageGuard, RequestIds
 from openinfer.frontend.http.openapi import Endpoint, document, endpoints
 from openinfer.frontend.http.pages import Page, PlanPage
 from openinfer.frontend.http.params import SamplingDefaults

@@ -14,8 +14,7 @@ from starlette.responses import Response
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.contract import CONTRACT_VERSION
 from openinfer.frontend.errors import APIError, FlagError
-from openinfer.frontend.http.admin.board import Board
-from openinfer.frontend.http.admin.metrics import Metrics
+from openinfer.frontend.http.admin.metrics import Board, Metrics
 from openinfer.frontend.http.answer import GenerationResponse
 from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, CommonBody, read_json_body
 from openinfer.frontend.http.chat import Chat

@@ -9,8 +9,7 @@ from typing import Any
 from ..policy import View
 from ..runner import Step
 from ..sequence import Seq
-from .batching import Batching
-from .queues import ArrivalQueue
+from .batching import ArrivalQueue, Batching
 
 OUTPUT_WEIGHT = 2.0
 """Cost of an output token relative to a prompt token, roughly, in a full batch."""

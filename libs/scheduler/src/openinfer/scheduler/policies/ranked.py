@@ -9,8 +9,7 @@ from ..errors import InvalidSetup
 from ..policy import View
 from ..runner import Step
 from ..sequence import Seq
-from .batching import Batching
-from .queues import SortedQueue
+from .batching import Batching, SortedQueue
 
 
 class Priority(Batching):

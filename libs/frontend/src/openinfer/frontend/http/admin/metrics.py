@@ -4,10 +4,12 @@ Where a server has several HTTP processes, each of them shows the sums over all.
 engine, all others from a Board.
 """
 
+import mmap
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -16,7 +18,6 @@ from prometheus_client.metrics_core import Metric
 
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.contract import Failed, Rejected, Request, StepTimes
-from openinfer.frontend.http.admin.board import Board
 
 if TYPE_CHECKING:
     from openinfer.frontend.http.admin.tracing import Tracing
@@ -74,7 +75,7 @@ class Histogram:
 
     __slots__ = ("_bounds", "_cells", "_help", "_name", "_own")
 
-    def __init__(self, board: Board, name: str, help_text: str, bounds: Sequence[float]) -> None:
+    def __init__(self, board: "Board", name: str, help_text: str, bounds: Sequence[float]) -> None:
         self._name, self._help, self._bounds = name, help_text, bounds
         self._cells = board.claim(len(bounds) + 2)  # the last two: above all bounds, and the sum
         self._own = self._cells.own
@@ -108,7 +109,7 @@ class Metrics:
         client: EngineClient,
         model_name: str | None,
         tracing: "Tracing | None" = None,
-        board: Board | None = None,
+        board: "Board | None" = None,
     ) -> None:
         self.tracing = tracing
         self._client = client
@@ -307,3 +308,54 @@ def _family(
 
 
 _counter, _gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
+
+
+CELLS = 1024
+"""Numbers a process has room for, 8 bytes each."""
+
+
+class Cells:
+    """Some neighbouring numbers of a Board. `own` is written to, by one process and thread only."""
+
+    __slots__ = ("_all", "own")
+
+    def __init__(self, boards: "Sequence[memoryview[float]]", start: int, count: int) -> None:
+        self._all = [board[start : start + count] for board in boards]
+        self.own = self._all[0]
+
+    def sums(self) -> list[float]:
+        """The sums over all processes."""
+        return [sum(numbers) for numbers in zip(*self._all, strict=True)]
+
+
+class Board:
+    """Float64 numbers, starting at zero: our own, and where there are more processes, theirs to read.
+
+    All processes claim the same cells in the same order. A process that dies leaves its numbers to its successor, so
+    that sums never go down.
+    """
+
+    def __init__(self, buffers: Sequence[bytearray | mmap.mmap] = ()) -> None:
+        self._boards = [memoryview(one).cast("d") for one in buffers or [bytearray(8 * CELLS)]]
+        self._claimed = 0
+
+    @classmethod
+    def shared(cls, paths: Sequence[Path]) -> "Board":
+        """Over files of create(): the first is ours."""
+        buffers = []
+        for path in paths:
+            with path.open("r+b") as file:
+                buffers.append(mmap.mmap(file.fileno(), 8 * CELLS))
+        return cls(buffers)
+
+    @staticmethod
+    def create(path: Path) -> None:
+        """Make a file for one process."""
+        path.write_bytes(bytes(8 * CELLS))
+
+    def claim(self, count: int) -> Cells:
+        """The next `count` numbers. Raises MemoryError when there is no room."""
+        start, self._claimed = self._claimed, self._claimed + count
+        if self._claimed > CELLS:
+            raise MemoryError(f"a board has {CELLS} numbers, and {self._claimed} are needed")
+        return Cells(self._boards, start, count)
