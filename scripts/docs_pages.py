@@ -129,7 +129,7 @@ FORMS = [
     (
         "deepseek-ai/DeepSeek-V4-Flash, -Pro; -Base, -0731, -0813, -DSpark",
         "FP8, FP4",
-        "load; DSpark without drafts",
+        "load; drafts by DSpark ran on CPUs only",
     ),
     ("nvidia/DeepSeek-V4-\\*-NVFP4", "", "refused: `moe_quant_algo`"),
     ("\\*-bnb-4bit, exl3, MLX; W4A8, MXFP8, asymmetric INT8", "", "refused by the key"),

@@ -14,7 +14,7 @@ import pytest
 
 from openinfer.kernels import Launch, NullPack, Op, Target
 from openinfer.kernels.op.target import H200
-from openinfer.kernels.testing import error
+from openinfer.kernels.testing import error, run_interpreted
 from openinfer.recipes.deepseek_v4 import sparse
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
@@ -107,6 +107,29 @@ def check_attend(run: Run, reference: Run, args: dict[str, Any]) -> None:
     assert error(got["out"][live], want["out"][live]) < ATTEND
     for name in got.keys() - {"out"}:
         assert got[name].tobytes() == args[name].tobytes(), name
+
+
+@pytest.mark.parametrize("sms", [2, 132])
+def test_blocks_of_drafts_see_their_own_and_one_window(
+    interpreted: Run, reference: Run, rng: np.random.Generator, sms: int
+) -> None:
+    """Five tokens of each of four rows, one of them padding; after 1, 40 and 300 tokens. Of many SMs each token has
+    several parts."""
+    ends, rows, block, dim = [(1, 1), (2, 40), (0, 0), (3, 300)], 4, 5, 64
+    args = attend_args(rng, [(slot, end - 1) for slot, end in ends], window=32)  # the window before the block
+    own = rng.standard_normal((rows * block, dim)).astype(bfloat16)
+    own[2::rows] = np.nan  # of padding
+    args |= {
+        "out": np.full((rows * block, 4 * dim), np.nan, bfloat16), "entries": own, "block": block,
+        "q": (rng.standard_normal((rows * block, 4, dim)) / 4).astype(bfloat16), "cos_sin": angles(310, 16),
+        "positions": np.array([end + i for i in range(block) for _, end in ends], np.int32),
+        "token_slots": np.array([slot for _ in range(block) for slot, _ in ends], np.int32),
+    }  # fmt: skip
+    target = Target(arch=90, num_sms=sms, interpreted=True)
+    check_attend(lambda op, given: run_interpreted(op, given, target), reference, args)
+    wrong = reference(sparse_attend, args | {"window": 31})["out"].astype(float32)
+    right = reference(sparse_attend, args)["out"].astype(float32)
+    assert np.abs(wrong - right)[1::rows].min(axis=0).max() > 0  # a token that leaves the window is noticed
 
 
 KINDS = {"raw": {}, "all": {"per_page": 1}, "selected": {"per_page": 32, "topk": 40}}

@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,23 @@ TEXT = (
     "of them; say too which of the three was blue before the other two, and how anyone could know."
 )
 Body = dict[str, Any]
+V4 = tempfile.TemporaryDirectory(prefix="openinfer-v4-")
+"""Checkpoints of DeepSeek-V4 that test_combinations.py writes, with the tokenizer of the other models."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A recipe's golden checkpoint, and two prompts that begin alike."""
+    """A recipe's golden checkpoint, and two prompts that begin alike. flags: of all its engines. others: checkpoints of
+    the same model by the feature that needs them."""
 
     path: Path
     prompts: tuple[str, str]
+    flags: Body = field(default_factory=dict)
+    others: dict[str, Path] = field(default_factory=dict)
+
+    def path_for(self, names: Iterable[str]) -> Path:
+        """The checkpoint of an engine with these features."""
+        return next((self.others[name] for name in names if name in self.others), self.path)
 
 
 MODELS = {
@@ -39,6 +48,13 @@ MODELS = {
     "qwen3": Model(GOLDENS / "qwen3-tiny", (TEXT[:66], TEXT[:84])),
     # 76 and 83 tokens: the first snapshot, where a cached prefix may end, is at 64
     "qwen3_5": Model(GOLDENS / "qwen3_5-tiny", (TEXT[:140], TEXT[:152])),
+    # 139 and 150 tokens: a page of 128 is shared. A last bit would become another FP8 code.
+    "deepseek_v4": Model(
+        Path(V4.name) / "plain",
+        (f"{TEXT} {TEXT[9:49]}", f"{TEXT} {TEXT[9:69]}"),
+        {"activation_quantization": "off", "max_model_len": 192},
+        {name: Path(V4.name) / name for name in ("MTP drafts", "DSpark drafts")},
+    ),
 }
 
 
@@ -123,6 +139,7 @@ METHODS = {
     "n-gram drafts": drafts_by("ngram", prompt_lookup_min=1),
     "suffix drafts": drafts_by("suffix"),
     "MTP drafts": drafts_by("mtp"),
+    "DSpark drafts": drafts_by("dspark"),
     "EAGLE-3 drafts": drafts_by("eagle3", model=HEAD.name),
 }
 """Who drafts: an engine has one."""
@@ -170,7 +187,14 @@ REFUSED = {
 
 LACKING = {
     ("qwen3", "MTP drafts"): "method 'mtp' is not possible with this model",
+    ("qwen3", "DSpark drafts"): "method 'dspark' is not possible with this model",
+    ("qwen3_5", "DSpark drafts"): "method 'dspark' is not possible with this model",
     ("qwen3_5", "EAGLE-3 drafts"): "method 'eagle3' is not possible with this model",
+    ("deepseek_v4", "EAGLE-3 drafts"): "method 'eagle3' is not possible with this model",
+    ("deepseek_v4", "large pages"): "--block-size is not possible",
+    ("deepseek_v4", "adapters"): "--enable-lora is not possible",
+    ("deepseek_v4", "FP8 cache"): "--kv-cache-dtype is not possible",
+    ("deepseek_v4", "FP8 weights"): "--quantization is not possible",
 }
 """A model and a feature that it does not have, and what is said to both."""
 
@@ -251,15 +275,19 @@ def holds(name: str, answer: Answer, plain: Answer, prompt: str, asked: Body) ->
 def table() -> str:
     """Markdown: the features that go with all others, and the pairs that are refused."""
     every = {**REQUEST, **ENGINE, **SERVER}
-    free = every.keys() - {name for pair in REFUSED for name in pair} - OWN.keys() - METHODS.keys()
+    lacking = {name for _, name in LACKING}
+    free = every.keys() - {name for pair in REFUSED for name in pair} - OWN.keys() - METHODS.keys() - lacking
     lines = ["With each other, the same tokens:", ""]
     lines += [f"- {name}: {feature.how}" for name, feature in every.items() if name in free]
     lines += ["", "| feature | how | with each of the others |", "| --- | --- | --- |"]
     for name in (name for name in every if name not in free):
         no = [f'not with {b}: "{words}"' for (a, b), words in REFUSED.items() if name == a]
         no += ["one method at a time"] * (name in METHODS)
-        no += [f'not with `{model}`: "{words}"' for (model, b), words in LACKING.items() if name == b]
-        lines.append(f"| {name} | {every[name].how} | {'; '.join(no) or OWN.get(name, 'see above')} |")
+        models = [model for model, lacked in LACKING if lacked == name]
+        said = {words for (_, lacked), words in LACKING.items() if lacked == name}
+        no += [f'not with {" and ".join(f"`{one}`" for one in models)}: "{words}"' for words in said]
+        no += [words for own, words in OWN.items() if own == name]
+        lines.append(f"| {name} | {every[name].how} | {'; '.join(no) or 'see above'} |")
     return "\n".join(lines)
 
 

@@ -84,7 +84,7 @@ class BlockDraftingModel(Model):
             self.write_keys(pack, layer, t)
 
     def block(self, pack: Pack, num_rows: int, places: int) -> None:
-        """See BlockProposer. All of a block is computed, however few drafts are wanted, as the layers were trained."""
+        """See BlockProposer. All of a block is computed, however few drafts a row gets, as the layers were trained."""
         (stages, drafter, kept), batch, b = self._parts, self.batch, self.buffers
         r, t, rows = num_rows, num_rows * drafter.block, batch.rows
         assert batch.proposals is not None
