@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Generic
 
 import numpy as np
@@ -23,6 +24,12 @@ from openinfer.kernels.ops.qk_norm_rope_write import (
     write_launch,
 )
 from openinfer.tensor import Tensor, float32, int32
+
+
+@cache
+def _shared(kind: type) -> tuple[str, ...]:
+    """The arguments of an op that norm_rope_attend has too."""
+    return tuple(field.name for field in fields(kind) if field.name not in ("q", "window"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +63,7 @@ class QkvAttentionArgs(Generic[T]):
         return AttendArgs(q=q, window=window, **self._of(AttendArgs))
 
     def _of(self, kind: type) -> dict[str, Any]:
-        names = (field.name for field in fields(kind))
-        return {name: getattr(self, name) for name in names if name not in ("q", "window")}
+        return {name: getattr(self, name) for name in _shared(kind)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
