@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from module_files import module_at
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
@@ -93,3 +95,18 @@ def test_the_workflow_builds_what_the_tag_names_and_trusts_one_job(release: Modu
 def test_every_distribution_has_the_name_of_its_tag(release: ModuleType) -> None:
     for name in release.FOLDERS:
         assert release.project(name)["name"] == f"openinfer-{name}"  # `openinfer` is taken on the index
+    for folder in (*release.FOLDERS.values(), *release.EXAMPLES):
+        text = (ROOT / folder / "pyproject.toml").read_text()
+        wanted = {Requirement(one).name for one in re.findall(r'"(openinfer\b[^"/]*[\d\]])"', text)}
+        assert wanted <= {f"openinfer-{name}" for name in release.FOLDERS}, folder
+
+
+def test_nothing_is_published_under_an_address_that_is_none() -> None:
+    """The workflow's first step, here: the tree has a placeholder until someone gives it an address."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "publish.yml").read_text())
+    (check,) = [
+        step["run"] for step in workflow["jobs"]["build"]["steps"] if ".example" in step.get("run", "")
+    ]
+    done = subprocess.run(["bash", "-e", "-c", check], cwd=ROOT, capture_output=True, text=True)
+    placeholder = "openinfer.example" in (ROOT / "pyproject.toml").read_text()
+    assert done.returncode == placeholder, done.stdout
