@@ -48,6 +48,7 @@ NOT_SHELL = re.compile(
 PLACES = {
     "MODEL_DIR": "demo/qwen3", "MODEL": "demo/qwen3", "DIR": "demo/qwen3", "demo/NAME": "demo/qwen3",
     "/models/Llama-3.2-1B-Instruct": "examples/llama/golden/llama-tiny", "Qwen/Qwen3-0.6B": "demo/qwen3",
+    "Qwen/Qwen2.5-0.5B-Instruct": "examples/llama/golden/qwen2-tiny",
     "[fake|DIR]": "fake", "[MODEL_DIR|URL]": "demo/qwen3", "SECONDS": "600", "S": "1",
 }  # fmt: skip
 """What stands for a word that a reader replaces."""
