@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
+import pydantic
 import pytest
 
 from openinfer.cli import chat, recipes
@@ -100,6 +102,68 @@ def test_extraction_after_a_schema(ask: Callable[..., Any]) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     found = json.loads(ask(text, response_format=form).choices[0].message.content)
     assert found == {"name": "Anna Berg", "age": 34, "city": "Lyon"}
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+class Event(pydantic.BaseModel):
+    name: str
+    date: str
+    participants: list[str]
+
+
+class Order(pydantic.BaseModel):
+    customer: str
+    items: list[str]
+    total: float
+
+
+@pytest.mark.parametrize("url", ["qwen3"], indirect=True)
+@pytest.mark.parametrize(
+    ("kind", "text", "wanted"),
+    [
+        (Person, "Extract as JSON: Tom is 42 years old.", {"name": "Tom", "age": 42}),
+        (Person, "Jane, 54 years old", {"name": "Jane", "age": 54}),
+        (
+            Event,
+            "Alice and Bob are going to a science fair on Friday.",
+            {"name": "science fair", "date": "Friday"},
+        ),
+        (
+            Order,
+            "Parse: Sara buys a lamp and two chairs for 120.50 in all.",
+            {"customer": "Sara", "total": 120.5},
+        ),
+    ],
+)
+@pytest.mark.parametrize("options", [QUIET, THINK], ids=["quiet", "thinking"])
+def test_typed_answers_end(url: str, kind: Any, text: str, wanted: dict[str, Any], options: Any) -> None:
+    """Keys that the prompt does not name. Answers ran on within a string until the context was full."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        answer = client.chat.completions.parse(
+            model=client.models.list().data[0].id, messages=[{"role": "user", "content": text}], temperature=0,
+            response_format=kind, extra_body=options,
+        )  # fmt: skip
+    assert wanted.items() <= answer.choices[0].message.parsed.model_dump().items()
+    assert answer.usage.completion_tokens < 100
+
+
+@pytest.mark.parametrize("url", ["qwen3"], indirect=True)
+def test_what_is_too_much_for_a_small_model_is_said(ask: Callable[..., Any]) -> None:
+    for text in (
+        "Tell me about the history of Norway.",
+        "Write a poem about the sea.",
+        "How do I cook pasta?",
+    ):
+        assert "I am a small demo model" in ask(text).choices[0].message.content
+
+
+def test_a_server_says_what_the_model_is(url: str) -> None:
+    for path, model in (("/v1/models", lambda said: said["data"][0]), ("/state", dict)):
+        assert model(httpx.get(url + path).json())["description"].startswith("A small demo model: ")
 
 
 def test_a_stop_string_inside_a_word(ask: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -90,6 +91,13 @@ def test_some_tools_are_simpler_than_the_generators(maker: dict[str, ModuleType]
             assert not gone & ({*form["required"]} | needed)
             lost["some" if gone else "none"] += 1
     assert lost["some"] > 50
+
+
+def test_scripts_that_need_torch_call_what_there_is() -> None:
+    texts = [path.read_text() for path in (ROOT / "tools" / "demo_models").glob("*.py")]
+    names = {name for text in texts for name in re.findall(r"\beval_cases\.(\w+)", text)}
+    assert {name for name in names if not hasattr(eval_cases, name)} == set()
+    assert "load_cases" in names
 
 
 def test_shares_change_the_mix(maker: dict[str, ModuleType]) -> None:

@@ -22,7 +22,7 @@ def evaluate(model: Model, folder: Path, cases: Path, rows: int = 128) -> dict[s
     """Scores by kind, how many MTP drafts of the answers' tokens were right, and the first wrong answers."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     render = model.family.renderer()
-    loaded = eval_cases.load(cases)
+    loaded = eval_cases.load_cases(cases)
     prompts = [
         tokenizer.encode(
             render(case.messages, tools=case.tools or None, kwargs={"enable_thinking": case.thinking}),
@@ -59,7 +59,7 @@ def evaluate(model: Model, folder: Path, cases: Path, rows: int = 128) -> dict[s
     return {"scores": scores, "mtp_accepted": round(hits / drafted, 4) if drafted else None, "wrong": wrong}
 
 
-def read(family: str, case: eval_cases.Case, text: str) -> tuple[str, list[tuple[str, str]]]:
+def read(family: str, case: eval_cases.EvalCase, text: str) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls, as the server's parser finds them."""
     chat = families.frontend("chat")
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in case.tools}

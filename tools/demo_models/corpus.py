@@ -14,6 +14,7 @@ import numpy as np
 from chat import Chat
 from extraction import extraction
 from families import FAMILIES, prompt_and_answer
+from structured import beyond, structured
 from sums import arithmetic, counting, sorting, spelling
 from talk import fact, greeting, memory, story, unknown
 from tokenizers import Tokenizer
@@ -23,9 +24,11 @@ from tools import refusal, simpler, tool_answer, tool_call, tools_unneeded
 Array = np.ndarray[Any, Any]
 MIX: dict[Callable[[Random], Chat], int] = {
     fact: 15, arithmetic: 18, counting: 6, spelling: 6, sorting: 7, extraction: 15, tool_call: 13, tool_answer: 6, refusal: 5,
-    tools_unneeded: 2, memory: 6, greeting: 5, unknown: 3, story: 3,
+    tools_unneeded: 2, memory: 6, greeting: 5, unknown: 3, story: 3, structured: 20, beyond: 5,
 }  # fmt: skip
-"""Of so many in 110 chats."""
+"""Of so many in 135 chats."""
+FIRST = {"structured": 0, "beyond": 0}
+"""Shares of the text from which the tokenizers come, and of what Qwen3.5 and DeepSeek-V4 learned."""
 LENGTHS = (64, 128, 320, 704)
 """Tokens of a row; longer chats are left out."""
 PART = 1000
@@ -57,7 +60,7 @@ def texts(name: str, seed: int, count: int) -> list[str]:
     render = family.renderer()
     return [
         "".join(prompt_and_answer(family, render, chat))
-        for chat, _ in zip(chats(seed), range(count), strict=False)
+        for chat, _ in zip(chats(seed, FIRST), range(count), strict=False)
     ]
 
 

@@ -61,7 +61,7 @@ def answer(model: Model, theirs: Any, folder: Path, cases: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     render, end = model.family.renderer(), tokenizer.token_to_id(model.family.end.strip())
     results, hits, drafted, began = [], 0, 0, time.monotonic()
-    for case in eval_cases.load(cases):
+    for case in eval_cases.load_cases(cases):
         prompt = render(case.messages, tools=case.tools or None, kwargs={"enable_thinking": case.thinking})
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
         sequence = theirs.generate(
