@@ -1,7 +1,5 @@
 """The DSpark drafter: layers that make all drafts of a row in one pass, and a head that draws them one by one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from openinfer.graph.runner import StepRows
@@ -25,7 +23,7 @@ class BlockBuffers:
     survival: Tensor  # float32 [R]: the chance that a row's drafts so far are right, as the drafter sees it
 
     @classmethod
-    def allocate(cls, c: Config, d: Dspark, arena: Arena, limits: Limits) -> BlockBuffers:
+    def allocate(cls, c: Config, d: Dspark, arena: Arena, limits: Limits) -> "BlockBuffers":
         """Uninitialised."""
         return cls(
             read=arena.alloc(

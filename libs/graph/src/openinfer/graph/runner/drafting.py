@@ -1,7 +1,5 @@
 """Drafting: how many drafts a row has in a step, and which tokens a host's drafter proposes for it."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -88,25 +86,25 @@ class NoDrafts:
         """See Drafting."""
         return False
 
-    def write(self, rows: Rows, step: Step[Sampling]) -> None:
+    def write(self, rows: Rows, step: "Step[Sampling]") -> None:
         """See Drafting."""
 
-    def launched(self, step: Step[Sampling], shape: Shape) -> int:
+    def launched(self, step: "Step[Sampling]", shape: Shape) -> int:
         """See Drafting."""
         return 0
 
-    def spent(self, step: Step[Sampling], shape: Shape, plain: Shape) -> Spent | None:
+    def spent(self, step: "Step[Sampling]", shape: Shape, plain: Shape) -> Spent | None:
         """See Drafting."""
         return None
 
-    def level(self, step: Step[Sampling], may_lag: bool) -> int:
+    def level(self, step: "Step[Sampling]", may_lag: bool) -> int:
         """See Drafting."""
         return 0
 
     def saw(self, counts: Mapping[tuple[int, int, int], int]) -> None:
         """See Drafting."""
 
-    def book(self, step: Step[Sampling], shape: Shape, spent: Spent | None) -> None:
+    def book(self, step: "Step[Sampling]", shape: Shape, spent: Spent | None) -> None:
         """See Drafting."""
 
 
@@ -190,7 +188,7 @@ class Drafting:
         self.unseen = 0 if found else self.unseen
         return found
 
-    def spent(self, step: Step[Sampling], shape: Shape, plain: Shape) -> Spent | None:
+    def spent(self, step: "Step[Sampling]", shape: Shape, plain: Shape) -> Spent | None:
         """The predicted seconds of a step of a shape, which is `plain` without drafts. None: not known yet. Steps of a
         rest that are alike get the same object."""
         costs, num_decode, known = self.costs, step.num_decode, self._known
@@ -210,7 +208,7 @@ class Drafting:
         self._known = (shape, num_decode, found) if rests else None
         return found
 
-    def book(self, step: Step[Sampling], shape: Shape, spent: Spent | None) -> None:
+    def book(self, step: "Step[Sampling]", shape: Shape, spent: Spent | None) -> None:
         """Note what a step that was read has cost, and what its drafts brought. spent: when it was launched."""
         now = time.monotonic()
         seconds = now - max(step.launched_at, self._collected_at)
@@ -247,7 +245,7 @@ class Drafting:
         if run.steps and self.costs is not None:
             self.costs.took(run.shape, run.seconds / run.steps, True, run.steps)
 
-    def launched(self, step: Step[Sampling], shape: Shape) -> int:
+    def launched(self, step: "Step[Sampling]", shape: Shape) -> int:
         """A step is launched. The drafts that layers of the model make after it."""
         kind = shape, len(step.rows)
         if self._kind is None or shape.drafts != self._kind[0].drafts:
@@ -258,7 +256,7 @@ class Drafting:
         self.made = self.places
         return self.made
 
-    def level(self, step: Step[Sampling], may_lag: bool) -> int:
+    def level(self, step: "Step[Sampling]", may_lag: bool) -> int:
         """The drafts of a step's shape: the most of a row, or 1 if a row must catch up. may_lag: the model has States.
         Called for each step whose rows or drafts have changed, and for a step that follows an unsettled one."""
         most, prompts = max(step.drafts.values(), default=0), step.rows[step.num_decode :]
@@ -271,7 +269,7 @@ class Drafting:
             self.unsettled = most > 0 and not step.drafts  # with drafts the same rows keep the shape
         return most
 
-    def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
+    def num_drafts(self, view: View) -> "Mapping[Seq[Sampling], int]":
         """See scheduler.Speculation."""
         self._settle()
         rows = len(view.decoding)
@@ -324,7 +322,9 @@ class Drafting:
 
         return cost
 
-    def _fitting(self, found: Mapping[Seq[Sampling], int], rows: int, most: int) -> dict[Seq[Sampling], int]:
+    def _fitting(
+        self, found: "Mapping[Seq[Sampling], int]", rows: int, most: int
+    ) -> "dict[Seq[Sampling], int]":
         """At most `most` drafts a row, and room for a prompt's token."""
         wanted: dict[Seq[Sampling], int] = {}
         room = self.buckets.max_tokens - 1 - rows
@@ -335,7 +335,7 @@ class Drafting:
                 room -= count
         return wanted
 
-    def _available(self, seq: Seq[Sampling], most: int) -> int:
+    def _available(self, seq: "Seq[Sampling]", most: int) -> int:
         sampling: Sampling = seq.owner
         if sampling.draftless:
             return 0
@@ -350,7 +350,7 @@ class Drafting:
         left = len(proposal.tokens) - (seq.bound - seq.confirmed)
         return most if self.layers else min(left, most)
 
-    def write(self, rows: Rows, step: Step[Sampling]) -> None:
+    def write(self, rows: Rows, step: "Step[Sampling]") -> None:
         """Write the proposals of the step's rows with drafts. Called for each step that is launched."""
         if (
             self.weighs and abs(self.floor - self._sent) > 0.1 * self._sent

@@ -8,8 +8,6 @@ states, and the layers write the keys of many tokens a row at once (`catch_up`):
 and so before drafts are made, and before the rows change.
 """
 
-from __future__ import annotations
-
 from typing import Protocol, runtime_checkable
 
 from openinfer.graph.buckets import Shape

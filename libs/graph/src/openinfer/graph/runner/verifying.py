@@ -4,8 +4,6 @@ Proposed tokens stand by position (`drafts`), not by step. So the host can propo
 the device takes the tokens of the positions that it has come to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +36,7 @@ class Proposals:
     @classmethod
     def allocate(
         cls, arena: Arena, stream: Stream, max_rows: int, max_tokens: int, *, width: int, dtype: np.dtype[Any]
-    ) -> Proposals:
+    ) -> "Proposals":
         """The arena owns the memory. width, dtype: of what these layers read of a token."""
         sizes = (max_tokens, max_rows + 1, max_rows + 1, max_rows + 1, max_rows + 1)
         next_ids, lens, ends, spans, alone = (arena.alloc((size,), int32) for size in sizes)

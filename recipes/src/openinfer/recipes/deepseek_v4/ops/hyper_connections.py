@@ -1,7 +1,5 @@
 """hc_pre, hc_head: one vector of the residual streams, for a sublayer and after the last."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic

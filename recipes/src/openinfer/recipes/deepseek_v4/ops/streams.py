@@ -1,7 +1,5 @@
 """hc_post, spread, mean_streams: a sublayer's output, or an embedding, into the residual streams, and their mean."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
