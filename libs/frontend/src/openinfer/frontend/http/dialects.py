@@ -1,7 +1,11 @@
-"""The endpoints beside OpenAI's completions: responses, Anthropic's messages, and the tokenizer's."""
+"""The endpoints beside OpenAI's completions: responses, Anthropic's messages, the tokenizer's, and /render: the input
+of a generation, without generating, for routers. Its answers have the names of vLLM's GenerateRequest."""
 
 import asyncio
+import dataclasses
 import time
+import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -12,10 +16,11 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.anthropic import messages_body
 from openinfer.frontend.http.anthropic.messages_body import MessagesBody, messages_chat, messages_common
 from openinfer.frontend.http.anthropic.messages_shape import MessagesShape
-from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, read_json_body
+from openinfer.frontend.http.body import CHAT_REFUSED, MAX_TOOLS, REFUSED, ToolSpec, read_json_body
 from openinfer.frontend.http.chat import Chat, chat_messages
 from openinfer.frontend.http.openai import responses_body
-from openinfer.frontend.http.openai.chat_body import tool_object
+from openinfer.frontend.http.openai.chat_body import ChatBody, tool_object
+from openinfer.frontend.http.openai.completions import CompletionBody
 from openinfer.frontend.http.openai.responses_body import (
     KeptItems,
     ResponsesBody,
@@ -160,7 +165,51 @@ class Dialects:
         text = await asyncio.to_thread(self._tokenizer().decode, ids, False)
         return json_response({"prompt": text})
 
+    async def render_chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions/render."""
+        body = await read_json_body(request, ChatBody, CHAT_REFUSED)
+        model, plan, ids, limit, _ = await self._service.prepare_answer(request, body)
+        return json_response(_rendered("chatcmpl", model, plan, ids, limit))
+
+    async def render_completions(self, request: Request) -> Response:
+        """POST /v1/completions/render: one for each prompt."""
+        body = await read_json_body(request, CompletionBody, REFUSED)
+        model, plan, prompts, limits = await self._service.prepare_completions(request, body)
+        found = zip(prompts, limits, strict=True)
+        return json_response([_rendered("cmpl", model, plan, ids, limit) for ids, limit in found])
+
+    async def render_responses(self, request: Request) -> Response:
+        """POST /v1/responses/render."""
+        body = await read_json_body(request, ResponsesBody, responses_body.REFUSED)
+        model, plan, ids, limit, _ = await self.prepare_response(request, body)
+        return json_response(_rendered("resp", model, plan, ids, limit))
+
     def _tokenizer(self) -> Tokenizer:
         if self._service.tokenizer is None:
             raise APIError("this server runs without a tokenizer")
         return self._service.tokenizer
+
+
+def _rendered(prefix: str, model: str, plan: Plan, ids: Sequence[int], limit: int) -> dict[str, Any]:
+    sampling = dataclasses.asdict(plan.sampling)
+    sampling |= {"logit_bias": {str(token): bias for token, bias in plan.sampling.logit_bias} or None}
+    return {
+        "request_id": f"{prefix}-{uuid.uuid4().hex}",
+        "token_ids": ids,
+        "features": None,
+        "sampling_params": {
+            **sampling,
+            "n": plan.n,
+            "max_tokens": limit,
+            "stop": plan.stop,
+            "include_stop_str_in_output": plan.include_stop,
+            "skip_special_tokens": plan.skip_special_tokens,
+            "prompt_logprobs": plan.wanted_of_prompt,
+        },
+        "model": model,
+        "stream": plan.stream,
+        "stream_options": None,
+        "cache_salt": plan.cache_salt or None,
+        "priority": plan.priority,
+        "kv_transfer_params": plan.kv_transfer,
+    }

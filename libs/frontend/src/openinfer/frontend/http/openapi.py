@@ -25,7 +25,6 @@ from openinfer.frontend.http.openai import responses_body
 from openinfer.frontend.http.openai.chat_body import ChatBody
 from openinfer.frontend.http.openai.chat_shape import ChatResponse
 from openinfer.frontend.http.openai.completions import CompletionBody, CompletionResponse
-from openinfer.frontend.http.openai.render import Render
 from openinfer.frontend.http.openai.responses_body import ResponsesBody
 from openinfer.frontend.http.pages import Page, PlanPage
 from openinfer.frontend.http.params import MAX_LOGPROBS, MAX_N, MAX_SALT_CHARS, MAX_STOP_STRINGS
@@ -98,7 +97,7 @@ def endpoints(
         Endpoint(
             "/v1/messages/count_tokens", dialects.count_tokens, "Count a chat's tokens", messages, refused
         ),
-        *_renders(Render(service, dialects)),
+        *_renders(dialects),
         Endpoint("/tokenize", dialects.tokenize, "Text or chat to token ids", TokenizeBody),
         Endpoint("/detokenize", dialects.detokenize, "Token ids to text", DetokenizeBody),
         Endpoint(
@@ -134,15 +133,21 @@ def _admin(admin: Admin) -> list[Endpoint]:
     ]
 
 
-def _renders(render: Render) -> list[Endpoint]:
+def _renders(dialects: Dialects) -> list[Endpoint]:
     ids = "token ids and sampling parameters, nothing generated"
     return [
-        Endpoint("/v1/chat/completions/render", render.chat, f"A chat's {ids}", ChatBody, CHAT_REFUSED),
         Endpoint(
-            "/v1/completions/render", render.completions, f"Each prompt's {ids}", CompletionBody, REFUSED
+            "/v1/chat/completions/render", dialects.render_chat, f"A chat's {ids}", ChatBody, CHAT_REFUSED
         ),
         Endpoint(
-            *("/v1/responses/render", render.responses, f"A list of items' {ids}"),
+            "/v1/completions/render",
+            dialects.render_completions,
+            f"Each prompt's {ids}",
+            CompletionBody,
+            REFUSED,
+        ),
+        Endpoint(
+            *("/v1/responses/render", dialects.render_responses, f"A list of items' {ids}"),
             *(ResponsesBody, responses_body.REFUSED),
         ),
     ]
