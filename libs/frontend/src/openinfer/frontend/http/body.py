@@ -149,39 +149,20 @@ class Thinking(msgspec.Struct):
     budget_tokens: Budget | None = None
 
 
-# Known fields we do not honour, each with the values that ask for nothing.
-_NOTHING: tuple[Any, ...] = (None,)
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (None, 1),
-    "best_of": (None, 1),
-    "use_beam_search": (None, False),
-    "early_stopping": (None, False),
-    "suffix": (None, ""),
-    "prompt_embeds": _NOTHING,
-    "logprob_token_ids": (None, []),
-    "truncate_prompt_tokens": _NOTHING,
-    "structural_tag": _NOTHING,
-    "guided_whitespace_pattern": _NOTHING,
-    "stop_regex": _NOTHING,
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "documents": (None, []),
-    "chat_template": _NOTHING,
-    "modalities": (None, ["text"]),
-    "audio": _NOTHING,
-    "web_search_options": _NOTHING,
-    "repetition_detection": _NOTHING,
-    "watermarking": (None, False),
-    "logits_processors": (None, []),
-    "custom_logit_processor": _NOTHING,
-    "return_hidden_states": (None, False),
-    "return_prompt_text": (None, False),
-    "vllm_xargs": (None, {}),
-    "lora": _NOTHING,
-    "lora_path": _NOTHING,
-    "lora_request": _NOTHING,
-    "extra_key": _NOTHING,
-}
+_REFUSED: tuple[tuple[tuple[Any, ...], str], ...] = (
+    ((None, 1), "length_penalty best_of"),
+    ((None, False), "use_beam_search early_stopping watermarking return_hidden_states return_prompt_text"),
+    ((None, ""), "suffix"),
+    ((None,), "prompt_embeds truncate_prompt_tokens structural_tag guided_whitespace_pattern stop_regex"),
+    ((None,), "chat_template audio web_search_options repetition_detection custom_logit_processor"),
+    ((None,), "lora lora_path lora_request extra_key"),
+    ((None, []), "logprob_token_ids functions documents logits_processors"),
+    ((None, "none", "auto"), "function_call"),
+    ((None, ["text"]), "modalities"),
+    ((None, {}), "vllm_xargs"),
+)
+"""Known fields we do not honour, by the values that ask for nothing."""
+REFUSED = {name: values for values, names in _REFUSED for name in names.split()}
 CHAT_REFUSED = {**REFUSED, "echo": (None, False), "add_special_tokens": (None, False)}
 _WHERE = re.compile(r" - at `\$\.?(?P<path>(?P<field>\w*)[^`]*)`$")
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")

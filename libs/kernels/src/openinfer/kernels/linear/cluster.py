@@ -14,7 +14,7 @@ from openinfer.kernels.linear.choices import (
 )
 from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.lora.low_rank import Lora
-from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, TensorMap, launch_cuda
+from openinfer.kernels.op.launch import Arg, Command, Launch, Scratch, TensorMap, launch_cuda
 from openinfer.kernels.store.tables import ProductChoice
 from openinfer.tensor import Tensor, float32, int32
 
@@ -62,7 +62,7 @@ def cluster_product(c: ProductChoice, p: Problem) -> Launch:
         "cluster_product.cu",
         "cluster_product",
         (grid,),
-        {**args, "M": p.m, "N": Aligned(p.n), "K": Aligned(k)},
+        {**args, **p.sizes},
         {
             "TOKENS": c.bm,
             "ROWS": rows,

@@ -9,7 +9,7 @@ from openinfer.kernels.formats.int8 import Int8
 from openinfer.kernels.linear.choices import CodedTile
 from openinfer.kernels.linear.cluster import coded_clusters
 from openinfer.kernels.linear.problem import Kernel, Problem, sums_of_parts
-from openinfer.kernels.op.launch import Aligned, Arg, Command, Scratch, aligned, launch, power_of_two
+from openinfer.kernels.op.launch import Arg, Command, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.op.rounding import BEFOREHAND, SCALE_BLOCK
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import float8_e4m3fn, float32, int8
@@ -76,9 +76,7 @@ def _project(p: Problem) -> Iterator[Command]:
         "weight": p.weight.weight,
         "scales": p.weight.scales,
         **sums_of_parts(tile.split, (tile.split, sets, p.m, p.n), columns * tiles),
-        "M": p.m,
-        "N": Aligned(p.n),
-        "K": Aligned(p.k),
+        **p.sizes,
         # A mark would make a kernel of its own.
         "TOKENS": p.m if p.target.batch_invariant else aligned(p.m),
     }

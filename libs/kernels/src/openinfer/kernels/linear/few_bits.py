@@ -95,9 +95,7 @@ def _few(p: Problem) -> Iterator[Command]:
         "x": p.x,
         **own.words(),
         **sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles),
-        "M": p.m,
-        "N": Aligned(p.n),
-        "K": Aligned(p.k),
+        **p.sizes,
     }
     name = f"project_{own.name}" + "_packed" * (own.name == "int4" and own.paired)
     height = "BN" if name == "project_int4" else "ROWS"

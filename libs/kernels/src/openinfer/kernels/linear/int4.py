@@ -8,7 +8,6 @@ from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.linear.choices import CLUSTERED, sent_bytes
 from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.op.launch import (
-    Aligned,
     Command,
     Launch,
     TensorMap,
@@ -118,9 +117,7 @@ def int4_cluster(c: Clusters, p: Problem) -> Launch:
             "x": TensorMap(p.x, (c.tokens, 64)),
             "weight": TensorMap(p.weight.weight, (c.columns, DEPTH // 2)),
             "words": p.weight.scales,
-            "M": p.m,
-            "N": Aligned(p.n),
-            "K": Aligned(k),
+            **p.sizes,
         },
         {
             "TOKENS": c.tokens,

@@ -103,9 +103,7 @@ def _small(p: Problem) -> Iterator[Command]:
         "weight": p.weight.weight,
         "scales": _scales(p),
         **sums_of_parts(c.split, ((2 if p.gated else 1) * c.split, c.bm, p.n), tiles),
-        "M": p.m,
-        "N": Aligned(p.n),
-        "K": Aligned(p.k),
+        **p.sizes,
     }
     constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split}
     constants |= {"ADD": p.add, "GATED": p.gated, "SCALED": _scaled(p.form)}
@@ -125,17 +123,16 @@ def _large(p: Problem) -> Iterator[Command]:
 def _gemm(p: Problem) -> Launch:
     c, weight = planned(p), p.weight.weight
     tiles = -(-p.m // c.bm) * -(-p.n // c.bn)
-    sizes: dict[str, Arg] = {"M": p.m, "N": Aligned(p.n), "K": Aligned(p.k)}
     constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "GROUP": GROUP, "ADD": p.add}
     if c.kind == "pointer":
-        args: dict[str, Arg] = {"out": p.out, "x": p.x, "weight": weight, **sizes}
+        args: dict[str, Arg] = {"out": p.out, "x": p.x, "weight": weight, **p.sizes}
         return launch(_DEVICE, "gemm", (tiles,), args, constants, num_warps=c.warps, num_stages=c.stages)
     args = {
         "out": TensorMap(p.out, (c.bm, c.bn)),
         "old": p.out,
         "x": TensorMap(p.x, (c.bm, c.bk)),
         "weight": TensorMap(weight, (c.bn, c.bk)),
-        **sizes,
+        **p.sizes,
     }
     grid = (min(tiles, p.target.num_sms),)
     return launch(_DEVICE, "gemm_tma", grid, args, constants, num_warps=c.warps, num_stages=c.stages)

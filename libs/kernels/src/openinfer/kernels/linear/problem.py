@@ -8,7 +8,7 @@ from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.linear import Form, Linear
 from openinfer.kernels.lora.low_rank import Lora
 from openinfer.kernels.norms import Norm
-from openinfer.kernels.op.launch import Command, Scratch
+from openinfer.kernels.op.launch import Aligned, Arg, Command, Scratch
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.store.tables import ProductChoice
 from openinfer.tensor import Tensor, bfloat16, float32, int32
@@ -59,6 +59,11 @@ class Problem:
     @property
     def k(self) -> int:
         return self.weight.columns
+
+    @property
+    def sizes(self) -> dict[str, Arg]:
+        """M, N and K as arguments of a kernel."""
+        return {"M": self.m, "N": Aligned(self.n), "K": Aligned(self.k)}
 
     @property
     def form(self) -> Form:
