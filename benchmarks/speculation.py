@@ -38,7 +38,7 @@ import numpy as np
 
 from openinfer.cli import recipes
 from openinfer.cli.explain.segments import Outline
-from openinfer.cli.plan.cost import StepCost
+from openinfer.cli.plan.load import StepCost
 from openinfer.frontend.contract import Request
 from openinfer.graph.runner.trials import Trials
 from openinfer.kernels import GPUS, H200

@@ -20,12 +20,12 @@ from module_files import module_at
 
 from openinfer.cli import bench, explain
 from openinfer.cli.bench import fake as bench_fake
-from openinfer.cli.bench import gaps as bench_gaps
 from openinfer.cli.bench import host as bench_host
 from openinfer.cli.bench import idle as bench_idle
 from openinfer.cli.bench import ops as bench_ops
 from openinfer.cli.bench import serve as bench_serve
 from openinfer.cli.bench import server as bench_server
+from openinfer.cli.bench import step as bench_gaps
 from openinfer.cli.bench import step as bench_step
 from openinfer.cli.bench.client import Client, LoadRun, StreamedAnswer, arrivals, run_load
 from openinfer.cli.bench.record import percentile

@@ -13,9 +13,9 @@ import invariance
 import pytest
 
 from openinfer.cli.api import Api
-from openinfer.cli.bench import gaps as bench_gaps
 from openinfer.cli.bench import idle as bench_idle
 from openinfer.cli.bench import serve as bench_serve
+from openinfer.cli.bench import step as bench_gaps
 from openinfer.cli.bench import step as bench_step
 from openinfer.cli.bench.server import free_port, running
 from openinfer.graph import Readback, StepTrace, Watch

@@ -19,8 +19,7 @@ from openinfer.cli.bench import ops as bench_ops
 from openinfer.cli.bench.serve import OfferedLoad
 from openinfer.cli.plan import text as plan_text
 from openinfer.cli.plan.compare import Objectives, Variant, choice
-from openinfer.cli.plan.cost import PROMPT_STEP_S, StepCost
-from openinfer.cli.plan.load import PlannedServer, Point
+from openinfer.cli.plan.load import PROMPT_STEP_S, PlannedServer, Point, StepCost
 from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Prediction, Speed, Workload
 from openinfer.kernels.measure.speed_fit import errors

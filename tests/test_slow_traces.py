@@ -15,8 +15,7 @@ import pytest
 
 from openinfer.cli import recipe_flags
 from openinfer.cli.bench.serve import OfferedLoad
-from openinfer.cli.plan.cost import StepCost
-from openinfer.cli.plan.load import PlannedServer, requests
+from openinfer.cli.plan.load import PlannedServer, StepCost, requests
 from openinfer.frontend.contract import TERMINALS, Request, SlowTraces
 from openinfer.graph import StepTrace, Watch
 from openinfer.graph.runner import FirstTokens

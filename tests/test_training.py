@@ -30,8 +30,8 @@ from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3_5 import RECIPE as HYBRID
 from openinfer.sampler import SamplingParams
 from openinfer.tensor import Checkpoint, OutOfMemory, SharedWeights, handover
+from openinfer.tensor.arena import MappedMemory
 from openinfer.tensor.handover import Giver
-from openinfer.tensor.mapped import MappedMemory
 
 GOLDENS = Path(__file__).parent / "goldens"
 TINY = GOLDENS / "qwen3-tiny"

@@ -7,7 +7,7 @@ import pytest
 
 from openinfer.kernels import H200, Cost, Op, Target, apply_writes, launch, linear_add, norm_linear
 from openinfer.kernels.op import packing
-from openinfer.kernels.packs import recall
+from openinfer.kernels.packs import cuda as recall
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32
 
