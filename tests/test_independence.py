@@ -209,15 +209,15 @@ def test_exports_are_sorted(part: str) -> None:
 
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
-    "tensor": (4140, 2970),
-    "kernels": (19670, 9333),
+    "tensor": (4130, 2970),
+    "kernels": (19660, 9333),
     "graph": (4330, 2574),
     "kvpool": (6750, 5010),
     "sampler": (4822, 3940),
     "scheduler": (5020, 3462),
-    "frontend": (13620, 11310),
-    "recipes": (14940, 3623),
-    "cli": (6940, 0),
+    "frontend": (13560, 11310),
+    "recipes": (14910, 3623),
+    "cli": (6920, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 
