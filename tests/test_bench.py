@@ -37,8 +37,8 @@ from openinfer.kernels import H200, Cost, NullPack, Workload
 from openinfer.recipes.deepseek_v4 import published as deepseek_v4
 from openinfer.recipes.engine import Source
 from openinfer.recipes.qwen3 import RECIPE
-from openinfer.recipes.qwen3 import recipe as qwen3
-from openinfer.recipes.qwen3_5 import recipe as qwen3_5
+from openinfer.recipes.qwen3 import published as qwen3
+from openinfer.recipes.qwen3_5 import published as qwen3_5
 from openinfer.tensor import Checkpoint
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -22,7 +22,7 @@ from openinfer.recipes.engine.testing import write_random_checkpoint
 from openinfer.recipes.engine.testing.checkpoint import write_tensors
 from openinfer.recipes.qwen3_5 import RECIPE
 from openinfer.recipes.qwen3_5.config import Config
-from openinfer.recipes.qwen3_5.recipe import config_json
+from openinfer.recipes.qwen3_5.published import config_json
 from openinfer.tensor import CheckpointError, bfloat16, float32
 
 MOE = Path(__file__).parent / "goldens" / "qwen3_5-moe-tiny"

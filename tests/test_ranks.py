@@ -28,10 +28,10 @@ from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.config import Config
-from openinfer.recipes.qwen3.recipe import config_json
+from openinfer.recipes.qwen3.published import config_json
 from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
 from openinfer.recipes.qwen3_5.config import Config as HybridConfig
-from openinfer.recipes.qwen3_5.recipe import config_json as hybrid_json
+from openinfer.recipes.qwen3_5.published import config_json as hybrid_json
 from openinfer.recipes.qwen3_5.weights import Format as HybridFormat
 from openinfer.recipes.qwen3_5.weights import Weights as HybridWeights
 from openinfer.tensor import Arena, Device, Tensor, bfloat16

@@ -15,9 +15,9 @@ from openinfer.recipes.deepseek_v4 import published as deepseek_v4_published
 from openinfer.recipes.engine.config_fields import Fields, eos_ids, read_config
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.qwen3 import config as qwen3
-from openinfer.recipes.qwen3 import recipe as qwen3_published
+from openinfer.recipes.qwen3 import published as qwen3_published
 from openinfer.recipes.qwen3_5 import config as qwen3_5
-from openinfer.recipes.qwen3_5 import recipe as qwen3_5_published
+from openinfer.recipes.qwen3_5 import published as qwen3_5_published
 
 HOSTILE: list[Any] = [
     *(10**9, 10**15, 10**18, 10**4000, 0, -1, 1.5, -1e9, float("nan"), float("inf"), -float("inf"), 1e300),

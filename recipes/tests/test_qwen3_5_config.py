@@ -17,7 +17,7 @@ from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.recipes.engine.startup import kernel_specs
 from openinfer.recipes.qwen3_5 import RECIPE
 from openinfer.recipes.qwen3_5.config import Config
-from openinfer.recipes.qwen3_5.recipe import SIZES, config_json
+from openinfer.recipes.qwen3_5.published import SIZES, config_json
 from openinfer.recipes.qwen3_5.states import Boundaries
 from openinfer.recipes.qwen3_5.weights import Format, Weights
 from openinfer.tensor import Arena, Device, bfloat16, float8_e4m3fn

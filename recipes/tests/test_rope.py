@@ -18,7 +18,7 @@ from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.config import Config as Qwen3
 from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
 from openinfer.recipes.qwen3_5.config import Config as Qwen35
-from openinfer.recipes.qwen3_5.recipe import config_json as qwen3_5_json
+from openinfer.recipes.qwen3_5.published import config_json as qwen3_5_json
 from openinfer.tensor import Device
 
 PLAIN = {**RECIPE.small, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers.integrations import sdpa_attention
 
-from openinfer.recipes.qwen3.recipe import SIZES
+from openinfer.recipes.qwen3.published import SIZES
 
 SHAPES = {"tiny": (256, 4, 4, 384, True)} | {name.lower(): sizes for name, sizes in SIZES.items()}
 OPTIONS = ("long",)

@@ -13,7 +13,7 @@ import common
 import torch
 from common import Random
 
-from openinfer.recipes.qwen3_5.recipe import SIZES
+from openinfer.recipes.qwen3_5.published import SIZES
 
 SHAPES = {
     "tiny": (256, 4, 4, 2, 32, 384, True),

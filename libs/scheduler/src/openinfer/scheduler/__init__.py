@@ -1,8 +1,9 @@
 """Continuous batching: scheduling policies, and a step loop that runs one step ahead. Pure logic, no dependency."""
 
-from .drafters import Drafter, GuardedDrafters, NGram
+from .drafters import Drafter, NGram
 from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason, SchedulerError
 from .events import Event, Finished, Scheduled, Stats, Tokens
+from .guarded import GuardedDrafters
 from .loop import StepLoop
 from .policies import (
     POLICIES,

@@ -17,7 +17,7 @@ from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.experts import Experts
 from openinfer.recipes.engine.quantization import AnyPacking, for_ranks, packing
 from openinfer.recipes.engine.rope import Floats, rope_of
-from openinfer.recipes.qwen3.recipe import MODEL_TYPES
+from openinfer.recipes.qwen3.published import MODEL_TYPES
 from openinfer.tensor import Checkpoint
 
 

@@ -18,7 +18,7 @@ from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import Buffers, Model
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
-from openinfer.recipes.qwen3_5.recipe import HybridOptions
+from openinfer.recipes.qwen3_5.options import HybridOptions
 from openinfer.recipes.qwen3_5.states import Boundaries, States
 from openinfer.recipes.qwen3_5.weights import NOT_RUN, DeltaNet, Format, Mixture, Weights, validate
 from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, nbytes_of

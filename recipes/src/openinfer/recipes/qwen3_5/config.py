@@ -12,7 +12,8 @@ from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.experts import Experts
 from openinfer.recipes.engine.quantization import AnyPacking, for_ranks, packing
 from openinfer.recipes.engine.rope import SECTIONS, Floats, Rope, rope_of
-from openinfer.recipes.qwen3_5.recipe import MODEL_TYPES, STATE_DTYPES
+from openinfer.recipes.qwen3_5.options import STATE_DTYPES
+from openinfer.recipes.qwen3_5.published import MODEL_TYPES
 from openinfer.tensor import Checkpoint, dtypes
 
 
