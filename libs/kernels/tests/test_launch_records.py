@@ -17,8 +17,7 @@ from openinfer.kernels.op.launch import Aligned
 from openinfer.kernels.ops.experts import experts
 from openinfer.kernels.ops.experts_add import experts_add
 from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
-from openinfer.kernels.ops.route import route
-from openinfer.kernels.ops.route_topk import route_topk
+from openinfer.kernels.ops.route import route, route_topk
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 RECORDS = Path(__file__).with_name("launch_records.json")

@@ -46,19 +46,16 @@ from openinfer.kernels.ops.collectives import (
     reduce_add,
     reduce_scatter,
 )
-from openinfer.kernels.ops.embed import embed, select_rows
-from openinfer.kernels.ops.expand_rows import expand_rows
+from openinfer.kernels.ops.embed import embed, expand_rows, select_rows
 from openinfer.kernels.ops.experts import experts
 from openinfer.kernels.ops.experts_add import experts_add
-from openinfer.kernels.ops.gate_up_silu import gate_up_silu
 from openinfer.kernels.ops.kept_states import keep_states, take_states
 from openinfer.kernels.ops.linear_add import linear_add
-from openinfer.kernels.ops.norm_linear import norm_linear
+from openinfer.kernels.ops.norm_linear import gate_up_silu, norm_linear
 from openinfer.kernels.ops.norm_rope_attend import norm_rope_attend
 from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
 from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write
-from openinfer.kernels.ops.route import route
-from openinfer.kernels.ops.route_topk import route_topk
+from openinfer.kernels.ops.route import route, route_topk
 from openinfer.kernels.packs import CpuPack
 from openinfer.kernels.packs.cublas import CublasLt, cublas_available
 from openinfer.kernels.packs.cuda import LaunchPack

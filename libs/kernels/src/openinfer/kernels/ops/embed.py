@@ -1,4 +1,4 @@
-"""embed: rows of the embedding table. select_rows: the last token of each row of a step."""
+"""embed: rows of the embedding table. select_rows: the last token of each row of a step. expand_rows: rows to tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.op.contract import FLOATS, expect
+from openinfer.kernels.op.contract import FLOATS, expect, expect_rows, require
 from openinfer.kernels.op.launch import Aligned, Command, launch
-from openinfer.kernels.op.op import Cost, Op, T, Workload
+from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
@@ -86,3 +86,80 @@ def _gather(kernel: str, out: Tensor, sources: dict[str, Tensor]) -> Command:
     length = Aligned(width) if width % 16 == 0 else width
     args = {"out": out, **sources, "width": length}
     return launch("openinfer.kernels.device.rows", kernel, (rows, -(-width // block)), args, {"BLOCK": block})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ExpandArgs(Generic[T]):
+    """Write token_ids, positions and token_slots (int32 [T]) of a step's tokens.
+
+    Row r of the step is the sequence in slot slots[r] and has the tokens q_starts[r] to q_starts[r+1] (int32 [R] and
+    [R + 1]). Its token i is at position seq_lens[slot] + i; its id is prompt[t] (int32 [T]), or last_tokens[slot] where
+    that is negative: the token sampled last. With drafts (int32 [S, L], L a power of two), token i > 0 at position p
+    has the id drafts[slot, p % L] instead; below 0 it is none. Such tokens, those of dead rows (alive[slot] == 0) and
+    those past q_starts[R] get id 0, position 0 and slot 0, the padding slot. seq_lens, last_tokens and alive are int32
+    [S] by slot.
+    """
+
+    token_ids: T
+    positions: T
+    token_slots: T
+    prompt: T
+    slots: T
+    q_starts: T
+    seq_lens: T
+    last_tokens: T
+    alive: T
+    drafts: T | None = None
+
+
+def _expand_check(a: _ExpandArgs[Tensor]) -> None:
+    tokens = a.token_ids.shape[0]
+    for name, tensor in tensors(a, "token_ids", "positions", "token_slots", "prompt").items():
+        expect(name, tensor, (tokens,), int32)
+    _, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, last_tokens=a.last_tokens, alive=a.alive)
+    if a.drafts is not None:
+        expect("drafts", a.drafts, (size, -1), int32)
+        width = a.drafts.shape[1]
+        require(width & (width - 1) == 0, f"drafts has {width} columns; it must have a power of two")
+
+
+def _expand_reference(a: _ExpandArgs[Array]) -> None:
+    token = np.arange(len(a.token_ids))
+    row = np.minimum(np.searchsorted(a.q_starts, token, side="right") - 1, len(a.slots) - 1)
+    slot = a.slots[row]
+    live = (token < a.q_starts[-1]) & (a.alive[slot] != 0)
+    place = token - a.q_starts[row]
+    fed = a.last_tokens[slot]
+    if a.drafts is not None:
+        fed = np.where(place > 0, a.drafts[slot, (a.seq_lens[slot] + place) % a.drafts.shape[1]], fed)
+    fed = np.where(a.prompt >= 0, a.prompt, fed)
+    live &= (fed >= 0) | (a.drafts is None)
+    a.token_ids[:] = np.where(live, fed, 0)
+    a.token_slots[:] = np.where(live, slot, 0)
+    a.positions[:] = np.where(live, a.seq_lens[slot] + place, 0)
+
+
+def _expand_launches(target: Target, a: _ExpandArgs[Tensor]) -> Iterator[Command]:
+    tokens, rows, block = a.token_ids.shape[0], a.slots.shape[0], 128
+    yield launch(
+        "openinfer.kernels.device.rows",
+        "expand_rows",
+        (-(-tokens // block),),
+        {
+            **tensors(a),
+            "drafts": a.last_tokens if a.drafts is None else a.drafts,
+            "tokens": tokens,
+            "rows": rows,
+            "steps": (rows - 1).bit_length(),
+        },
+        {"BLOCK": block, "DRAFTS": 0 if a.drafts is None else a.drafts.shape[1]},
+    )
+
+
+def _expand_cost(workload: Workload, a: _ExpandArgs[Tensor]) -> Cost:
+    return Cost(16 * workload.tokens, 0)
+
+
+expand_rows = Op(
+    "expand_rows", _ExpandArgs[Tensor], _expand_check, _expand_reference, _expand_launches, _expand_cost
+)

@@ -1,9 +1,12 @@
-"""norm_linear: RMS norm into a linear layer."""
+"""norm_linear: RMS norm into a linear layer. gate_up_silu: into the two halves of a gated MLP, and their product."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
 
+import numpy as np
+
+from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.linear import DENSE, Linear, expect_linear, linear_of
 from openinfer.kernels.linear import kernels as linear
 from openinfer.kernels.linear.problem import Problem
@@ -12,8 +15,8 @@ from openinfer.kernels.norms import Norm
 from openinfer.kernels.op.contract import FLOATS, expect, expect_norm, require
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Cost, Op, T, Workload
-from openinfer.kernels.op.reference import Array, matmul_nt, normed, over_rows
-from openinfer.kernels.op.rounding import coded
+from openinfer.kernels.op.reference import Array, matmul_nt, normed, over_rows, rounded, silu
+from openinfer.kernels.op.rounding import SCALE_BLOCK, coded
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, float32
 
@@ -89,3 +92,73 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
 
 
 norm_linear = Op("norm_linear", _Args[Tensor], _check, _reference, _launches, _cost)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GateArgs(_Args[T], Generic[T]):
+    """out = silu(g) * u with [g, u] = rms_norm(x; norm_weight, eps) @ weight^T.
+
+    x [T, H], norm_weight [H], weight [2 I, H] (the gate's rows, then the up projection's), out [T, I], of one float
+    dtype; norm_weight may also be float32 (as in norm_linear). g and u are rounded as outputs of a linear layer,
+    silu(g) is rounded, and the product is rounded. H and I are multiples of 16. The weight may be a
+    Linear as in norm_linear; in FP8 each half has blocks of its own (formats.linear, parts=2). Without norm_weight and
+    eps, x is normalised already.
+
+    lora: adapters of the product of the normalised x, before it is quantised, two parts (low_rank.Lora). With scales of
+    blocks, I is then a multiple of 128.
+    """
+
+
+def _gate_check(a: _GateArgs[Tensor]) -> None:
+    expect("x", a.x, (-1, -1), *FLOATS)
+    tokens, hidden = a.x.shape
+    expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
+    expect("out", a.out, (tokens, -1), a.x.dtype)
+    shape = 2 * a.out.shape[1], hidden
+    expect_linear("weight", linear_of(a.weight), shape, a.x.dtype, *DENSE, parts=2)
+    require(
+        hidden % 16 == 0 and a.out.shape[1] % 16 == 0,
+        f"weight is {a.weight.shape}; sizes must be multiples of 16",
+    )
+    expect_lora(a.x, a.weight.shape[0], a.lora)
+    if a.lora is not None:
+        require(a.lora.parts == a.out.shape[1:] * 2, f"two parts of {a.out.shape[1]} columns are possible")
+        require(
+            linear_of(a.weight).form != Fp8(by_row=False) or a.out.shape[1] % SCALE_BLOCK == 0,
+            f"weight is {a.weight.shape} in float8; adapters are possible where each half is of whole blocks",
+        )
+
+
+def _gate_reference(a: _GateArgs[Array]) -> None:
+    own = linear_of(a.weight)
+    halves = own.halves()
+
+    def some(rows: slice) -> None:
+        h = normed(a.x[rows], a.norm_weight, a.eps)
+        both = [matmul_nt(coded(h, own.coding, own.x_scale), half) for half in halves]
+        if a.lora is not None:
+            sums = np.split(lora_sums(h, a.lora, rows), 2, axis=1)
+            both = [half + more for half, more in zip(both, sums, strict=True)]
+        gate, up = (rounded(half, a.x.dtype) for half in both)
+        a.out[rows] = rounded(silu(gate), a.x.dtype) * up
+
+    over_rows(len(a.x), some)
+
+
+def _gate_launches(target: Target, a: _GateArgs[Tensor]) -> Iterator[Command]:
+    norm = Norm.of(a.norm_weight, a.eps)
+    yield from linear.launches(
+        Problem(target, "gate_up_silu", a.out, a.x, linear_of(a.weight), "gated", norm, a.lora)
+    )
+
+
+def _gate_cost(workload: Workload, a: _GateArgs[Tensor]) -> Cost:
+    n, h = a.weight.shape[0], a.x.shape[1]
+    tokens = workload.tokens
+    weights = sum(t.nbytes for t in (a.weight, a.norm_weight) if t is not None)
+    weights += lora_numbers(a.lora) * a.x.itemsize
+    numbers = n * h + lora_numbers(a.lora)
+    return Cost(weights + tokens * (h + n // 2) * a.x.itemsize, 2 * tokens * numbers)
+
+
+gate_up_silu = Op("gate_up_silu", _GateArgs[Tensor], _gate_check, _gate_reference, _gate_launches, _gate_cost)

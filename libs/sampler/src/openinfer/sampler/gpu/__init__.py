@@ -2,15 +2,12 @@
 
 try:
     from openinfer.sampler.gpu.ops import Adjustment, RowStatus
-    from openinfer.sampler.gpu.ops.accept import accept
     from openinfer.sampler.gpu.ops.adjustments import SlotField, mask_words
-    from openinfer.sampler.gpu.ops.advance import advance
-    from openinfer.sampler.gpu.ops.greedy import greedy
+    from openinfer.sampler.gpu.ops.advance import accept, advance
     from openinfer.sampler.gpu.ops.propose import follow, propose, widen
-    from openinfer.sampler.gpu.ops.sample import sample
-    from openinfer.sampler.gpu.ops.score import score
+    from openinfer.sampler.gpu.ops.sample import greedy, sample
     from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, MAX_STOP_IDS, SAMPLE_FIELDS, fields, values
-    from openinfer.sampler.gpu.ops.top_logprobs import top_logprobs
+    from openinfer.sampler.gpu.ops.top_logprobs import score, top_logprobs
     from openinfer.sampler.gpu.segment import (
         SampleBuffers,
         draw_drafts,

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from openinfer.kernels import Pack
-from openinfer.sampler.gpu.ops.accept import accept
-from openinfer.sampler.gpu.ops.advance import advance
-from openinfer.sampler.gpu.ops.greedy import greedy
-from openinfer.sampler.gpu.ops.sample import sample
-from openinfer.sampler.gpu.ops.score import score
+from openinfer.sampler.gpu.ops.advance import accept, advance
+from openinfer.sampler.gpu.ops.sample import greedy, sample
 from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, GREEDY_FIELDS, SAMPLE_FIELDS
-from openinfer.sampler.gpu.ops.top_logprobs import top_logprobs
+from openinfer.sampler.gpu.ops.top_logprobs import score, top_logprobs
 from openinfer.sampler.params import MAX_LOGPROBS
 from openinfer.tensor import Arena, Tensor, float32, int32
 
