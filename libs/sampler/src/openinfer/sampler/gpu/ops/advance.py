@@ -1,4 +1,4 @@
-"""advance: the end of a step, in place on the state of its rows. accept: rows whose next draft is what was sampled."""
+"""advance: the end of a step, in place on the state of its rows. accept: rows whose next draft is the new token."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
