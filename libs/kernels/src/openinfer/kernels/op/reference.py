@@ -19,8 +19,8 @@ FEW_ROWS = 6
 """Up to so many rows are multiplied one by one: BLAS takes as long for two rows as for eight."""
 WEIGHT_BYTES = 1 << 19
 """Of a weight that several rows are multiplied with while it is in a core's cache."""
-ALONE = 1 << 17
-"""A weight of fewer numbers is not divided among cores: waking one takes as long."""
+SHARE = 1 << 19
+"""The least products of a row and a weight's numbers for each core: to wake one takes as long as to read 2 MB."""
 MANY_ROWS = 64
 """From so many rows on, cores divide the rows of all of an op, not only each product's columns."""
 _kept = threading.local()
@@ -64,10 +64,11 @@ def matmul_nt(x: Array, weight: Array) -> Array:
     x, weight = f32(x), f32(weight)
     way, out = HOST_WAY.get(), np.empty((x.shape[0], weight.shape[0]), np.float32)
     product = _by_tiles if way.batch_invariant else _by_rows if len(x) <= FEW_ROWS else _at_once
-    if way.threads == 1 or weight.size < ALONE:
+    cores = min(way.threads, len(x) * weight.size // SHARE)
+    if cores < 2:
         product(x, weight, out)
     else:
-        size = -(-len(weight) // way.threads)
+        size = -(-len(weight) // cores)
         parts = [slice(start, start + size) for start in range(0, len(weight), size)]
         together([partial(product, x, weight[part], out[:, part]) for part in parts])
     return out

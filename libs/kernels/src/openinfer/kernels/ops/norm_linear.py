@@ -131,15 +131,14 @@ def _gate_check(a: _GateArgs[Tensor]) -> None:
 
 def _gate_reference(a: _GateArgs[Array]) -> None:
     own = linear_of(a.weight)
-    halves = own.halves()
+    both = own.values(parts=2)
 
     def some(rows: slice) -> None:
         h = normed(a.x[rows], a.norm_weight, a.eps)
-        both = [matmul_nt(coded(h, own.coding, own.x_scale), half) for half in halves]
+        y = matmul_nt(coded(h, own.coding, own.x_scale), both)
         if a.lora is not None:
-            sums = np.split(lora_sums(h, a.lora, rows), 2, axis=1)
-            both = [half + more for half, more in zip(both, sums, strict=True)]
-        gate, up = (rounded(half, a.x.dtype) for half in both)
+            y += lora_sums(h, a.lora, rows)
+        gate, up = np.split(rounded(y, a.x.dtype), 2, axis=1)
         a.out[rows] = rounded(silu(gate), a.x.dtype) * up
 
     over_rows(len(a.x), some)
