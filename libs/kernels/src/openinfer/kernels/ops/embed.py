@@ -1,4 +1,4 @@
-"""embed: rows of the embedding table. select_rows: the last token of each row. expand_rows: rows of a step to tokens."""
+"""embed: rows of the embedding table. select_rows: the last token of each row. expand_rows: from rows to tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
