@@ -6,6 +6,7 @@ import json
 import random
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -280,6 +281,24 @@ def test_a_cached_prefix_has_the_drafters_context(
     assert np.abs(others[0][0] - blocks[0][0]).max() > 0.01
 
 
+def test_a_page_that_plain_steps_filled_comes_back_whole(session: Any, path: Path, deepseek: Any) -> None:
+    """Without drafts the drafter sees up to 32 tokens at once; all of a page is seen before it is copied."""
+    flags = {"max_num_seqs": 1, "max_model_len": 320}
+    run = engine(session, path, kv_offload_gb=0.1, kv_cache_memory_bytes=9 << 20, **flags)
+    drafting, prompt = run.engine.runner.drafting, deepseek.prompt(3)[:90]
+    drafting.worth.choose, drafting.places = (lambda *args: 0), 0
+    run.submit(prompt, 60, ignore_eos=True)
+    run.finish()
+    for first in range(3):
+        run.submit([*range(3 + first, 290 + first)], 1)
+        run.finish()
+    longer = [*prompt, *run.outcomes[0].tokens][:131]
+    cached, _, blocks = blocks_of(steady(run), longer)
+    assert cached == 128
+    assert run.engine.stats().offload_blocks["from_host"] > 0
+    assert largest_difference(blocks, blocks_of(steady(engine(session, path, **flags)), longer)[2]) < 1e-3
+
+
 def test_an_engine_that_decodes_for_another_accepts_as_often(session: Any, path: Path, deepseek: Any) -> None:
     prompt, own = deepseek.prompt(3), {"max_num_seqs": 4, "max_model_len": 320}
     _, right, blocks = blocks_of(steady(engine(session, path, **own)), prompt)
@@ -321,6 +340,26 @@ def test_confidence_says_how_many_drafts_are_verified_and_changes_no_token(
         assert 5 < fewer <= cut < 0.7 * whole
         assert accepted > 0
         assert abs(again - chance) < 0.3  # drafts that were not verified do not count as wrong
+
+
+def test_what_a_draft_costs_sets_the_chance_below_which_it_is_none(
+    session: Any, path: Path, deepseek: Any
+) -> None:
+    """Where a draft takes a fifth of a step, unlikely ones are cut."""
+    found = []
+    for each in (0.0, 0.2):
+        run = steady(engine(session, path))
+        drafting, rows = run.engine.runner.drafting, run.engine.runner.model.batch.rows
+        drafting.costs = SimpleNamespace(
+            decode=lambda rows, level, chunks, each=each: 1 + each * level, sure=lambda rows: True,
+            seconds=lambda shape: 1.0, took=lambda *args: None,
+        )  # fmt: skip
+        run.outcomes_of([(deepseek.prompt(n), 32, {"ignore_eos": True}) for n in range(3)])
+        found.append((float(rows["draft_floor"].numpy()[0]), run.engine.stats().draft_tokens))
+    (none, whole), (floor, cut) = found
+    assert none == 0
+    assert 0.05 < floor < 0.5
+    assert cut < 0.9 * whole
 
 
 def test_a_grammar_beside_drafts_that_confidence_ends(session: Any, path: Path) -> None:

@@ -166,7 +166,9 @@ class Runner:
             if table is not None:
                 rows.write(table, write.seq.slot, write.blocks, offset=write.first)
         changed = step.changed or self.drafting.unsettled
-        if self.drafting.catches_up(changed):
+        # Tiers copy a block when its tokens are known, so what layers that draft keep of them must be there by then.
+        fills = bool(step.blocks and self.readback.rooms)
+        if self.drafting.catches_up(changed or fills):
             # Over the last step's rows, before the device gets the next step's.
             self.replay(("draft", self._shape, 0))
         if changed:
