@@ -26,8 +26,7 @@ from openinfer.kernels.testing import (
     run_on_gpu,
     run_reference,
 )
-from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
-from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
+from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention, sigmoid_gate
 from openinfer.tensor import bfloat16, float32
 
 Array = np.ndarray[Any, Any]

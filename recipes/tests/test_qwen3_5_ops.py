@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack
+from openinfer.recipes.qwen3_5.ops.gated_attention import sigmoid_gate
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK, gated_delta_net
-from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.tensor import Tensor, bfloat16
 
 Array = np.ndarray[Any, Any]

@@ -22,9 +22,8 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.authoring import KvCache, Linear
 from openinfer.recipes.qwen3_5.config import Config
-from openinfer.recipes.qwen3_5.ops.gated_attention import columns, gated_attention
+from openinfer.recipes.qwen3_5.ops.gated_attention import columns, gated_attention, sigmoid_gate
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
-from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.recipes.qwen3_5.states import States
 from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Weights
 from openinfer.tensor import Arena, Stream, Tensor, int32
