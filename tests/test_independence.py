@@ -216,7 +216,7 @@ LINES = {
     "sampler": (4770, 3940),
     "scheduler": (5020, 3462),
     "frontend": (13560, 11310),
-    "recipes": (14910, 3623),
+    "recipes": (14900, 3623),
     "cli": (6920, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
