@@ -10,11 +10,10 @@ All but the last measure an engine. The name of a published model stands for its
 is one token again and again, by a bias of its logit. Drafts of a chosen acceptance come from an oracle that knows it.
 Layers that draft run too, and the oracle's drafts replace the layers' own. No server has the oracle. "all, N":
 drafts are all right and every step has N, so its seconds are those of a verifying step. `--up-to`: the most drafts to
-choose from. `--own`: the engine's own drafts at these temperatures, on prompts of the file `--prompts`; "always N":
-every step has N of them. `--edits`: a request has a page of docs/ as its
-prompt, and the known answer is the page with some edits; the engine's own drafter looks drafts up in page and answer,
-and those that are the answer's are accepted. The last command simulates steps of a published model on an H200 at
-their predicted cost.
+choose from. `--own`: the engine's own drafts at these temperatures, on `--prompts`, or once on each of `--texts`;
+"always N": every step has N of them. `--edits`: a request has a page of docs/ as its prompt, and the known answer is
+the page with some edits; the engine's own drafter looks drafts up in page and answer, and those that are the answer's
+are accepted. The last command simulates steps of a published model on an H200 at their predicted cost.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from openinfer.cli import recipes
 from openinfer.cli.explain.segments import Outline
 from openinfer.cli.plan.load import StepCost
 from openinfer.frontend.contract import Request
+from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.graph.runner.trials import Trials
 from openinfer.kernels import GPUS, H200
 from openinfer.recipes.engine import Source
@@ -141,6 +141,7 @@ def main() -> None:
     add("--one-engine", action="store_true", help="'without' is the same engine where no row has drafts")
     add("--ranks", type=int, default=1, help="--tensor-parallel-size")
     add("--prompts", type=Path, help="JSON: lists of token ids")
+    add("--texts", nargs="+", type=Path, default=[], help="prompts are the beginnings of these files")
     add("--tokens", type=int, default=96, help="tokens of an answer")
     add("--prompt-tokens", type=int, default=32)
     add("--repeats", type=int, default=3)
@@ -163,6 +164,9 @@ def measure(args: argparse.Namespace) -> None:
     prompts = [[rng.randrange(20, 400) for _ in range(args.prompt_tokens)] for _ in range(256)]
     if args.prompts is not None:
         prompts = json.loads(args.prompts.read_text())
+    if args.texts:
+        tokens = Tokenizer.load(Path(args.model))
+        prompts = [tokens.encode_short(path.read_text())[: args.prompt_tokens] for path in args.texts]
     texts = edits(args) if args.edits else []
     prompts = [text[: args.prompt_tokens] for text in texts] or prompts
     configs = {"with": args.config} | ({} if args.one_engine else {"without": None})
@@ -275,7 +279,8 @@ def run(
     """Requests, `count` at once and each replaced when it ends; with `ignore_eos` `count` in all."""
     session, before = Session(engine), engine.stats()
     # A text that ends by itself is short: with few of them a run would be its beginning and its end.
-    texts = prompts[:count] if "ignore_eos" in options else prompts * -(-ROUNDS * count // len(prompts))
+    rounds = 1 if args.texts else -(-ROUNDS * count // len(prompts))
+    texts = prompts[:count] if "ignore_eos" in options else prompts * rounds
     waiting = list(enumerate(texts))
     running, first = 0, 0.0
     began = time.perf_counter()
