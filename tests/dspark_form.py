@@ -71,13 +71,14 @@ def golden_texts() -> list[Array]:
     return [np.concatenate([numbers[f"p{i}.ids"][-1:], numbers[f"p{i}.greedy_ids"]]) for i in range(5)]
 
 
-def write_dspark(folder: Path, **changes: Any) -> Path:
-    """The checkpoint. changes: of config.json."""
+def write_dspark(folder: Path, lost: str = "no tensor", **changes: Any) -> Path:
+    """The checkpoint. changes: of config.json. lost: the beginning of names that are left out."""
     shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((SOURCE / "config.json").read_text()) | CONFIG | changes
     (folder / "config.json").write_text(json.dumps(config))
     main = {name: array for name, array in read(SOURCE).items() if not name.startswith("mtp.")}
-    write_tensors(folder / "model.safetensors", main | drafter_tensors())
+    drafter = {name: array for name, array in drafter_tensors().items() if not name.startswith(lost)}
+    write_tensors(folder / "model.safetensors", main | drafter)
     return folder
 
 

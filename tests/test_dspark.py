@@ -394,6 +394,14 @@ def test_a_grammar_beside_drafts_that_confidence_ends(session: Any, path: Path) 
         ({"sample_from_anchor": False}, "sample_from_anchor is False"),
         ({"n_mtp_layers": 2}, "n_mtp_layers is 2; by the checkpoint's tensors it is 3"),
         ({"compress_ratios": [0, 4, 128, 0, 0]}, "compress_ratios has 2 ratios more"),
+        ({"lost": "mtp."}, r"has tensors mtp.N of N \(none\)"),
+        ({"lost": "mtp.1."}, "has tensors mtp.N of N 0, 2; a DSpark drafter has them of 0, 1"),
+        ({"lost": "mtp.2.confidence"}, r"missing: mtp\.2\.confidence_head\.proj\.weight"),
+        ({"lost": "mtp.0.main_proj.w"}, r"missing: mtp\.0\.main_proj\.weight"),
+        (
+            {"lost": "mtp.2.", "n_mtp_layers": 2, "compress_ratios": [0, 4, 128, 0, 0]},
+            r"missing: mtp\.1\.(norm|hc_head|markov)",
+        ),
         ({"dspark_markov_rank": 16}, r"markov_w[12]\.weight.*\[512, 32\], must be \[512, 16\]"),
     ],
 )
