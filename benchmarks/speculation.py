@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.cli import recipes
+from openinfer.cli import hub, recipes
 from openinfer.cli.explain.segments import Outline
 from openinfer.cli.plan.load import StepCost
 from openinfer.frontend.contract import Request
@@ -165,7 +165,7 @@ def measure(args: argparse.Namespace) -> None:
     if args.prompts is not None:
         prompts = json.loads(args.prompts.read_text())
     if args.texts:
-        tokens = Tokenizer.load(Path(args.model))
+        tokens = Tokenizer.load(hub.hub_checkpoint(args.model, [])[0])
         prompts = [tokens.encode_short(path.read_text())[: args.prompt_tokens] for path in args.texts]
     texts = edits(args) if args.edits else []
     prompts = [text[: args.prompt_tokens] for text in texts] or prompts
@@ -201,6 +201,7 @@ def engine_of(args: argparse.Namespace, config: str | None, empty: Path, longest
     """An engine for the model, with drafts if there is a config."""
     path, flags = Path(args.model), dict[str, Any]()
     if path.is_dir():
+        path = Path(hub.hub_checkpoint(args.model, [])[0])  # of GGUF, the folder with its config.json
         recipe = recipes.find(path)
     else:
         recipe, published = recipes.published(args.model)
