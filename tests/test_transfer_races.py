@@ -17,8 +17,7 @@ import pytest
 from openinfer.frontend.contract import Finished, KVTransfer
 from openinfer.kvpool.tiers.peers import lane
 from openinfer.kvpool.tiers.peers.link import Link
-from openinfer.kvpool.tiers.peers.shared import Shared
-from openinfer.kvpool.tiers.peers.transport import Tcp
+from openinfer.kvpool.tiers.peers.transport import Shared, Tcp
 
 pytestmark = pytest.mark.slow
 

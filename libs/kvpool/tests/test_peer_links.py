@@ -12,7 +12,7 @@ import pytest
 
 from openinfer.kvpool import InvalidConfig, PeerRefused
 from openinfer.kvpool.tiers import SharedRecords, Sharing
-from openinfer.kvpool.tiers.peers import shared
+from openinfer.kvpool.tiers.peers import transport as shared
 from openinfer.kvpool.tiers.peers.config import PeerRange
 from openinfer.kvpool.tiers.peers.link import Link, greet
 from openinfer.kvpool.tiers.peers.transport import TransferRecord, runs

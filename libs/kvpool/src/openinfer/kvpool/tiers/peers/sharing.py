@@ -16,8 +16,7 @@ from .lane import Address
 from .lending import Lending
 from .nixl import Nixl
 from .server import PeerServer
-from .shared import Shared
-from .transport import Tcp, Transport
+from .transport import Shared, Tcp, Transport
 
 log = logging.getLogger("openinfer.kvpool")
 
