@@ -6,8 +6,8 @@ An `Op` is its arguments, a contract, a numpy reference, launches and a cost, an
  - arguments: `T`, which their tensors are, and `tensors`, for a launch; for a pack of your own `leaves`, `mapped`
 
  - contract: `expect`, `expect_each`, `expect_columns`, `expect_linear`, `require`, `FLOATS`, `ContractError`; of the
-  rows of a step and their positions `expect_rows`, `expect_max_q_len`, `expect_cos_sin`
-- reference: `Array`, `f32`, `rounded`, `matmul_nt`, `rms_norm`, `silu`; of rounded values `e8m0`,
+   rows of a step and their positions `expect_rows`, `expect_max_q_len`, `expect_cos_sin`
+ - reference: `Array`, `f32`, `rounded`, `matmul_nt`, `rms_norm`, `silu`; of rounded values `e8m0`,
    `unpack_fp4`, `q8`, `q4`, `hadamard`, `SCALE_BLOCK`, `FP4_BLOCK`
  - launches: `launch`, `beside`, `Command`, `Launch`, `Matmul`, `Collective`, `Scratch`, `TensorMap`, `Aligned`, `Arg`,
    `aligned`, `power_of_two`, `Target`; tiles that fit: `shared_bytes`, `CONSUMER_SHARED_BYTES`, `depth`
