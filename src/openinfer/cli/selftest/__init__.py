@@ -7,7 +7,6 @@ where it stopped. From installed wheels `device`, `ops` and `packed` run, and wi
 
 import argparse
 import datetime
-import functools
 import importlib.util
 import json
 import os
@@ -17,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,6 @@ def ops(work: Path) -> Result:
 def model_gates(model: Path) -> Result:
     """The accuracy gate of the checkpoint of --model against numpy's run of it, and the gate's negative controls."""
     from openinfer.cli import recipes
-    from openinfer.cli.selftest import gate
 
     recipe = recipes.find(model)
     if not isinstance(recipe, Recipe):
@@ -125,11 +124,11 @@ def libraries(work: Path) -> Result:
     return _pytest("libs/tensor/tests", "libs/graph/tests", "recipes/tests", "tests")
 
 
-def _reference(recipe: str, folder: Path, shape: str = "4b") -> Result:
-    """A checkpoint with random weights in `folder`, and transformers' log-probabilities on it."""
+def _reference(recipe: str, name: str, work: Path, shape: str = "4b") -> Result:
+    """A checkpoint with random weights in the folder `name`, and transformers' log-probabilities on it."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return {"ok": False, "why": "needs torch and transformers for the reference"}
-    shape = os.environ.get("OPENINFER_SELFTEST_SHAPE", shape)
+    folder, shape = work / name, os.environ.get("OPENINFER_SELFTEST_SHAPE", shape)
     command = [sys.executable, "scripts/reference", recipe, "--shape", shape, "--out", str(folder)]
     done = subprocess.run(command, check=False)
     if done.returncode == 0:
@@ -139,8 +138,9 @@ def _reference(recipe: str, folder: Path, shape: str = "4b") -> Result:
     return {"ok": done.returncode == 0, "shape": shape}
 
 
-def _gates(recipe: str, folder: Path, **flags: Any) -> Result:
-    return _judged(_build(recipe, folder, **flags), load_reference(folder / "reference.npz"))
+def _gates(recipe: str, name: str, work: Path, **flags: Any) -> Result:
+    """The accuracy gate on every path, and its negative controls."""
+    return _judged(_build(recipe, work / name, **flags), load_reference(work / name / "reference.npz"))
 
 
 def _judged(built: Built, references: Sequence[Reference]) -> Result:
@@ -169,22 +169,13 @@ def _ranks() -> int:
     return int(os.environ.get("OPENINFER_SELFTEST_RANKS", "1"))
 
 
-def _bench(recipe: str, folder: Path) -> Result:
-    engine, _ = _build(recipe, folder, enable_prefix_caching=False)
+def _bench(recipe: str, name: str, work: Path) -> Result:
+    """Prefill and decode of one sequence, 1,024 tokens."""
+    engine, _ = _build(recipe, work / name, enable_prefix_caching=False)
     figures = list(points.measure_points(engine, ["decode:1,1024", "prefill:1024"]))
     compiles = engine.stats().compiles_after_ready
     engine.close()
     return {"ok": compiles == 0, "compiles_after_ready": compiles, "points": figures}
-
-
-def reference(work: Path) -> Result:
-    """A checkpoint of the Qwen3-4B shape with random weights, and transformers' log-probabilities on it."""
-    return _reference("qwen3", work / "model")
-
-
-def gates(work: Path) -> Result:
-    """The accuracy gate on every path, and its negative controls."""
-    return _gates("qwen3", work / "model")
 
 
 def long(work: Path) -> Result:
@@ -206,60 +197,35 @@ def long(work: Path) -> Result:
     return {"ok": all(v.passed for v in verdicts), "verdicts": [v.as_dict() for v in verdicts]}
 
 
-def bench(work: Path) -> Result:
-    """Prefill and decode of one sequence, 1,024 tokens."""
-    return _bench("qwen3", work / "model")
-
-
-def hybrid_reference(work: Path) -> Result:
-    """A checkpoint of the Qwen3.5-4B shape with random weights, and transformers' log-probabilities on it."""
-    return _reference("qwen3_5", work / "hybrid")
-
-
-def hybrid_gates(work: Path) -> Result:
-    """The hybrid's accuracy gate on every path, and its negative controls."""
-    return _gates("qwen3_5", work / "hybrid")
-
-
-def hybrid_bench(work: Path) -> Result:
-    """The hybrid's prefill and decode of one sequence, 1,024 tokens."""
-    return _bench("qwen3_5", work / "hybrid")
-
-
-def deepseek_reference(work: Path) -> Result:
-    """Five layers of the V4-Flash shape with random packed weights, and the references' results for them."""
-    return _reference("deepseek_v4", work / "deepseek", "flash")
-
-
-def deepseek_gates(work: Path) -> Result:
-    """The accuracy gate of these layers on every path, with activations that are not rounded."""
-    return _gates("deepseek_v4", work / "deepseek", activation_quantization="off")
-
-
-def deepseek_rounded(work: Path) -> Result:
-    """The accuracy gate of these layers on every path, with activations rounded as in the published code."""
-    return _gates("deepseek_v4", work / "deepseek", activation_quantization="on")
-
-
-def deepseek_bench(work: Path) -> Result:
-    """Prefill and decode of one sequence by these layers, 1,024 tokens."""
-    return _bench("deepseek_v4", work / "deepseek")
-
-
 def _serve(work: Path) -> Result:
     """The server over HTTP, its kernels cached: start to ready, answers, and nothing left behind."""
     return check_server(work / "model", work / "serve.log")
 
 
+QWEN3, HYBRID, DEEPSEEK = ("qwen3", "model"), ("qwen3_5", "hybrid"), ("deepseek_v4", "deepseek")
+"""Recipes, and the folders of their checkpoints: the shapes of Qwen3-4B and Qwen3.5-4B, and five layers of V4-Flash's
+with packed weights, whose gates run without and with activations that are rounded as in the published code."""
 STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
-    "device": (device, 5), "ops": (ops, 60), "packed": (_packed, 60), "model_gates": (model_gates, 120),
-    "model_serve": (model_serve, 60), "kernels": (kernels, 120), "reference": (reference, 120), "gates":
-    (gates, 120), "bench": (bench, 60), "serve": (_serve, 60), "libraries": (libraries, 200), "long":
-    (long, 150), "hybrid_reference": (hybrid_reference, 150), "hybrid_gates": (hybrid_gates, 120),
-    "hybrid_bench": (hybrid_bench, 60), "deepseek_reference": (deepseek_reference, 150), "deepseek_gates":
-    (deepseek_gates, 120), "deepseek_rounded": (deepseek_rounded, 120), "deepseek_bench": (deepseek_bench,
-    90),
-}  # fmt: skip
+    "device": (device, 5),
+    "ops": (ops, 60),
+    "packed": (_packed, 60),
+    "model_gates": (model_gates, 120),
+    "model_serve": (model_serve, 60),
+    "kernels": (kernels, 120),
+    "reference": (partial(_reference, *QWEN3), 120),
+    "gates": (partial(_gates, *QWEN3), 120),
+    "bench": (partial(_bench, *QWEN3), 60),
+    "serve": (_serve, 60),
+    "libraries": (libraries, 200),
+    "long": (long, 150),
+    "hybrid_reference": (partial(_reference, *HYBRID), 150),
+    "hybrid_gates": (partial(_gates, *HYBRID), 120),
+    "hybrid_bench": (partial(_bench, *HYBRID), 60),
+    "deepseek_reference": (partial(_reference, *DEEPSEEK, shape="flash"), 150),
+    "deepseek_gates": (partial(_gates, *DEEPSEEK, activation_quantization="off"), 120),
+    "deepseek_rounded": (partial(_gates, *DEEPSEEK, activation_quantization="on"), 120),
+    "deepseek_bench": (partial(_bench, *DEEPSEEK), 90),
+}
 """Name: the stage, and about how many seconds it takes. In order of worth."""
 OF_MODEL = ("model_gates", "model_serve")
 """Stages that get the folder of --model."""
@@ -270,7 +236,7 @@ INSTALLED = ("device", "ops", "packed", *OF_MODEL)
 def main(argv: list[str]) -> int:
     parser = FlagParser("openinfer selftest", usage="openinfer selftest [flags]", description=__doc__)
     parser.add_argument("--budget", type=float, default=600, metavar="SECONDS", help="time to take at most")
-    add = functools.partial(parser.add_argument, metavar="DIR", type=Path)
+    add = partial(parser.add_argument, metavar="DIR", type=Path)
     add("--out", default=Path("selftest"), help="folder of the results; default: ./selftest")
     add("--work", help="folder of the checkpoints (8 GB each); default: the results' folder")
     add("--model", help="a checkpoint for the accuracy gate and the server")
