@@ -13,7 +13,8 @@ import pytest
 
 from openinfer.kvpool import Group
 from openinfer.kvpool.tiers import SharedRecords
-from openinfer.kvpool.tiers.peers import server, shared
+from openinfer.kvpool.tiers.peers import server
+from openinfer.kvpool.tiers.peers import transport as shared
 from openinfer.kvpool.tiers.peers.link import Link, greet
 from openinfer.kvpool.tiers.testing import ABOUT, TOKENS, SharingEngine, transfer, two_engines
 
