@@ -217,7 +217,7 @@ LINES = {
     "scheduler": (5020, 3462),
     "frontend": (13560, 11310),
     "recipes": (14900, 3623),
-    "cli": (6920, 0),
+    "cli": (6880, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 
