@@ -11,7 +11,7 @@ import numpy as np
 
 from openinfer.tensor import cuda, dtypes
 from openinfer.tensor.cuda import check
-from openinfer.tensor.device import Device
+from openinfer.tensor.device import Closing, Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import ClosedError, CudaError, DeviceError, OutOfMemory, ShapeError
 from openinfer.tensor.memory import ALIGNMENT, Allocation, num_elements
@@ -124,7 +124,7 @@ class _Handle:
 _UNBOUNDED = sys.maxsize // 2  # leaves every null address below 2**63
 
 
-class Arena:
+class Arena(Closing):
     """`capacity` bytes of device memory, handed out in order at stable addresses. Not thread-safe.
 
     On null the addresses are made up and `capacity_bytes` may be None for no bound: run an engine's
@@ -203,12 +203,6 @@ class Arena:
     def close(self) -> None:
         """Give up the memory; see the class. Calling it again does nothing."""
         self._memory = None
-
-    def __enter__(self) -> "Arena":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Arena({self.device}, {self.used} of {self.capacity} bytes used)"

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from openinfer.tensor import dtypes
+from openinfer.tensor.device import Closing
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError, ClosedError
 from openinfer.tensor.headers import MAX_HEADER_BYTES, TensorInfo, read_header
@@ -26,7 +27,7 @@ _OTHER_FORMATS = (".bin", ".gguf", ".pt", ".pth")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """A directory with `model.safetensors`, or with `model.safetensors.index.json` and the shards it names. `single`:
     another name of the one file, as of an adapter's; there is no index then.
 
@@ -181,12 +182,6 @@ class Checkpoint:
         for file in self._files.values():
             file.close()
         self._maps.clear()
-
-    def __enter__(self) -> "Checkpoint":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.directory)!r}, {len(self)} tensors, {self.total_bytes} bytes)"

@@ -1,12 +1,28 @@
 """Device: which memory and which processor is meant."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from openinfer.tensor import cuda
 from openinfer.tensor.errors import DeviceError
 
 Kind = Literal["cuda", "cpu", "null"]
+
+
+class Closing:
+    """A context manager whose end is `close()`."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Give everything back. Calling it again does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)

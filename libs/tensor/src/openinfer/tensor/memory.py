@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.tensor import cuda
-from openinfer.tensor.device import Device
+from openinfer.tensor.device import Closing, Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import ClosedError, CudaError, OutOfMemory, ShapeError
 
@@ -88,7 +88,7 @@ def host_array(
     return np.asarray(HostView(ptr, shape, strides, dtype.itemsize, owner)).view(dtype)
 
 
-class PinnedBuffer:
+class PinnedBuffer(Closing):
     """Page-locked host memory, which a device copies from and to while the host works; plain on cpu and null.
 
     `array` is a writable uint8 view of `nbytes` bytes; it and views of it keep the memory alive after
@@ -145,12 +145,6 @@ class PinnedBuffer:
     def close(self) -> None:
         """Let go of the memory. Wait for copies that use it first. Calling it again does nothing."""
         self._array = None
-
-    def __enter__(self) -> "PinnedBuffer":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def num_elements(shape: tuple[int, ...]) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from openinfer.tensor import dtypes
 from openinfer.tensor.checkpoint import Checkpoint
-from openinfer.tensor.device import Device
+from openinfer.tensor.device import Closing, Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.handover import Giver, receive_file, sealed_file
@@ -34,7 +34,7 @@ _PAGE = 4096
 Shapes = Mapping[str, tuple[Sequence[int], DType | type | str]]
 
 
-class SharedWeights:
+class SharedWeights(Closing):
     """Tensors that engines of this host take from this process's memory: `shared[name]` is a Tensor to write into.
 
     path: of the Unix socket that is made; this user's processes may connect. shapes: shape and dtype by name in the
@@ -85,12 +85,6 @@ class SharedWeights:
         self.path.unlink(missing_ok=True)
         os.close(self._memfd)
         self._tensors = {}
-
-    def __enter__(self) -> "SharedWeights":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class SharedCheckpoint(Checkpoint):

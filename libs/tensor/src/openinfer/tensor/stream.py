@@ -5,7 +5,7 @@ import time
 from typing import Literal
 
 from openinfer.tensor import cuda
-from openinfer.tensor.device import Device
+from openinfer.tensor.device import Closing, Device
 from openinfer.tensor.errors import ClosedError, DeviceError, ShapeError, TensorError
 
 CopyKind = Literal["h2d", "d2h", "d2d"]
@@ -14,7 +14,7 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit order with the legacy d
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
-class Stream:
+class Stream(Closing):
     """A queue of device work. cuda: a non-blocking stream; cpu: work is done at once; null: nothing is done.
 
     `priority`: a GPU takes the blocks of kernels of the lowest number first; 0 is the highest number, and what is below
@@ -98,17 +98,11 @@ class Stream:
             if self.device.kind == "cuda":
                 cuda.check(cuda.driver().cuStreamDestroy(handle), "cuStreamDestroy")
 
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"Stream({self.device}, {'closed' if self._handle is None else hex(self._handle)})"
 
 
-class Event:
+class Event(Closing):
     """A mark in a stream. `timing=True` lets `elapsed_s` measure between two; without it an event is cheaper.
 
     On cpu and null an event is done once it is recorded.
@@ -177,12 +171,6 @@ class Event:
         if self.device.kind == "cuda":
             self.device.activate()
             cuda.check(cuda.driver().cuEventDestroy(handle), "cuEventDestroy")
-
-    def __enter__(self) -> "Event":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Event({self.device}, timing={self.timing}{', closed' if self._handle is None else ''})"
