@@ -149,7 +149,7 @@ def served(
             Path(what), ["--device", "cpu", "--kv-cache-memory-bytes", str(64 << 20)], folder / "log"
         )
     with server as running_server:
-        yield int(running_server.url.rsplit(":", 1)[1]), _family(running_server.pid)
+        yield int(running_server.url.rsplit(":", 1)[1]), _family(running_server.process.pid)
 
 
 def plot(path: Path, data: dict[str, Any]) -> None:
