@@ -53,8 +53,7 @@ def timed(
 def main() -> None:
     """Build the engine and print."""
     from openinfer.cli import recipes
-    from openinfer.kernels.linear import cublas
-    from openinfer.kernels.packs import cuda_driver
+    from openinfer.kernels.packs import cublas, cuda_driver
     from openinfer.tensor import DriverNotFound, cuda
 
     model_dir = Path(sys.argv[1])
