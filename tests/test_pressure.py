@@ -56,14 +56,14 @@ def test_counts_under_preemption(start):
     prompt is cached than it has."""
     page = 16 * 2 * 6 * 128 * 4
     live = start(
-        DEMO, "--kv-cache-memory-bytes", str(24 * page), "--max-model-len", "256", "--max-num-seqs", "8"
+        DEMO, "--kv-cache-memory-bytes", str(18 * page), "--max-model-len", "256", "--max-num-seqs", "8"
     )
     ask = "Count from one to one hundred in words, and then back."
     options = {"include_usage": True, "continuous_usage_stats": True}
     bodies: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": ask}], "max_tokens": 70,
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": ask}], "max_tokens": 100,
                                  "ignore_eos": True, "stream_options": options},
-        "/v1/completions": {"prompt": ask, "max_tokens": 70, "ignore_eos": True, "stream_options": options},
+        "/v1/completions": {"prompt": ask, "max_tokens": 100, "ignore_eos": True, "stream_options": options},
         "/v1/messages": {"messages": [{"role": "user", "content": ask}], "max_tokens": 70},
         "/v1/responses": {"input": ask, "max_output_tokens": 70},
     }  # fmt: skip
