@@ -352,9 +352,8 @@ class Drafting:
 
     def write(self, rows: Rows, step: "Step[Sampling]") -> None:
         """Write the proposals of the step's rows with drafts. Called for each step that is launched."""
-        if (
-            self.weighs and abs(self.floor - self._sent) > 0.1 * self._sent
-        ):  # an estimate: few changes are sent
+        # It is an estimate, so small changes are not sent.
+        if self.weighs and abs(self.floor - self._sent) > 0.1 * self._sent:
             rows.set("draft_floor", 0, self.floor)
             self._sent = self.floor
         if not step.drafts:

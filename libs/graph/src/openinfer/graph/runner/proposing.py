@@ -41,8 +41,8 @@ class Proposer(Protocol):
         """[T, W]: what `further` reads of each token if it is the first."""
 
     def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
-        """batch.logits[:num_rows] of the drafting layers' states in batch.last[:num_rows]. A BlockProposer ends
-        those of draft number `place` (1, 2, ...), which `block` has begun, by the tokens before it in
+        """batch.logits[:num_rows] of the drafting layers' states in batch.last[:num_rows]. A BlockProposer completes
+        those of draft number `place` (1, 2, ...), which `block` has begun, with the tokens before it in
         next_ids[:num_rows] (Proposals)."""
 
 

@@ -58,8 +58,8 @@ def kept_tokens(max_tokens: int) -> int:
 
 def proposal_fields(max_rows: int, max_tokens: int, vocab_size: int) -> list[Field]:
     """The fields of layers that draft. following, by row: the token after a chunk that does not emit. draft_floor: the
-    chance below which a draft is none, where these layers say how sure they are. By slot: reserved, the tokens that the
-    sequence has blocks for; draft_masks, the tokens that a draft may be, where the row has a mask; kept_places, the
+    chance below which a draft is dropped, where these layers say how sure they are. By slot: reserved, the tokens that
+    the sequence has blocks for; draft_masks, the tokens that a draft may be, where the row has a mask; kept_places, the
     positions of `Proposals.states`."""
     slots = max_rows + 1
     return [

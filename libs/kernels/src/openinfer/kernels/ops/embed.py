@@ -95,9 +95,9 @@ class _ExpandArgs(Generic[T]):
     Row r of the step is the sequence in slot slots[r] and has the tokens q_starts[r] to q_starts[r+1] (int32 [R] and
     [R + 1]). Its token i is at position seq_lens[slot] + i; its id is prompt[t] (int32 [T]), or last_tokens[slot] where
     that is negative: the token sampled last. With drafts (int32 [S, L], L a power of two), token i > 0 at position p
-    has the id drafts[slot, p % L] instead; below 0 it is none. Such tokens, those of dead rows (alive[slot] == 0) and
-    those past q_starts[R] get id 0, position 0 and slot 0, the padding slot. seq_lens, last_tokens and alive are int32
-    [S] by slot.
+    has the id drafts[slot, p % L] instead; a negative one stands for no draft. Its token, those of dead rows
+    (alive[slot] == 0) and those past q_starts[R] get id 0, position 0 and slot 0, the padding slot. seq_lens,
+    last_tokens and alive are int32 [S] by slot.
     """
 
     token_ids: T

@@ -56,7 +56,7 @@ def _start_check(a: _StartArgs[Tensor]) -> None:
     shapes = {"slots": rows, "emits": rows, "token_ids": tokens, "positions": tokens, "token_slots": tokens}
     for name, tensor in tensors(a).items():
         expect(name, tensor, (shapes.get(name, size),), int32)
-    require(tokens % rows == 0, f"{tokens} tokens are no blocks of {rows} rows")
+    require(tokens % rows == 0, f"{tokens} tokens cannot be divided among {rows} rows")
 
 
 def _start_reference(a: _StartArgs[Array]) -> None:

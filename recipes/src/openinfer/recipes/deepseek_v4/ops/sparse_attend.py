@@ -31,7 +31,7 @@ def _check(a: SparseAttendArgs[Tensor]) -> None:
     expect("kv[0]", a.kv[0], a.kv.shape[1:])
     if a.block and a.entries is not None:
         require(a.selected is None, "a block has its entries, of which none are selected")
-        require(tokens % a.block == 0, f"{tokens} tokens are no blocks of {a.block}")
+        require(tokens % a.block == 0, f"{tokens} tokens cannot be divided into blocks of {a.block}")
         expect("entries", a.entries, (tokens, dim), a.q.dtype)
     elif a.entries is not None:
         expect("entries", a.entries, (-1, -1, dim), a.q.dtype, dense=False)

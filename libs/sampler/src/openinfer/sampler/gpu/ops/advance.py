@@ -138,8 +138,8 @@ class _AcceptArgs(Generic[T]):
     running sums of `follows`: the q_starts of a step in which these rows have one token each. accepted int32 [S] gets
     the row's number of accepted drafts up to this one. Number 1 overwrites what it held. result int32 [R, 3] is
     `advance`'s: the status STOP of a row whose token is its draft becomes DRAFTED_STOP, and RUNNING becomes UNTRIED
-    where that draft is below 0, which is none. Slots of live rows must be
-    distinct; alive of the padding slot 0, which may repeat, must be 0.
+    where that draft is negative, which stands for no draft. Slots of live rows must be distinct; alive of the padding
+    slot 0, which may repeat, must be 0.
     """
 
     follows: T
