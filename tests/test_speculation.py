@@ -397,8 +397,8 @@ def cache_of(model: Any) -> np.ndarray[Any, Any]:
     return np.asarray(memory.numpy()[1:], np.float32)
 
 
-SEED = 10
-"""A prompt after which no two tokens are nearly as likely."""
+SEED = 8
+"""A prompt after which the first two tokens are at least 0.5 apart, for the model and its drafts."""
 
 
 def drafting_steps(
