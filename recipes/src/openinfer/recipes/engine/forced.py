@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.graph import NoWatch, StepPace
-from openinfer.graph.runner import Runner, Sampling
+from openinfer.graph.runner import NoDrafts, Runner, Sampling
 from openinfer.kvpool import Lease
 from openinfer.recipes.engine.engine import Engine
 from openinfer.sampler import SamplingParams
@@ -44,9 +44,10 @@ class Forced:
     """
 
     def __init__(self, engine: Engine, runner: Runner | None = None, wrong_table: str | None = None) -> None:
-        # Forced steps must not count as the engine's own, so they run without its trace and its step times.
-        self.engine = engine
-        self.runner = replace(runner or engine.runner, watch=NoWatch(), pace=StepPace())
+        # Forced steps must not count as the engine's own, so they run without its trace and its step times. Layers that
+        # draft would overwrite the logits.
+        self.engine, own = engine, runner or engine.runner
+        self.runner = replace(own, watch=NoWatch(), pace=StepPace(), drafting=NoDrafts(own.buckets))
         self._pool = engine.pool
         self._wrong = None if wrong_table is None else self.runner.model.tables.index(wrong_table)
         self._index = 0
