@@ -1,6 +1,6 @@
 """Write a checkpoint of a published shape with seeded random weights, and a reference's results for it.
 
-    python scripts/reference {qwen3,qwen3_5,deepseek_v4} --shape 4b --out DIR [--fp8] [--long] [...]
+    python scripts/reference {qwen3,qwen3_5,deepseek_v4} --shape 4b --out DIR [--quantize FORM] [--long] [...]
 
 This script makes test data. It needs torch and transformers, which no distribution of this project needs. DIR gets the
 checkpoint in the published format and reference.npz, which openinfer.cli.selftest.gate reads. reference.npz has token
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--shape", default="4b", help="a published shape, or tiny; the module lists them")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--fp8", action="store_true", help="qwen3_5: quantise the checkpoint in blocks")
+    parser.add_argument("--quantize", metavar="FORM", help="fp8 for qwen3_5; nvfp4 or int8 for qwen3")
     parser.add_argument(
         "--long", action="store_true", help="qwen3: long prompts on the checkpoint that is there"
     )
@@ -46,9 +46,11 @@ def main() -> None:
     family = importlib.import_module(args.family)
     if args.shape not in family.SHAPES:
         parser.error(f"{args.family} has no shape {args.shape}; it has {', '.join(family.SHAPES)}")
-    for option in ("fp8", "long"):
-        if getattr(args, option) and option not in family.OPTIONS:
-            parser.error(f"{args.family} has no --{option}")
+    if args.long and not hasattr(family, "LONG_LENGTHS"):
+        parser.error(f"{args.family} has no --long")
+    forms = getattr(family, "FORMS", ())
+    if args.quantize and args.quantize not in forms:
+        parser.error(f"{args.family} has no form {args.quantize}; it has {', '.join(forms) or 'none'}")
     start = time.perf_counter()
 
     def note(what: str) -> None:
@@ -56,8 +58,8 @@ def main() -> None:
 
     config = family.config_of(args.shape, args.layers)
     weights = family.random_weights(config, args.device, args.seed)
-    if args.fp8:
-        config, weights, meant = family.quantized(config, weights)
+    if args.quantize:
+        config, weights, meant = family.quantized(config, weights, args.quantize)
     else:
         meant = weights
     if not args.long:

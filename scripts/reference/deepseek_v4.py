@@ -1,4 +1,5 @@
-"""DeepSeek-V4: the first five layers of a published shape, in packed FP8 and FP4 weights, a shard a layer.
+"""DeepSeek-V4: the first five layers of a published shape, in packed FP8 and FP4 weights, a shard a layer. Shapes
+named -0731 have a DSpark drafter of three layers too.
 
 V4-Flash's five layers are 19 GB on disk and 65 GB in bf16; they have every kind of attention and both kinds of routing.
 Beside transformers' run in bf16 and ours in float32 (deepseek_v4_forward.py) there is a run in float32 that rounds
@@ -36,7 +37,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_experts_per_tok": 3,
     },
 }  # fmt: skip
-OPTIONS = ()
+SHAPES |= {f"{name}-0731": sizes for name, sizes in SHAPES.items()}
 LENGTHS = (1, 5, 64, 129, 300, 1000, 3000, 8192)
 """Prompt lengths; FORCED more tokens follow each. The indexer leaves entries out from 2,048 tokens on."""
 BY_LAYER, LAST = (300, 3000), 256
@@ -48,11 +49,10 @@ KEPT_FLOAT32 = re.compile(r"attn_hc|ffn_hc|hc_head|sinks|position_bias|e_score_c
 
 def config_of(shape: str, layers: int | None) -> dict[str, Any]:
     """config.json of V4-Flash's first layers, or of smaller ones."""
-    raw = config_json("Flash", layers=layers or 5) | {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "dtype": "bfloat16",
-    }
-    return raw | SHAPES[shape]
+    drafting = shape.endswith("-0731")
+    raw = config_json("Flash-0731" if drafting else "Flash", layers=layers or 5, drafting=drafting)
+    raw |= {"architectures": ["DeepseekV4ForCausalLM"], "dtype": "bfloat16", **SHAPES[shape]}
+    return raw | ({"dspark_noise_token_id": raw["vocab_size"] - 1} if drafting else {})
 
 
 class Random(common.Random):
@@ -100,7 +100,7 @@ def random_weights(c: Mapping[str, Any], device: str, seed: int) -> dict[str, to
     """The whole inventory; the head is scaled for logits of standard deviation 2.5."""
     r, h = Random(device, seed), c["hidden_size"]
     r.bf16("embed.weight", c["vocab_size"], h, std=1.0)
-    for n, ratio in enumerate(c["compress_ratios"]):
+    for n, ratio in enumerate(c["compress_ratios"][: c["num_hidden_layers"]]):
         # Later layers add less, as in trained models: with equal shares bf16's errors pile up over the layers.
         layer(r, c, f"layers.{n}.", ratio, hashed=n < c["num_hash_layers"], share=1 / (1 + n / 2))
     streams = c["hc_mult"]
@@ -109,7 +109,27 @@ def random_weights(c: Mapping[str, Any], device: str, seed: int) -> dict[str, to
     r.float32("hc_head_scale", 1, std=0.1, mean=1.0)
     r.norm("norm", h)
     r.matrix("head", c["vocab_size"], h, gain=common.LOGIT_STD)
+    if "dspark_block_size" in c:
+        drafter(r, c)
     return r.weights
+
+
+def drafter(r: Random, c: Mapping[str, Any]) -> None:
+    """The layers of a DSpark drafter and its heads."""
+    h, streams, stages = c["hidden_size"], c["hc_mult"], len(c["compress_ratios"]) - c["num_hidden_layers"]
+    for n in range(stages):
+        layer(r, c, f"mtp.{n}.", 0, hashed=False, share=1 / (1 + n / 2))
+    r.float8("mtp.0.main_proj", h, h * len(c["dspark_target_layer_ids"]))
+    r.norm("mtp.0.main_norm", h)
+    last = f"mtp.{stages - 1}."
+    r.norm(last + "norm", h)
+    r.float32(last + "hc_head_fn", streams, streams * h, std=1 / math.sqrt(streams * h))
+    r.float32(last + "hc_head_base", streams, std=0.5)
+    r.float32(last + "hc_head_scale", 1, std=0.1, mean=1.0)
+    rank = c["dspark_markov_rank"]
+    r.bf16(last + "markov_head.markov_w1.weight", c["vocab_size"], rank, std=1.0)
+    r.bf16(last + "markov_head.markov_w2.weight", c["vocab_size"], rank, std=1 / math.sqrt(rank))
+    r.bf16(last + "confidence_head.proj.weight", 1, h + rank, std=1 / math.sqrt(h))
 
 
 def layer(r: Random, c: Mapping[str, Any], at: str, ratio: int, *, hashed: bool, share: float) -> None:
@@ -166,7 +186,8 @@ def shards(names: Iterable[str]) -> list[list[str]]:
     """A shard a layer, and one of the rest."""
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(".".join(name.split(".")[:2]) if name.startswith("layers.") else "", []).append(name)
+        part = ".".join(name.split(".")[:2]) if name.startswith(("layers.", "mtp.")) else ""
+        found.setdefault(part, []).append(name)
     return list(found.values())
 
 
@@ -247,7 +268,7 @@ def transformers_model(
     missing = dict(model.state_dict())
     with torch.no_grad():
         for name in weights:
-            if name.endswith(".scale"):
+            if name.endswith(".scale") or name.startswith("mtp."):
                 continue
             found = re.fullmatch(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.w([123])\.weight", name)
             if found is None:

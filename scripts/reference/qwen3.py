@@ -1,4 +1,9 @@
-"""Qwen3: a checkpoint in bf16, two shards and an index."""
+"""Qwen3: a checkpoint in bf16, two shards and an index.
+
+With --quantize nvfp4 or int8 the layers' weights are quantised as compressed-tensors does: FP4 with an e4m3 scale for
+each 16 values and a scale of the tensor, or INT8 with a scale a row. The reference runs on the values of these weights,
+and rounds no activations.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from transformers.integrations import sdpa_attention
 from openinfer.recipes.qwen3.published import SIZES
 
 SHAPES = {"tiny": (256, 4, 4, 384, True)} | {name.lower(): sizes for name, sizes in SIZES.items()}
-OPTIONS = ("long",)
+FORMS = ("nvfp4", "int8")
 shards = common.halves
 LENGTHS = (1, 5, 64, 129, 300, 1000, 2048, 4200)
 """Prompt lengths; FORCED more tokens follow each."""
@@ -80,6 +85,46 @@ def random_weights(c: Mapping[str, Any], device: str, seed: int) -> dict[str, to
     if not c["tie_word_embeddings"]:
         weights["lm_head.weight"] = r.normal(c["vocab_size"], h, std=head_std)
     return weights
+
+
+def quantized(
+    config: dict[str, Any], weights: Mapping[str, torch.Tensor], form: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The config and the tensors of a packed checkpoint, and what these mean, in float32."""
+    small, same = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, weight in weights.items():
+        if not name.endswith("proj.weight"):
+            small[name] = same[name] = weight
+            continue
+        parts, same[name] = (nvfp4 if form == "nvfp4" else int8)(weight.float())
+        small |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+    of = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    of = of if form == "nvfp4" else {"num_bits": 8, "type": "int", "strategy": "channel"}
+    spelled = "nvfp4-pack-quantized" if form == "nvfp4" else "int-quantized"
+    group = {"targets": ["Linear"], "format": spelled, "weights": {**of, "symmetric": True, "dynamic": False}}
+    scheme = {"quant_method": "compressed-tensors", "format": spelled, "config_groups": {"group_0": group}}
+    return {**config, "quantization_config": {**scheme, "ignore": ["lm_head"]}}, small, same
+
+
+def nvfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of an NVFP4 weight [N, K], and its values."""
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=weight.device)
+    blocks = weight.unflatten(1, (-1, 16))
+    whole = 448 * 6 / weight.abs().amax()
+    scales = (blocks.abs().amax(-1) / 6 * whole).to(torch.float8_e4m3fn)
+    unit = (scales.float() / whole)[..., None]
+    codes = torch.bucketize((blocks / unit).abs(), (sizes[1:] + sizes[:-1]) / 2)
+    values = (sizes[codes] * blocks.sign() * unit).flatten(1)
+    codes = (codes + 8 * (blocks < 0)).flatten(1).to(torch.uint8)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    return {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": whole[None]}, values
+
+
+def int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of an INT8 weight [N, K], and its values."""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scale).round()
+    return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
 
 
 def reference(

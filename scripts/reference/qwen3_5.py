@@ -1,7 +1,7 @@
 """Qwen3.5's text model: a flat config, two shards and an index.
 
-With --fp8 the weights are quantised by the published scheme: e4m3, and a BF16 scale for each block of 128 x 128. The
-reference then runs on the values of these weights."""
+With --quantize fp8 the weights are quantised by the published scheme: e4m3, and a BF16 scale for each block of
+128 x 128. The reference then runs on the values of these weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = {
     "tiny-moe": (256, 4, 4, 2, 32, (16, 4, 128), False),
     **{name.lower(): sizes for name, sizes in SIZES.items()},
 }
-OPTIONS = ("fp8",)
+FORMS = ("fp8",)
 shards, reference = common.halves, common.reference
 LENGTHS = (1, 5, 64, 129, 300, 1000, 2048, 8192)
 """Prompt lengths; FORCED more tokens follow each."""
@@ -162,7 +162,7 @@ def meant(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(
-    config: dict[str, Any], weights: Mapping[str, torch.Tensor]
+    config: dict[str, Any], weights: Mapping[str, torch.Tensor], form: str
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The config and the tensors of a block-scaled checkpoint, and what these mean."""
     small, same = {}, {}

@@ -26,14 +26,15 @@ RELEASES = {"Flash-0731": ("Flash", 256), "Pro-0813": ("Pro", 512)}
 """Later releases of these sizes, with a DSpark drafter of three layers in place of the MTP layer: size, Markov rank."""
 
 
-def config_json(name: str, *, layers: int | None = None) -> dict[str, Any]:
+def config_json(name: str, *, layers: int | None = None, drafting: bool | None = None) -> dict[str, Any]:
     """The keys of config.json that matter, for a size of SIZES or a release of RELEASES.
 
-    layers: keep only this many layers, for a model cut short; such a model has no layer that drafts.
+    layers: keep only this many layers, for a model cut short. drafting: whether it has the layers that draft, by
+    default if it is not cut short.
     """
     size, rank = RELEASES.get(name, (name, 0))
     s = SIZES[size]
-    ratios, drafting = s.ratios[:layers], layers is None
+    ratios, drafting = s.ratios[:layers], layers is None if drafting is None else drafting
     dspark = {
         "dspark_block_size": 5, "dspark_noise_token_id": 128799, "dspark_markov_rank": rank,
         "dspark_target_layer_ids": list(range(len(ratios))[-3:]),
