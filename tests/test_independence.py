@@ -210,13 +210,13 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4110, 2970),
-    "kernels": (19600, 9333),
+    "kernels": (19600, 9358),
     "graph": (4330, 2574),
     "kvpool": (6750, 5010),
     "sampler": (4770, 3940),
     "scheduler": (5020, 3462),
     "frontend": (13560, 11310),
-    "recipes": (14900, 3623),
+    "recipes": (14952, 3732),
     "cli": (6880, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

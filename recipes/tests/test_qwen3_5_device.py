@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import H200, ContractError, InterpDriver, LaunchPack, NullPack, Op, Store, Target
+from openinfer.kernels import H200, InterpDriver, LaunchPack, NullPack, Op, Store, Target
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.testing import copied, error, run_interpreted, run_reference
@@ -28,9 +29,11 @@ STEP, CHUNKS = 3e-3, 8e-3
 LAYERS = 3  # of a cache of states, the middle one of which is used
 
 
-def run_both(op: Op[Any], args: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
+def run_both(
+    op: Op[Any], args: Mapping[str, Any], target: Target = SMALL
+) -> tuple[dict[str, Array], dict[str, Array]]:
     """The arrays of a call as the kernels leave them, and as the reference does."""
-    return run_interpreted(op, args, SMALL), run_reference(op, args)
+    return run_interpreted(op, args, target), run_reference(op, args)
 
 
 def delta_step(
@@ -112,9 +115,9 @@ def with_drafts(
     return {**args, "recent": recent, "accepted": by_slot, "num_drafts": np.array(drafts, np.int32)}
 
 
-def check_delta(args: dict[str, Any], limit: float) -> None:
+def check_delta(args: dict[str, Any], limit: float, target: Target = SMALL) -> None:
     """Outputs, states and rings as the reference leaves them, and nothing else touched."""
-    got, want = run_both(gated_delta_net, args)
+    got, want = run_both(gated_delta_net, args, target)
     for name in got.keys() - {"out", "state"}:
         assert got[name].tobytes() == want[name].tobytes(), name
     assert np.isfinite(got["out"].astype(float32)).all()
@@ -339,9 +342,80 @@ def null_step(tokens: int, rows: int, key_heads: int, heads: int) -> dict[str, A
     }
 
 
-def test_batch_invariance_is_refused() -> None:
-    with pytest.raises(ContractError, match="no batch-invariant kernels"):
-        gated_delta_net(NullPack(Target(90, 132, batch_invariant=True)), **null_step(4, 4, 16, 32))
+INVARIANT = dataclasses.replace(SMALL, batch_invariant=True)
+STEPS = {
+    "whole": [(24, 0, 0)],
+    "cut": [(7, 0, 0), (1, 0, 0), (16, 0, 0)],
+    "one by one": [(1, 0, 0)] * 24,
+    "drafts": [(5, 0, 0), (1, 3, 2), (1, 3, 0), (1, 1, 1), (1, 2, 1), (11, 0, 0)],
+}  # of each: sure tokens, drafts, accepted ones
+
+
+def by_steps(
+    seed: int, args: dict[str, Any], steps: Sequence[tuple[int, int, int]], company: Sequence[int]
+) -> dict[str, bytes]:
+    """What the row of `args` leaves, in steps beside rows of `company` tokens, which are others in each step."""
+    rng, at, mine = np.random.default_rng(seed), int(args["seq_lens"][args["slots"][0]]), len(company) // 2
+    args, out, slot = with_drafts(rng, args, [0], [0]), [], int(args["slots"][0])
+    before, drafted = at, any(drafts for _, drafts, _ in steps)
+    for sure, drafts, accepted in steps:
+        lengths = [*company[:mine], sure + drafts, *company[mine:]]
+        step = delta_step(
+            rng, lengths, [9] * len(lengths), heads=(1, 2, 16, 32), tokens=sum(lengths) + len(company)
+        )
+        step |= {name: args[name] for name in ("conv_weight", "decay", "dt_bias", "norm_weight")}
+        step = with_drafts(rng, {**step, "max_q_len": max(lengths)}, [0] * len(lengths), [0] * len(lengths))
+        own, first = int(step["slots"][mine]), sum(lengths[:mine])
+        block, target = int(step["state_from"][own]), int(args["state_to"][slot])
+        for name in ("qkv", "z", "ba"):
+            step[name][first : first + sure + accepted] = args[name][
+                at - before : at - before + sure + accepted
+            ]
+        for name in ("state", "conv_state"):
+            step[name] = step[name].astype(args[name].dtype)
+            step[name][block] = args[name][target]
+        step["recent"][own] = args["recent"][slot]
+        step["seq_lens"][own], step["accepted"][own] = at, args["accepted"][slot]
+        step["num_drafts"][mine] = drafts
+        if not drafted:
+            step |= {"recent": None, "accepted": None, "num_drafts": None}
+        left = run_interpreted(gated_delta_net, step, INVARIANT)
+        out.append(left["out"][first : first + sure + accepted])
+        for name in ("state", "conv_state"):
+            args[name][target] = left[name][block]
+        if drafted:
+            args["recent"][slot] = left["recent"][own]
+        args["accepted"][slot], at = accepted, at + sure + accepted
+    return {"out": np.concatenate(out).tobytes()} | {
+        name: args[name][target].tobytes() for name in ("state", "conv_state")
+    }
+
+
+@pytest.mark.parametrize("dtype", [float32, bfloat16])
+def test_batch_invariant_kernels_leave_the_same_bits_however_a_row_is_cut(
+    rng: np.random.Generator, dtype: Any
+) -> None:
+    args = delta_step(rng, [24], [30], heads=(1, 2, 16, 32))
+    args["state"] = args["state"].astype(dtype)
+    left = {
+        (name, company): by_steps(n, copied(args)[0], steps, company)
+        for n, (name, steps) in enumerate(STEPS.items())
+        for company in ((), (1, 3, 20))
+        if name != "one by one" or not company
+    }
+    assert len({*map(str, left.values())}) == 1
+
+
+@pytest.mark.parametrize("drafts", [None, [2, 0, 0, 3, 0, 0, 0]])
+def test_batch_invariant_kernels(rng: np.random.Generator, drafts: list[int] | None) -> None:
+    """Prompts, decode rows, drafts, snapshots, dead and empty rows and padding by the same three kernels."""
+    lengths, before = [3, 100, 1, 4, 70, 0, 20], [9, 30, 12, 62, 0, 3, 1]
+    args = delta_step(
+        rng, lengths, before, heads=(1, 3, 16, 32), tokens=sum(lengths) + 17, dead=(6,), moved=(1, 3),
+        snapshots={1: [128, 64], 4: [64]},
+    )  # fmt: skip
+    args = with_drafts(rng, args, drafts, [1, 0, 0, 2, 0, 0, 0]) if drafts else args
+    check_delta(args, STEP, INVARIANT)
 
 
 @pytest.mark.slow
@@ -349,6 +423,7 @@ def test_batch_invariance_is_refused() -> None:
 def test_kernels_of_published_sizes_compile(tmp_path: Any, key_heads: int, heads: int) -> None:
     pack, store = NullPack(Target(90, 132)), Store(90, tmp_path, folders=[])
     for tokens, rows in [(1, 1), (256, 256), (4096, 1), (2048, 64)]:
-        gated_delta_net(pack, **null_step(tokens, rows, key_heads, heads))
+        for pack.target in (Target(90, 132), Target(90, 132, batch_invariant=True)):
+            gated_delta_net(pack, **null_step(tokens, rows, key_heads, heads))
     store.prepare(pack.specs())
     assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(90)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -118,6 +119,23 @@ def run_both(request: pytest.FixtureRequest) -> Callable[..., tuple[dict[str, Ar
         return run_on_gpu(op, args, own, driver, stream), want
 
     return both
+
+
+@pytest.fixture
+def check_alone() -> Callable[..., None]:
+    """check_alone(op, args, name): by batch-invariant kernels, tokens alone have the bits that they have together."""
+    target = dataclasses.replace(INTERPRETED, batch_invariant=True)
+
+    def check(op: Op[Any], args: dict[str, Any], name: str) -> None:
+        together, tokens = run_interpreted(op, args, target)[name], len(args["x"])
+        of_token = {
+            key for key, value in args.items() if isinstance(value, np.ndarray) and len(value) == tokens
+        }
+        for n in (0, tokens // 2, tokens - 1):
+            one = args | {key: args[key][n : n + 1] for key in of_token}
+            assert run_interpreted(op, one, target)[name].tobytes() == together[n].tobytes(), n
+
+    return check
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 
 from openinfer.kernels import ContractError, NullPack, Store, Target, experts_add
 from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.moe import plain as plain_experts
 from openinfer.kernels.moe.plain import ExpertTile
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.tensor import bfloat16, float32, int32
@@ -55,7 +54,7 @@ def test_any_sizes(check_op, rng, normal, tokens, count, chosen, hidden, inter, 
 )
 def test_tiles_that_some_experts_overflow_and_others_leave_empty(check_op, rng, normal, tile, monkeypatch):
     monkeypatch.setattr("openinfer.kernels.ops.experts_add.expert_tile", lambda *_, **__: tile)
-    monkeypatch.setattr(plain_experts, "SORT_BLOCK", 32)
+    monkeypatch.setattr("openinfer.kernels.moe.SORT_BLOCK", 32)
     args = mixture(rng, normal, 70, 9, 2, 64, 64, skewed=True)
     assert np.bincount(args["expert_ids"][args["expert_ids"] >= 0]).max() > 3 * 16
     check_op(experts_add, {"x": BF16}, **args)
@@ -72,18 +71,11 @@ def test_few_pairs_have_a_tile_each(check_op, rng, normal, plan, tokens, monkeyp
     check_op(experts_add, {"x": BF16}, **args)
 
 
-def test_one_tile_for_any_number_of_tokens_if_batch_invariant():
-    target = Target(90, 132, batch_invariant=True)
-    tiles = {
-        plain_experts.expert_tile(target, tokens * 8, 256, 512, 2048, first=True) for tokens in (1, 64, 8192)
-    }
-    assert len(tiles) == 1
-    assert (
-        len(
-            {plain_experts.expert_tile(Target(90, 132), n * 8, 256, 512, 2048, first=True) for n in (1, 8192)}
-        )
-        == 2
-    )
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_token_alone_has_the_bits_that_it_has_among_others(check_alone, rng, normal, scaled):
+    """An expert has more pairs than a tile."""
+    args = mixture(rng, normal, 83, 5, 2, 128, 48, scaled=scaled, skewed=True)
+    check_alone(experts_add, args, "x")
 
 
 def test_no_expert_at_all_leaves_the_tokens_alone(check_op, rng, normal):

@@ -111,6 +111,11 @@ def test_mixtures_agree_with_the_reference(kind: str, check_op: Any) -> None:
         check_op(experts_add, {"x": BF16}, **mixture_args(kind, tokens, 3, 128, 256))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_alone_has_the_bits_that_it_has_among_others(kind: str, check_alone: Any) -> None:
+    check_alone(experts_add, mixture_args(kind, 70, 3, 128, 128), "x")
+
+
 def mixture_args(kind: str, tokens: int, experts: int, hidden: int, inter: int) -> dict[str, Any]:
     """One expert that all tokens have, and others that none has."""
     ids = np.zeros((tokens, 2), np.int32)

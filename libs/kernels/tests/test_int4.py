@@ -177,6 +177,10 @@ def test_experts_agree_with_the_reference(
     check_op(experts_add, {"x": 2 * BF16}, **mixture(tokens, 4, hidden, inter, group))
 
 
+def test_a_token_alone_has_the_bits_that_it_has_among_others(check_alone: Any) -> None:
+    check_alone(experts_add, mixture(150, 4, 128, 128, 128), "x")
+
+
 def test_the_reference_of_experts_is_that_of_the_weights_that_are_meant() -> None:
     args = mixture(5, 3, 64, 32, 32)
     floats = {

@@ -90,6 +90,13 @@ def test_experts(run_both: Both, rng: np.random.Generator, kind: str, count: str
     assert error(got["out"], want["out"]) < (ROUNDED if quantized else 4e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_alone_has_the_bits_that_it_has_among_others(
+    check_alone: Any, rng: np.random.Generator, kind: str
+) -> None:
+    check_alone(experts, mixture_of(rng, *COUNTS["many"], KINDS[kind], quantized=True), "out")
+
+
 @pytest.mark.parametrize(
     "name", ["limit", "expert_weights", "gate_up.scales", "down.scales", "down.weight", "quantized"]
 )

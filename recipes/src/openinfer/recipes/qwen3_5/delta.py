@@ -30,7 +30,16 @@ fills a GPU."""
 VERIFIED_COLUMNS = 32
 """Columns of a state that a warp has in rows with drafts. A program has one warp, so that no sum crosses warps."""
 
+ALONE_COLUMNS = 16
+"""The same where rows of any length go token by token: a prompt alone then has a warp for every two or four parts of
+an SM, and a row of a state is still 64 bytes of memory."""
+
+TILE, DEALT = 16, 64
+"""Positions that a program of the convolution takes at a time, more than MAX_DRAFTS and the taps; and programs of all
+rows that share a head's tiles."""
+
 _DEVICE = "openinfer.recipes.qwen3_5.device."
+_TOKENS = _DEVICE + "delta_tokens"
 _OF_ROWS = ("slots", "q_starts", "seq_lens", "alive")
 
 
@@ -51,6 +60,7 @@ class Tuning:
     scan_stages: int = 3
     norm_warps: int = 8
     beside: bool = False  # whether decode rows and prompts are branches of the graph
+    alone: bool = False  # whether every token goes by itself
 
 
 def choose_tuning(target: Target, heads: int, rows: int) -> Tuning:
@@ -59,6 +69,8 @@ def choose_tuning(target: Target, heads: int, rows: int) -> Tuning:
     A few rows run in small parts, so that there are enough programs for the SMs. Decode rows run beside prompts only
     where they are many enough to take longer than a fork and a join of the graph.
     """
+    if target.batch_invariant:
+        return Tuning(alone=True)
     if heads * rows <= 2 * target.num_sms:
         return Tuning(step_columns=32, step_warps=1)
     return Tuning(beside=heads * rows > 32 * target.num_sms)
@@ -163,14 +175,19 @@ def delta_launches(a: DeltaArgs[Tensor], tuning: Tuning) -> Iterator[Command]:
     """The launches of a call. Rows of one token go to one kernel. Other rows go in chunks through four kernels. A step
     may have both; many rows of one token are then a branch beside the four kernels.
 
+    Batch-invariant kernels take every token by itself, prompts too: however a prompt is cut, whichever prefix was
+    cached and whichever tokens were drafts, the state went through the same roundings.
+
     Where rows have drafts, rows of a few tokens go to kernels of their own, rows without drafts too: such a row may
     have accepted some in the step before."""
     tokens, rows = a.out.shape[0], a.slots.shape[0]
-    if a.recent is not None:
+    if tuning.alone:
+        yield from _token_by_token(a, tokens, alone=True)
+    elif a.recent is not None:
         short = a.recent.shape[1] // 2
         if a.max_q_len > short:
             yield from _chunks(a, tuning, short)
-        yield from _verify(a, a.recent, tokens if a.max_q_len <= short else 0, short)
+        yield from _token_by_token(a, tokens if a.max_q_len <= short else 0, alone=False)
     elif a.max_q_len == 1:
         yield _step(a, tuning, tokens)
     elif rows == 1:  # a prompt: that it may have one token left is not worth a launch in every step
@@ -208,46 +225,56 @@ def _step(a: DeltaArgs[Tensor], tuning: Tuning, tokens: int) -> Launch:
     )
 
 
-def _verify(a: DeltaArgs[Tensor], recent: Tensor, tokens: int, short: int) -> Iterator[Launch]:
-    """Rows of at most `short` tokens, and zeros for the tokens from the last row's end to `tokens`."""
-    (_, heads, dk, dv), rows = a.state.shape, a.slots.shape[0]
-    ring, snapshots = recent.shape[1], a.snapshot_ends.shape[1]
-    width, columns = a.qkv.shape[1], min(VERIFIED_COLUMNS, dv)
-    of_step = tensors(a, *_OF_ROWS, "state_from", "state_to", "snapshot_ends", "snapshot_blocks")
-    of_step |= tensors(a, "recent", "accepted", "num_drafts")
-    shared: dict[str, Arg] = {
-        "made": Scratch((rows, ring, width), float32),
-        "snapshots": snapshots,
-        "short": short,
+def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterator[Launch]:
+    """Zeros for the tokens from the last row's end to `tokens`, and rows of at most half the places of `recent`. alone:
+    rows of any length, by kernels that are the same for every step."""
+    (_, heads, dk, dv), (rows, snapshots) = a.state.shape, a.snapshot_ends.shape
+    width, ring = a.qkv.shape[1], a.recent.shape[1] if a.recent is not None else 0
+    short, places = (tokens, tokens + rows * ring // 2) if alone else (ring // 2, rows * ring)
+    rest = tensors(a, *_OF_ROWS, "state_from", "state_to", "snapshot_ends", "snapshot_blocks") | {
+        "recent": a.recent or a.qkv,
+        "accepted": a.accepted or a.seq_lens,
+        "num_drafts": a.num_drafts or a.slots,
     }
-    constants = _sizes(a) | {"RING": ring, "SNAPSHOTS": power_of_two(snapshots)}
+    made: dict[str, Arg] = {
+        "recent_stride": aligned(0 if a.recent is None else a.recent.strides[0]),
+        "made": Scratch((places, width), float32), "snapshots": snapshots if a.max_q_len > 1 else 0,
+        "short": short, "ring_size": ring,
+    }  # fmt: skip
+    tile, constants = TILE if alone else ring, {**_sizes(a), "BY_ROW": not alone}
     yield launch(
-        _DEVICE + "delta_verify",
-        "delta_inputs_short",
-        (2 * a.sizes.key_heads + heads + 1, rows),
+        _TOKENS,
+        "delta_token_inputs",
+        (2 * a.sizes.key_heads + heads + 1, rows, max(1, min(-(-short // tile), DEALT // rows))),
         tensors(a, "qkv", "ba", "conv_weight", "conv_state")
-        | of_step
-        | _strides(a, "qkv", "ba", "conv_state", "recent")
-        | shared,
-        constants | _taps(a) | {"WIDE": max(dk, dv), "GATES": power_of_two(2 * heads)},
+        | {**rest, **_strides(a, "qkv", "ba", "conv_state"), **made},
+        constants | _taps(a) | {"TILE": tile, "WIDE": max(dk, dv), "GATES": power_of_two(2 * heads)},
     )
-    yield launch(
-        _DEVICE + "delta_verify",
-        "delta_verify",
-        (heads * (dv // columns), rows),
-        tensors(a, "out", "z", "ba", "decay", "dt_bias", "norm_weight", "state")
-        | of_step
-        | _strides(a, "z", "ba", "state", "recent")
-        | shared
-        | {
-            "partial": Scratch((rows, heads, short, dv), float32),
-            "arrived": Scratch((rows, heads), int32, zeroed=True),
+    constants |= {"SNAPSHOTS": power_of_two(snapshots)}
+    columns = min(ALONE_COLUMNS if alone else VERIFIED_COLUMNS, dv)
+    out = Scratch((tokens, heads, dv), a.out.dtype) if alone else a.out
+    without, sums = dict.fromkeys(["partial", "arrived"]) if alone else {}, dict[str, Arg]()
+    if not alone:
+        sums["partial"] = Scratch((rows, heads, short, dv), float32)
+        sums["arrived"] = Scratch((rows, heads), int32, zeroed=True)
+    args: dict[str, Arg] = {
+        "out": out,
+        **tensors(a, "z", "ba", "decay", "dt_bias", "norm_weight", "state"),
+        **rest,
+    }
+    args |= {**_strides(a, "z", "ba", "state"), **made, **sums, "eps": a.eps, "tokens": tokens}
+    grid = (heads * (dv // columns), rows)
+    yield launch(_TOKENS, "delta_tokens", grid, args, constants | {"BV": columns, **without}, num_warps=1)
+    if alone:
+        args = {
+            "out": a.out,
+            "o": out,
+            "z": a.z,
+            "norm_weight": a.norm_weight,
+            **_strides(a, "z"),
             "eps": a.eps,
-            "tokens": tokens,
-        },
-        constants | {"BV": columns},
-        num_warps=1,
-    )
+        }
+        yield launch(_TOKENS, "delta_token_norm", (heads, tokens), args, {"DV": dv}, num_warps=1)
 
 
 _CHUNKS = _DEVICE + "delta_chunks"

@@ -15,10 +15,6 @@ class HybridOptions(Options):
     """The options of every engine, and how often snapshots of recurrent states are kept."""
 
     refused: ClassVar[dict[str, str]] = {}
-    refused_on_gpu: ClassVar[dict[str, str]] = {
-        "batch_invariant": "how a prompt is cut into steps changes what the delta rule's kernels round"
-    }
-
     draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp")
 
     snapshot_interval: int = option(

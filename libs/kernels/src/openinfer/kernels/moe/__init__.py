@@ -12,43 +12,51 @@ from typing import Protocol
 import numpy as np
 
 from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.op.launch import Command, Scratch
+from openinfer.kernels.op.launch import Command, Scratch, power_of_two
 from openinfer.kernels.op.reference import Array
+from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
 
 SORT_BLOCK = 4096
-"""Pairs that a sorting program looks at, at a time."""
+"""The most of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The pairs of a step: `order` has them sorted by expert, expert e those from starts[e] to starts[e + 1]."""
+    """The pairs of a step: `order` has them sorted by expert, expert e those from starts[e] to starts[e + 1]. fixed:
+    kernels do not depend on how many there are."""
 
     tokens: int
     chosen: int
     experts: int
     order: Scratch
     starts: Scratch
+    fixed: bool
 
     @classmethod
-    def of(cls, expert_ids: Tensor, experts: int) -> "Pairs":
+    def of(cls, target: Target, expert_ids: Tensor, experts: int) -> "Pairs":
         """The pairs of expert_ids int32 [T, K]."""
         tokens, chosen = expert_ids.shape
         order, starts = Scratch((tokens * chosen,), int32), Scratch((experts + 1,), int32)
-        return cls(tokens, chosen, experts, order, starts)
+        return cls(tokens, chosen, experts, order, starts, target.batch_invariant)
 
     @property
     def count(self) -> int:
         """How many pairs there are."""
         return self.tokens * self.chosen
 
+    @property
+    def sorted_at_once(self) -> int:
+        """Pairs that a sorting program looks at, at a time."""
+        return SORT_BLOCK if self.fixed else min(SORT_BLOCK, power_of_two(self.count))
+
     def few(self, places: int) -> bool:
         """Whether a tile a pair is fewer tiles than `places` a tile and one more for each expert."""
-        return self.count < self.count // places + self.experts
+        return not self.fixed and self.count < self.count // places + self.experts
 
     def tiles(self, places: int) -> int:
         """An upper bound of the number of tiles, with `places` places each."""
-        return min(self.count, self.count // places + self.experts)
+        return self.count if self.few(places) else self.count // places + self.experts
 
 
 class Kernels(Protocol):

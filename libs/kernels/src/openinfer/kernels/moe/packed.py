@@ -11,7 +11,7 @@ import numpy as np
 
 from openinfer.kernels.formats.linear import Linear, linear_of
 from openinfer.kernels.linear.mx import multiplies_codes
-from openinfer.kernels.moe import SORT_BLOCK, Pairs
+from openinfer.kernels.moe import Pairs
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.op import T
 from openinfer.kernels.op.target import Target, shared_bytes
@@ -137,7 +137,7 @@ class PackedExperts:
     def sort(self, pairs: Pairs) -> Launch:
         """Fill `order` and `starts`, and write x as the first product reads it."""
         (tokens, width), kind = self.a.x.shape, kind_of(linear_of(self.a.down))
-        block = min(SORT_BLOCK, power_of_two(pairs.count))
+        block = pairs.sorted_at_once
         copies = -(-tokens * width // COPY_BLOCK) if kind != BF16 else 0
         return launch(
             _DEVICE,

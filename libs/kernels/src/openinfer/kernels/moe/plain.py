@@ -11,7 +11,7 @@ from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.few_bits import form_kernels, unpacks
-from openinfer.kernels.moe import SORT_BLOCK, Pairs
+from openinfer.kernels.moe import Pairs
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import Tensor
@@ -81,7 +81,7 @@ class PlainExperts:
                 "expert_ids": self.expert_ids,
                 "pairs": pairs.count,
             },
-            {"BLOCK": min(SORT_BLOCK, power_of_two(pairs.count))},
+            {"BLOCK": pairs.sorted_at_once},
         )
 
     def multiply(self, pairs: Pairs) -> Iterator[Launch]:

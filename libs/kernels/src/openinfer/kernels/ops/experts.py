@@ -71,7 +71,7 @@ def _launches(target: Target, a: ExpertsArgs[Tensor]) -> Iterator[Command]:
     )
     count = a.gate_up.shape[0]
     found = packed_expert_tile(target, a.expert_ids.numel, count, kind_of(linear_of(a.gate_up)), a.quantized)
-    yield from moe.mixture_launches(PackedExperts.of(target, found, a), Pairs.of(a.expert_ids, count))
+    yield from moe.mixture_launches(PackedExperts.of(target, found, a), Pairs.of(target, a.expert_ids, count))
 
 
 def _cost(workload: Workload, a: ExpertsArgs[Tensor]) -> Cost:
@@ -127,6 +127,6 @@ def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
 
         def commands(a: ExpertsArgs[Tensor], places: int = places) -> Iterator[Command]:
             kernels = PackedExperts.of(target, replace(chosen, bm=places), a)
-            return moe.mixture_launches(kernels, Pairs.of(a.expert_ids, count))
+            return moe.mixture_launches(kernels, Pairs.of(target, a.expert_ids, count))
 
         yield f"{places} places", commands

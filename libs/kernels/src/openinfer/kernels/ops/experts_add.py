@@ -105,7 +105,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         hidden = Scratch(a.x.shape, a.x.dtype)
         yield norm(hidden, a.x, a.norm_weight, a.eps)
     experts, width, inter = *a.down.shape[:2], a.gate_up.shape[1] // 2
-    pairs = Pairs.of(a.expert_ids, experts)
+    pairs = Pairs.of(target, a.expert_ids, experts)
     kernels = PlainExperts(
         target, a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, *_weights(a),
         adds=a.out is None, first=expert_tile(target, pairs.count, experts, inter, width, first=True),

@@ -178,10 +178,6 @@ def _reference(a: DeltaArgs[Array]) -> None:
 
 
 def _launches(target: Target, a: DeltaArgs[Tensor]) -> Iterator[Command]:
-    require(
-        not target.batch_invariant,
-        "the delta rule has no batch-invariant kernels: what a step computes of a prompt at once changes its rounding",
-    )
     sizes, taps = a.sizes, a.conv_weight.shape[1]
     require(
         a.qkv.dtype == bfloat16, f"qkv is {a.qkv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"

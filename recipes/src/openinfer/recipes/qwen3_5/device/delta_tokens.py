@@ -1,0 +1,259 @@
+"""Rows token by token through a gated delta-rule layer, as delta_step does one: rows of a few tokens whose last ones
+are drafts, and, where kernels are batch-invariant, rows of any length.
+
+A row first takes the drafts that its last step accepted. Their inputs are in `recent`, at positions modulo `ring_size`.
+The convolution's inputs at the positions before these are in the ring of the row's block. delta_token_inputs runs the
+convolution for all positions, and keeps its inputs. delta_tokens carries the states through the positions.
+"""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoid, silu
+
+
+@triton.jit
+def _input(
+    channel, inside, position, begin, start, ring, recent, recent_width, token, qkv_stride, width, ring_size,
+    TAPS: tl.constexpr,
+):  # fmt: skip
+    """The convolution's inputs of channels at positions, 0 where not `inside`. begin, start: the positions of the row's
+    state and of its first new token, which `token` points at. Before position 0: what the ring holds there."""
+    kept = tl.load(
+        ring + (position + TAPS) % TAPS * width + channel,
+        mask=inside & (position < begin) & (begin > 0),
+        other=0.0,
+    )
+    draft = tl.load(
+        recent + (position & (ring_size - 1)) * recent_width + channel,
+        mask=inside & (position >= begin) & (position < start), other=0.0,
+    )  # fmt: skip
+    new = tl.load(
+        token + (position - start).to(tl.int64) * qkv_stride + channel,
+        mask=inside & (position >= start),
+        other=0.0,
+    )
+    return kept + draft + new
+
+
+@triton.jit
+def _kept(
+    channel, inside, upto, block, begin, start, ring, recent, recent_width, token, qkv_stride, width, conv_state,
+    conv_stride, ring_size, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The ring of a block gets the inputs of the last TAPS positions before `upto`."""
+    inputs = ()
+    for back in tl.static_range(TAPS):
+        position = upto - 1 - back
+        inputs += (
+            _input(
+                channel, inside, position, begin, start, ring, recent, recent_width, token, qkv_stride, width,
+                ring_size, TAPS,
+            ),
+        )  # fmt: skip
+    to = conv_state + block.to(tl.int64) * conv_stride
+    for back in tl.static_range(TAPS):
+        tl.store(to + (upto - 1 - back + TAPS) % TAPS * width + channel, inputs[back], mask=inside)
+
+
+@triton.jit
+def _made(made, row, first, ring_size, width, BY_ROW: tl.constexpr):
+    """Where the queries, keys and values of a row begin. BY_ROW: each row has ring_size places; else those of its
+    tokens, and ring_size / 2 for accepted drafts."""
+    if BY_ROW:
+        return made + row.to(tl.int64) * ring_size * width
+    return made + (first + row * (ring_size // 2)).to(tl.int64) * width
+
+
+@triton.jit
+def delta_token_inputs(
+    qkv, ba, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from, state_to, snapshot_ends,
+    snapshot_blocks, recent, accepted, num_drafts, qkv_stride, ba_stride, conv_stride, recent_stride, made, snapshots,
+    short, ring_size, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr,
+    TILE: tl.constexpr, BY_ROW: tl.constexpr, WIDE: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """Queries, keys and values of rows of 1 to `short` tokens, float32 [places, channels] in made: from _made on, those
+    of the positions after the row's state. The convolution's inputs go into the rings of the row's blocks, and the
+    inputs of its drafts into `recent`, where ring_size is not 0. Grid (2 KEYS + heads + 1, rows, any number): a head
+    each, and the gates; the last axis deals the tiles of TILE positions.
+
+    WIDE: DK or DV, the larger; GATES: a power of two of at least twice the heads. Only the first tile reads what was
+    kept of earlier steps: TILE is more than the accepted drafts and TAPS. Its program alone keeps anything, last."""
+    part, row, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads: tl.constexpr = KEYS * GROUP
+    width: tl.constexpr = 2 * KEYS * DK + heads * DV
+    recent_width: tl.constexpr = width + 2 * heads
+    slot, first = tl.load(slots + row), tl.load(q_starts + row)
+    length = tl.load(q_starts + row + 1) - first
+    if (length == 0) | (length > short) | (tl.load(alive + slot) == 0):
+        return
+    start, drafted = tl.load(seq_lens + slot), ring_size > 0
+    begin = start - tl.load(accepted + slot, mask=drafted, other=0)
+    end = start + length
+    sure = end - tl.load(num_drafts + row, mask=drafted, other=0)
+    drafts = recent + slot.to(tl.int64) * recent_stride
+    if part == 2 * KEYS + heads:
+        if program > 0:
+            return
+        gate = tl.arange(0, GATES)
+        for position in range(sure, end):
+            value = tl.load(
+                ba + (first + position - start).to(tl.int64) * ba_stride + gate, mask=gate < 2 * heads
+            )
+            to = drafts + (position & (ring_size - 1)) * recent_width + width + gate
+            tl.store(to, value, mask=gate < 2 * heads)
+        return
+    column, is_key = tl.arange(0, WIDE), part < 2 * KEYS
+    channel = tl.where(is_key, part * DK, 2 * KEYS * DK + (part - 2 * KEYS) * DV) + column
+    inside = column < tl.where(is_key, DK, DV)
+    ring = conv_state + tl.load(state_from + slot).to(tl.int64) * conv_stride
+    token = qkv + first.to(tl.int64) * qkv_stride
+    of_row = _made(made, row, first, ring_size, width, BY_ROW)
+    for tile in range(begin + program * TILE, end, tl.num_programs(2) * TILE):
+        step = tile + tl.arange(0, TILE)[:, None]
+        live = (step < end) & inside[None, :]
+        total = tl.zeros((TILE, WIDE), tl.float32)
+        for back in tl.static_range(TAPS):
+            value = _input(
+                channel[None, :], live & (step >= back), step - back, begin, start, ring, drafts, recent_width, token,
+                qkv_stride, width, ring_size, TAPS,
+            )  # fmt: skip
+            tap = tl.load(conv_weight + channel * TAPS + TAPS - 1 - back, mask=inside, other=0.0)
+            total += value.to(tl.float32) * tap.to(tl.float32)[None, :]
+        value = silu(total).to(qkv.dtype.element_ty).to(tl.float32)
+        if is_key:
+            scale = tl.rsqrt(tl.sum(value * value, 1) + 1e-6)
+            value *= tl.where(part < KEYS, scale * DK**-0.5, scale)[:, None]
+        tl.store(of_row + (step - begin).to(tl.int64) * width + channel[None, :], value, mask=live)
+    if program > 0:
+        return
+    tl.debug_barrier()  # the rings are read before any thread writes them
+
+    for n in range(snapshots):
+        upto = tl.load(snapshot_ends + row * snapshots + n)
+        if (upto > start) & (upto <= sure):
+            _kept(
+                channel, inside, upto, tl.load(snapshot_blocks + row * snapshots + n), begin, start, ring, drafts,
+                recent_width, token, qkv_stride, width, conv_state, conv_stride, ring_size, TAPS,
+            )  # fmt: skip
+    _kept(
+        channel, inside, sure, tl.load(state_to + slot), begin, start, ring, drafts, recent_width, token, qkv_stride,
+        width, conv_state, conv_stride, ring_size, TAPS,
+    )  # fmt: skip
+    for position in range(sure, end):
+        new = tl.load(token + (position - start).to(tl.int64) * qkv_stride + channel, mask=inside)
+        tl.store(drafts + (position & (ring_size - 1)) * recent_width + channel, new, mask=inside)
+
+
+@triton.jit
+def _gates(position, begin, start, new, ba_stride, kept, recent_width, ring_size, more, heads: tl.constexpr):
+    """a and b of a head at a position, 0 unless `more`: of a new token, or of an accepted draft."""
+    of_new, of_draft = new + (position - start).to(tl.int64) * ba_stride, position & (ring_size - 1)
+    of_draft = kept + of_draft * recent_width
+    late, early = more & (position >= start), more & (position < start)
+    a = tl.load(of_new + heads, mask=late, other=0.0) + tl.load(of_draft + heads, mask=early, other=0.0)
+    return a, tl.load(of_new, mask=late, other=0.0) + tl.load(of_draft, mask=early, other=0.0)
+
+
+@triton.jit
+def delta_tokens(
+    out, z, ba, decay, dt_bias, norm_weight, state, slots, q_starts, seq_lens, alive, state_from, state_to,
+    snapshot_ends, snapshot_blocks, recent, accepted, num_drafts, z_stride, ba_stride, state_stride, recent_stride,
+    made, snapshots, short, ring_size, partial, arrived, eps, tokens,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
+    BY_ROW: tl.constexpr, SNAPSHOTS: tl.constexpr,
+):  # fmt: skip
+    """Rows of 1 to `short` tokens, and zeros for the tokens from the last row's end to `tokens`. Grid (heads * parts
+    of BV columns, rows): the part of a head that arrives last does the norm.
+
+    made, BY_ROW: of delta_token_inputs. partial: float32 [rows, heads, short, DV]; arrived: int32 [rows, heads], zero
+    before and after. Without these `out` gets what delta_token_norm is to norm. The inputs of a token are loaded while
+    the one before it is worked on."""
+    PARTS: tl.constexpr = DV // BV
+    head, part, row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    heads: tl.constexpr = KEYS * GROUP
+    width: tl.constexpr = 2 * KEYS * DK + heads * DV
+    recent_width: tl.constexpr = width + 2 * heads
+    rows = tl.num_programs(1)
+    i, j, whole_j = tl.arange(0, DK), part * BV + tl.arange(0, BV), tl.arange(0, DV)
+    dtype = out.dtype.element_ty
+    slot, first, after = tl.load(slots + row), tl.load(q_starts + row), tl.load(q_starts + row + 1)
+    end = tl.load(q_starts + rows)
+    for padding in range(end + row, tokens, rows):
+        tl.store(out + (padding * heads + head) * DV + j, tl.zeros((BV,), dtype))
+    length = after - first
+    if (length == 0) | (length > short):
+        return
+    if tl.load(alive + slot) == 0:
+        for dead in range(first, after):
+            tl.store(out + (dead * heads + head) * DV + j, tl.zeros((BV,), dtype))
+        return
+    start, drafted = tl.load(seq_lens + slot), ring_size > 0
+    begin, stop = start - tl.load(accepted + slot, mask=drafted, other=0), start + length
+    sure = stop - tl.load(num_drafts + row, mask=drafted, other=0)
+    source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
+    place = (head * DK + i[:, None]) * DV + j[None, :]
+    s = tl.load(state + source * state_stride + place, mask=begin > 0, other=0.0).to(tl.float32)
+    of_row = _made(made, row, first, ring_size, width, BY_ROW)
+    of_q, of_v = of_row + head // GROUP * DK + i, of_row + 2 * KEYS * DK + head * DV + j
+    of_k = of_q + KEYS * DK
+    new = ba + first.to(tl.int64) * ba_stride + head
+    kept = recent + slot.to(tl.int64) * recent_stride + width + head
+    next_q, next_k, next_v = tl.load(of_q), tl.load(of_k), tl.load(of_v)
+    next_a, next_b = _gates(begin, begin, start, new, ba_stride, kept, recent_width, ring_size, True, heads)
+    rate, bias = tl.load(decay + head), tl.load(dt_bias + head)
+    which = tl.arange(0, SNAPSHOTS)
+    ends = tl.load(snapshot_ends + row * snapshots + which, mask=which < snapshots, other=0)
+    due = tl.min(tl.where(ends > start, ends, 1 << 30), 0)
+    of_head = (row * heads + head).to(tl.int64)
+    for position in range(begin, stop):
+        q, k, v, a, b = next_q, next_k, next_v, next_a, next_b
+        more, behind = position + 1 < stop, (position + 1 - begin).to(tl.int64) * width
+        next_q = tl.load(of_q + behind, mask=more, other=0.0)
+        next_k = tl.load(of_k + behind, mask=more, other=0.0)
+        next_v = tl.load(of_v + behind, mask=more, other=0.0)
+        next_a, next_b = _gates(
+            position + 1, begin, start, new, ba_stride, kept, recent_width, ring_size, more, heads
+        )
+        left = tl.exp(log_decay(a, rate, bias))
+        beta = sigmoid(b.to(tl.float32)).to(dtype).to(tl.float32)
+        u = beta * (v - left * tl.sum(s * k[:, None], 0))
+        o = left * tl.sum(s * q[:, None], 0) + tl.sum(q * k, 0) * u  # of the state after the update
+        s = (left * s + k[:, None] * u[None, :]).to(state.dtype.element_ty).to(tl.float32)  # as between steps
+        if position >= start:
+            if arrived is None:
+                at = (first + position - start).to(tl.int64) * heads + head
+                tl.store(out + at * DV + j, o.to(dtype))
+            else:
+                tl.store(partial + (of_head * short + position - start) * DV + j, o.to(dtype).to(tl.float32))
+        if position + 1 == due:
+            found = (ends == due) & (which < snapshots)
+            block = tl.max(tl.load(snapshot_blocks + row * snapshots + which, mask=found, other=0), 0)
+            tl.store(state + block.to(tl.int64) * state_stride + place, s)
+            due = tl.min(tl.where(ends > due, ends, 1 << 30), 0)
+        if position + 1 == sure:
+            tl.store(state + target * state_stride + place, s)
+    if arrived is not None:
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        if tl.atomic_add(arrived + of_head, 1, sem="acq_rel") == PARTS - 1:
+            weight = tl.load(norm_weight + whole_j)
+            for n in range(length):
+                # .cg: not from this SM's first-level cache
+                whole = tl.load(partial + (of_head * short + n) * DV + whole_j, cache_modifier=".cg")
+                token = first.to(tl.int64) + n
+                gate = tl.load(z + token * z_stride + head * DV + whole_j)
+                to = out + (token * heads + head) * DV + whole_j
+                tl.store(to, gated_norm(whole, gate, weight, eps, DV, dtype))
+            tl.store(arrived + of_head, 0)
+
+
+@triton.jit
+def delta_token_norm(out, o, z, norm_weight, z_stride, eps, DV: tl.constexpr):
+    """out = the gated norm of o [T, heads, DV]; 0 where o is, whatever the gate. Grid (heads, T)."""
+    head, token, j = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, DV)
+    place = (token * tl.num_programs(0) + head) * DV + j
+    value = tl.load(o + place).to(tl.float32)
+    gate = tl.load(z + token * z_stride + head * DV + j)
+    found = gated_norm(value, gate, tl.load(norm_weight + j), eps, DV, out.dtype.element_ty)
+    tl.store(out + place, tl.where(tl.max(tl.abs(value), 0) > 0, found, 0.0))
