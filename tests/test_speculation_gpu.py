@@ -40,10 +40,10 @@ ASKED = {
 }
 
 
-@pytest.fixture(scope="module")
-def pair(session_of_module: Callable[..., Any]) -> Iterator[tuple[Any, Any]]:
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+def pair(session_of_module: Callable[..., Any], request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     """A batch-invariant engine without drafts, and one whose drafts come in every step, with preemptions and chunks."""
-    path, alike = DEMO / "qwen3", {**FLAGS, "batch_invariant": True}
+    path, alike = DEMO / request.param, {**FLAGS, "batch_invariant": True}
     plain = session_of_module(path, **alike, enable_prefix_caching=False)
     small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS}
     drafted = session_of_module(path, speculative_config=NGRAM, **alike, **small)
@@ -127,7 +127,7 @@ def test_stop_strings_cut_the_same_text() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v4"])
 def test_log_probabilities_are_the_models(session_of_module: Callable[..., Any], name: str) -> None:
-    """Kernels of these models are not batch-invariant, so answers with drafts are scored as prompts."""
+    """Kernels are not batch-invariant here, so answers with drafts are scored as prompts."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(20, 400, 20 + 7 * n).tolist() for n in range(6)]
     small = {"max_num_batched_tokens": 64, "scheduling_policy": RESTLESS}
