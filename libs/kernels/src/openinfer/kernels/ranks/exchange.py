@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.kernels.norms import norm
+from openinfer.kernels.op.contract import require
 from openinfer.kernels.op.launch import (
     Aligned,
     Arg,
@@ -111,6 +112,8 @@ def way_of(target: Target, ranks: int, x: Tensor, most: int = MOST_PUSHED) -> Ex
     """The way to add up an x [T, H] of each rank. most: bytes that are pushed without a measurement."""
     rows, width = x.shape
     if target.interpreted or x.dtype != bfloat16 or width % 8:
+        invariant = target.batch_invariant and not target.interpreted
+        require(not invariant, f"NCCL adds {x.dtype.name} [{rows}, {width}] in an order that depends on rows")
         return NCCL
     return choose_exchange(target, ranks, rows, width, most)
 
