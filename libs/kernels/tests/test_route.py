@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, Op, route, route_topk
+from openinfer.kernels import ContractError, CpuPack, Op, route, route_topk
 from openinfer.kernels.testing import error
 from openinfer.tensor import Tensor, bfloat16, float32
 
@@ -68,6 +68,48 @@ def test_route(
     np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
     assert (want["expert_ids"] == -1).any()
     np.testing.assert_allclose(got["expert_weights"], want["expert_weights"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("experts", "groups", "top", "chosen"), [(256, 8, 4, 8), (16, 4, 1, 3), (64, 1, 1, 8)]
+)
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_route_from_the_best_groups(
+    run_both: Both, rng: np.random.Generator, experts: int, groups: int, top: int, chosen: int, sigmoid: bool
+) -> None:
+    """Of DeepSeek-V3 and Kimi-K2: weights in the model's dtype, ties among groups and within them."""
+    args = routing(rng, 9, experts, chosen, learned=True)
+    args |= {"sigmoid": sigmoid, "groups": groups, "top_groups": top}
+    args["expert_weights"] = args["expert_weights"].astype(bfloat16)
+    got, want = run_both(route, args)
+    np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
+    assert error(got["expert_weights"][2:], want["expert_weights"][2:]) < 4e-3
+    for token in (0, 2, 3, 8):  # by hand
+        logits = args["logits"][token].astype(np.float64)
+        s = 1 / (1 + np.exp(-logits)) if sigmoid else np.sqrt(np.log1p(np.exp(logits)))
+        left = (s.astype(F) + args["bias"]).reshape(groups, -1)
+        best = [-(np.sort(group)[-1] + np.sort(group)[-2]) for group in left]
+        kept = np.argsort(best, kind="stable")[:top]
+        mask = np.isin(np.arange(groups), kept)[:, None]
+        mine = np.argsort(-np.where(mask, left, -np.inf).reshape(-1), kind="stable")[:chosen]
+        assert sorted(mine) == sorted(want["expert_ids"][token])
+        right = s[want["expert_ids"][token]] / s[mine].sum() * 1.5
+        np.testing.assert_allclose(want["expert_weights"][token].astype(F), right, rtol=5e-3)
+    if groups > 1:
+        free = run_both(route, args | {"groups": 1, "top_groups": 1})[1]
+        assert (free["expert_ids"] != want["expert_ids"]).any()  # groups matter here
+
+
+def test_groups_that_cannot_be_are_refused(rng: np.random.Generator) -> None:
+    args = routing(rng, 4, 32, 4, learned=True)
+    for change in (
+        {"groups": 5},
+        {"groups": 4, "top_groups": 5},
+        {"groups": 32},
+        {"groups": 16, "top_groups": 1},
+    ):
+        with pytest.raises(ContractError, match="groups have two experts or more"):
+            run(route, **args | change)
 
 
 def test_route_breaks_ties_by_index(run_both: Both, rng: np.random.Generator) -> None:

@@ -6,9 +6,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _score(logit):
-    """sqrt(softplus(logit)), also where the exponential is far below 1."""
+def _score(logit, SIGMOID: tl.constexpr):
+    """sqrt(softplus(logit)), also where the exponential is far below 1; or sigmoid(logit)."""
     small = tl.exp(-tl.abs(logit))
+    if SIGMOID:
+        return tl.where(logit < 0, small, 1.0) / (1.0 + small)
     more = 1.0 + small
     lost = more == 1.0
     log1p = tl.where(lost, small, tl.log(more) * (small / tl.where(lost, 1.0, more - 1.0)))
@@ -16,9 +18,28 @@ def _score(logit):
 
 
 @triton.jit
+def _of_best_groups(left, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """left [BLOCK], -inf but for the TOP_GROUPS groups whose two largest have the largest sum."""
+    SIZE: tl.constexpr = BLOCK // GROUPS
+    low = -float("inf")
+    grouped, place = tl.reshape(left, (GROUPS, SIZE)), tl.arange(0, SIZE)[None, :]
+    first = tl.max(grouped, 1)
+    at = tl.min(tl.where(grouped == first[:, None], place, SIZE), 1)
+    sums = first + tl.max(tl.where(place == at[:, None], low, grouped), 1)
+    group = tl.arange(0, GROUPS)
+    kept = group < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        rest = tl.where(kept, low, sums)
+        best = tl.min(tl.where((rest == tl.max(rest, 0)) & ~kept, group, GROUPS), 0)
+        kept |= group == best
+    return tl.reshape(tl.where(kept[:, None], grouped, low), (BLOCK,))
+
+
+@triton.jit
 def route(
     expert_ids, expert_weights, logits, bias, table, token_ids, token_slots, logits_stride, experts, scaling,
     first_expert, num_experts, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LEARNED: tl.constexpr,
+    SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """LEARNED: the K largest of a token's scores + bias, in their order and of equals the lowest index first; else its
     id's row of the table. BLOCK >= experts and K_BLOCK >= K are powers of two. Grid (T,)."""
@@ -30,8 +51,10 @@ def route(
         expert = tl.arange(0, BLOCK)
         inside = expert < experts
         low = -float("inf")
-        score = _score(tl.load(of_token + expert, mask=inside, other=0.0))
+        score = _score(tl.load(of_token + expert, mask=inside, other=0.0), SIGMOID)
         left = tl.where(inside, score + tl.load(bias + expert, mask=inside, other=0.0), low)
+        if GROUPS > 1:
+            left = _of_best_groups(left, BLOCK, GROUPS, TOP_GROUPS)
         best = tl.zeros((K_BLOCK,), tl.float32)
         ids = tl.full((K_BLOCK,), -1, tl.int32)
         taken = ~inside
@@ -45,13 +68,14 @@ def route(
     else:
         row = table + tl.load(token_ids + token, mask=live, other=0).to(tl.int64) * K
         ids = tl.load(row + choice, mask=live & (choice < K), other=0)  # a table may not be loaded yet
-        best = tl.where(choice < K, _score(tl.load(of_token + ids)), 0.0)
+        best = tl.where(choice < K, _score(tl.load(of_token + ids), SIGMOID), 0.0)
     weight = best / tl.sum(best, 0) * scaling
     mine = ids - first_expert
     mine = tl.where(live & (mine >= 0) & (mine < num_experts), mine, -1)
     to = token * K + choice
     tl.store(expert_ids + to, mine, mask=choice < K)
-    tl.store(expert_weights + to, tl.where(live, weight, 0.0), mask=choice < K)
+    weight = tl.where(live, weight, 0.0)
+    tl.store(expert_weights + to, weight.to(expert_weights.dtype.element_ty), mask=choice < K)
 
 
 @triton.jit

@@ -17,15 +17,18 @@ from openinfer.tensor import Tensor, float32, int32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Args(Generic[T]):
-    """The K experts of each token, and s / (sum of their s) * scaling, with s = sqrt(softplus(logits[t])); float32.
+    """The K experts of each token, and s / (sum of their s) * scaling, with s = sqrt(softplus(logits[t])), or with
+    `sigmoid` s = sigmoid(logits[t]); float32.
 
     Chosen are the K largest of s + bias (float32 [E]; of equal ones the lower index comes first), or, where bias is
-    None, table[token_ids[t]] (int32 [V, K], each in [0, E), no expert twice). Bias has no part in the weights.
+    None, table[token_ids[t]] (int32 [V, K], each in [0, E), no expert twice). Bias has no part in the weights. With
+    several `groups`, each of as many neighbours, only those `top_groups` are chosen from whose two largest s + bias
+    have the largest sum.
 
     This rank has the experts first_expert .. first_expert + num_experts - 1 of E: expert_ids are counted from
     first_expert, and -1 for experts of other ranks, whose weights stay in the sum. A token of slot 0 is padding: its
     ids are -1 and its weights 0. logits float32 [T, E], rows at any stride; token_ids, token_slots int32 [T];
-    expert_ids int32 [T, K], expert_weights float32 [T, K]; K <= E.
+    expert_ids int32 [T, K]; expert_weights [T, K] float32, or rounded to another float dtype; K <= E.
     """
 
     expert_ids: T
@@ -38,6 +41,9 @@ class _Args(Generic[T]):
     scaling: float
     first_expert: int
     num_experts: int
+    sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
 
 
 def _check(a: _Args[Tensor]) -> None:
@@ -45,7 +51,7 @@ def _check(a: _Args[Tensor]) -> None:
     tokens, experts = a.logits.shape
     expect("expert_ids", a.expert_ids, (tokens, -1), int32)
     chosen = a.expert_ids.shape[1]
-    expect("expert_weights", a.expert_weights, (tokens, chosen), float32)
+    expect("expert_weights", a.expert_weights, (tokens, chosen), *FLOATS)
     require((a.bias is None) != (a.table is None), "experts are chosen by bias or by table: give one of them")
     if a.bias is not None:
         expect("bias", a.bias, (experts,), float32)
@@ -54,6 +60,13 @@ def _check(a: _Args[Tensor]) -> None:
     expect_each(a, (tokens,), int32, "token_ids", "token_slots")
     require(1 <= chosen <= experts, f"{chosen} experts a token are asked for; there are {experts}")
     require(a.scaling > 0, f"scaling is {a.scaling}; it must be positive")
+    size = experts // a.groups
+    require(
+        1 <= a.top_groups <= a.groups and experts == a.groups * size and (a.groups == 1 or size > 1)
+        and chosen <= a.top_groups * size and (a.groups == 1 or a.bias is not None),
+        f"{chosen} of {experts} experts in {a.top_groups} of {a.groups} groups: groups have two experts or more, as "
+        "many each, are chosen from by bias, and have as many as a token takes",
+    )  # fmt: skip
     require(
         a.first_expert >= 0 and 1 <= a.num_experts <= experts - a.first_expert,
         f"this rank has {a.num_experts} experts from {a.first_expert} on; there are {experts}",
@@ -62,12 +75,21 @@ def _check(a: _Args[Tensor]) -> None:
 
 def _reference(a: _Args[Array]) -> None:
     live, count = a.token_slots[:, None] != 0, a.expert_ids.shape[1]
-    s = np.sqrt(np.maximum(a.logits, 0) + np.log1p(np.exp(-np.abs(a.logits))))
-    chosen = (
-        np.argsort(-(s + a.bias), axis=1, kind="stable")[:, :count]
-        if a.table is None
-        else a.table[a.token_ids]
-    )
+    small = np.exp(-np.abs(a.logits))
+    if a.sigmoid:
+        s = np.where(a.logits < 0, small, np.float32(1)) / (1 + small)
+    else:
+        s = np.sqrt(np.maximum(a.logits, 0) + np.log1p(small))
+    if a.table is None:
+        left = s + a.bias
+        if a.groups > 1:
+            grouped = left.reshape(len(left), a.groups, -1)
+            best = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+            out = np.argsort(-best, axis=1, kind="stable")[:, a.top_groups :]
+            np.put_along_axis(grouped, out[:, :, None], -np.inf, 1)
+        chosen = np.argsort(-left, axis=1, kind="stable")[:, :count]
+    else:
+        chosen = a.table[a.token_ids]
     best = np.take_along_axis(s, chosen, 1)
     total = best[:, 0].copy()
     for j in range(1, count):  # one after the other: numpy's sums depend on what lies beside
@@ -79,6 +101,10 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     (tokens, experts), chosen = a.logits.shape, a.expert_ids.shape[1]
+    require(
+        a.groups == 1 or (experts == power_of_two(experts) and a.groups == power_of_two(a.groups)),
+        f"{experts} experts in {a.groups} groups; on a GPU both are powers of two",
+    )
     yield launch(
         "openinfer.kernels.device.route",
         "route",
@@ -100,6 +126,9 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
             "K_BLOCK": power_of_two(chosen),
             "BLOCK": power_of_two(experts),
             "LEARNED": a.bias is not None,
+            "SIGMOID": a.sigmoid,
+            "GROUPS": a.groups,
+            "TOP_GROUPS": a.top_groups,
         },
         num_warps=1,
     )
