@@ -21,7 +21,7 @@ from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.store.cubins import triton_version
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ("qwen3", "qwen3_5", "deepseek_v4")
+RECIPES = ("qwen3", "qwen3_5", "deepseek_v3", "deepseek_v4")
 
 
 def main() -> int:

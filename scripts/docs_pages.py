@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -82,9 +83,12 @@ def architecture() -> str:
         for path in folder.rglob("*.py"):
             inside = path.relative_to(folder).parts[0] == EXTRA.get(part)
             (dotted if inside else plain).update((part, other) for other in imported(path) if other != part)
-    lines = [f"    {one} --> {other}" for one, other in sorted(plain)]
+    lines = [
+        f"    {one} --> {' & '.join(other for _, other in own)}"
+        for one, own in itertools.groupby(sorted(plain), key=lambda arrow: arrow[0])
+    ]
     lines += [f"    {one} -. {one}.{EXTRA[one]} .-> {other}" for one, other in sorted(dotted - plain)]
-    picture = "\n".join(["```mermaid", "flowchart TD", *(f"    {part}" for part in PARTS), *lines, "```"])
+    picture = "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
     return f"""# Architecture
 
 An arrow goes from a part to each part that it imports. A dotted arrow is of a folder that only an extra's users import.
@@ -126,6 +130,12 @@ FORMS = [
         "Q4_0 to Q8_0, Q4_K to Q6_K, F16, BF16",
         "load, as plain weights",
     ),
+    ("deepseek-ai/DeepSeek-V3(-0324, -Base), -V3.1, -R1", "FP8 in blocks", "load; no GPU ran them"),
+    (
+        "moonshotai/Kimi-K2-\\*",
+        "FP8 in blocks",
+        "load with a tokenizer.json, which they lack; no GPU ran them",
+    ),
     (
         "deepseek-ai/DeepSeek-V4-Flash, -Pro; -Base, -0731, -0813, -DSpark",
         "FP8, FP4",
@@ -162,7 +172,7 @@ def checkpoints() -> str:
 [The recipes](../recipes/README.md) say which checkpoints they take. This table has the published sizes on one GPU,
 with the default flags and {SHARE:.0%} of the GPU's memory. "Beside them" are the batch, activations, workspace (up to
 0.4 GB more on other cards than an H100 or H200), and what the driver takes. The cache is in tokens of all sequences
-together, beside the recurrent states, which take at most half of the room. "no room": too little for one sequence.
+together, beside the recurrent states, which take at most half of the room. 0: too little for one.
 
 `--max-num-seqs`, `--max-num-batched-tokens` and `--max-model-len` make room; Qwen3.5 keeps a state for each of
 `--max-num-seqs` rows. `openinfer explain MODEL_DIR --gpu-memory 80` counts for your flags and your GPU.
@@ -194,7 +204,7 @@ def row(recipe: Recipe[Any], name: str, config: Any) -> list[str]:
     rest = plan(SERVED).fixed_bytes - weights
     cells = [name, recipe.name, f"{weights / 1e9:.1f} GB", f"{rest / 1e9:.1f} GB"]
     for nbytes, target in GPUS.values():
-        room, found = int(nbytes * SHARE), "no room"
+        room, found = int(nbytes * SHARE), "0"
         if weights < room:  # else a plan, which takes seconds, would say the same
             with contextlib.suppress(SetupError):
                 found = f"{plan(target).cache(room - plan(target).fixed_bytes).capacity_tokens:,}"

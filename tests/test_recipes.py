@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from deepseek_v3_form import CHECKPOINT as DEEPSEEK_V3_TINY
 
+from openinfer.recipes.deepseek_v3 import RECIPE as DEEPSEEK_V3
 from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
 from openinfer.recipes.engine.testing import EngineConformance, Golden
 from openinfer.recipes.qwen3 import RECIPE as QWEN3
@@ -113,6 +115,25 @@ class TestQwen35MixtureTwoRanks(Suite):
     recipe, checkpoint = QWEN3_5, FOLDER / "qwen3_5-moe-tiny"
     flags = {"snapshot_interval": 64, "tensor_parallel_size": 2}  # noqa: RUF012
     chunks = (1, 352)
+
+
+class TestDeepSeekV3(Suite):
+    recipe, checkpoint = DEEPSEEK_V3, DEEPSEEK_V3_TINY
+    chunks = (17, 352)
+
+
+@pytest.mark.slow
+class TestDeepSeekV3TwoRanks(Suite):
+    recipe, checkpoint = DEEPSEEK_V3, DEEPSEEK_V3_TINY
+    flags = {"tensor_parallel_size": 2}  # noqa: RUF012
+    chunks = (1, 352)
+
+
+@pytest.mark.slow
+class TestDeepSeekV3FourRanks(Suite):
+    recipe, checkpoint = DEEPSEEK_V3, DEEPSEEK_V3_TINY
+    flags = {"tensor_parallel_size": 4}  # noqa: RUF012
+    chunks = (17, 352)
 
 
 class TestDeepSeekV4(Suite):

@@ -24,8 +24,8 @@ TEXT = (
     "of them; say too which of the three was blue before the other two, and how anyone could know."
 )
 Body = dict[str, Any]
-V4 = tempfile.TemporaryDirectory(prefix="openinfer-v4-")
-"""Checkpoints of DeepSeek-V4 that test_combinations.py writes, with the tokenizer of the other models."""
+WRITTEN = tempfile.TemporaryDirectory(prefix="openinfer-models-")
+"""Checkpoints of DeepSeek that test_combinations.py writes, with the tokenizer of the other models."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ MODELS = {
     "qwen3": Model(GOLDENS / "qwen3-tiny", (TEXT[:66], TEXT[:84])),
     # 76 and 83 tokens: the first snapshot, where a cached prefix may end, is at 64
     "qwen3_5": Model(GOLDENS / "qwen3_5-tiny", (TEXT[:140], TEXT[:152])),
+    "deepseek_v3": Model(Path(WRITTEN.name) / "v3", (TEXT[:66], TEXT[:84])),
     # 139 and 150 tokens: a page of 128 is shared. A last bit would become another FP8 code.
     "deepseek_v4": Model(
-        Path(V4.name) / "plain",
+        Path(WRITTEN.name) / "plain",
         (f"{TEXT} {TEXT[9:49]}", f"{TEXT} {TEXT[9:69]}"),
         {"activation_quantization": "off", "max_model_len": 192},
-        {name: Path(V4.name) / name for name in ("MTP drafts", "DSpark drafts")},
+        {name: Path(WRITTEN.name) / name for name in ("MTP drafts", "DSpark drafts")},
     ),
 }
 
@@ -190,6 +191,11 @@ LACKING = {
     ("qwen3", "DSpark drafts"): "method 'dspark' is not possible with this model",
     ("qwen3_5", "DSpark drafts"): "method 'dspark' is not possible with this model",
     ("qwen3_5", "EAGLE-3 drafts"): "method 'eagle3' is not possible with this model",
+    ("deepseek_v3", "MTP drafts"): "method 'mtp' is not possible with this model",
+    ("deepseek_v3", "DSpark drafts"): "method 'dspark' is not possible with this model",
+    ("deepseek_v3", "EAGLE-3 drafts"): "method 'eagle3' is not possible with this model",
+    ("deepseek_v3", "adapters"): "--enable-lora is not possible",
+    ("deepseek_v3", "FP8 cache"): "--kv-cache-dtype is not possible",
     ("deepseek_v4", "EAGLE-3 drafts"): "method 'eagle3' is not possible with this model",
     ("deepseek_v4", "large pages"): "--block-size is not possible",
     ("deepseek_v4", "adapters"): "--enable-lora is not possible",
@@ -285,7 +291,7 @@ def table() -> str:
         no += ["one method at a time"] * (name in METHODS)
         models = [model for model, lacked in LACKING if lacked == name]
         said = {words for (_, lacked), words in LACKING.items() if lacked == name}
-        no += [f'not with {" and ".join(f"`{one}`" for one in models)}: "{words}"' for words in said]
+        no += [f'not with {", ".join(f"`{one}`" for one in models)}: "{words}"' for words in said]
         no += [words for own, words in OWN.items() if own == name]
         lines.append(f"| {name} | {every[name].how} | {'; '.join(no) or 'see above'} |")
     return "\n".join(lines)

@@ -26,6 +26,7 @@ import features as F
 import httpx
 import numpy as np
 import pytest
+from deepseek_v3_form import write_checkpoint
 from dspark_form import write_dspark
 from safetensors.numpy import save_file
 from test_eagle3 import write_head
@@ -97,6 +98,7 @@ def write_v4() -> None:
 
 
 write_v4()
+write_checkpoint(F.MODELS["deepseek_v3"].path)
 
 PLAIN_ACTIVATIONS = "plain activations"
 """Beside FP8 weights: where sums are in another order, quantised activations would now and then be other codes."""

@@ -79,7 +79,8 @@ def published(name: str) -> tuple[Recipe, Mapping[str, Any]]:
     for recipe in installed():
         family = recipe.name.rstrip("_0123456789")
         for size, config in getattr(recipe, "published", dict)().items():
-            models[size if size.lower().startswith(family) else f"{recipe.name}-{size}"] = recipe, config
+            whole = size.lower().startswith(family) or not config["model_type"].startswith(family)
+            models[size if whole else f"{recipe.name}-{size}"] = recipe, config
     wanted = re.sub("-(instruct|thinking)(-2507)?", "", name.rpartition("/")[2].lower())
     for known, found in models.items():
         if _letters(known) == _letters(wanted):

@@ -81,6 +81,22 @@ def rope_of(
     return Rope(inv_freq, _yarn_scale(rope, factor) if scaled else 1.0, max(positions, longest))
 
 
+def score_factor(fields: Fields) -> float:
+    """The factor on attention's scores in models whose mscale_all_dim is of all elements of queries and keys, also of
+    those that are not rotated: the square of its scale. rope_of has checked the settings."""
+    rope = _settings(fields, [key for key in (ORIGINAL,) if key in fields], ["full_attention"])
+    if rope.get("rope_type") != "yarn" or rope.get("mscale_all_dim") in (None, 0):
+        return 1.0
+    factor = rope.number(
+        "factor", default=fields.size("max_position_embeddings") / rope.size(ORIGINAL), most=1e6
+    )
+    return _mscale(factor, rope.number("mscale_all_dim", most=1e3)) ** 2
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
 def _settings(fields: Fields, beside: Sequence[str], layer_types: Sequence[str]) -> Fields:
     """All settings as one object. `beside`: those that stand beside the objects."""
     found = {key: ("config.json", fields.get(key)) for key in beside}
@@ -137,5 +153,5 @@ def _yarn_scale(rope: Fields, factor: float) -> float:
     if len(given) == 1:
         raise rope.wrong(given[0], "mscale and mscale_all_dim must be given together")
     scales = [rope.number(key, most=1e3) for key in given] or [1.0, 0.0]
-    above, below = (1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0 for scale in scales)
+    above, below = (_mscale(factor, scale) for scale in scales)
     return above / below * more

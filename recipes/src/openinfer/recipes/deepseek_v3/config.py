@@ -1,0 +1,187 @@
+"""Reading the config.json of a DeepSeek-V3 or of its kin, and the settings that are refused."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from openinfer.recipes.deepseek_v3.published import MODEL_TYPES
+from openinfer.recipes.engine.config_fields import FP8_BLOCK, WHOLE, Fields, Part, eos_ids, shown
+from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.recipes.engine.experts import Experts
+from openinfer.recipes.engine.quantization import AnyPacking, for_ranks, packing
+from openinfer.recipes.engine.rope import Floats, rope_of, score_factor
+from openinfer.tensor import Checkpoint
+
+WANTED: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+    "index_topk": None,
+    "sliding_window": None,
+}
+"""Keys that have this value, or are missing, in every published model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A DeepSeek-V3.
+
+    dense_layers: the first layers, which have an MLP in place of experts. nope_dim, rope_dim: elements of a head's
+    query that are not rotated, and that are. groups, top_groups: of experts, and how many of them a token chooses from.
+    scale: the factor on attention's scores. inv_freq, rope_scale, max_positions: see Rope. mtp: there is a layer that
+    drafts. packing: how projections are packed. part: which heads, experts and columns a rank has; all other fields are
+    the whole model's.
+    """
+
+    hidden_size: int
+    num_layers: int
+    dense_layers: int
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    intermediate_size: int
+    experts: Experts
+    groups: int
+    top_groups: int
+    routed_scaling_factor: float
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    scale: float
+    inv_freq: Floats
+    rope_scale: float
+    max_positions: int
+    mtp: bool
+    eos_token_ids: tuple[int, ...]
+    unfused_experts: bool = True
+    packing: AnyPacking | None = None
+    part: Part = WHOLE
+
+    @property
+    def latent_size(self) -> int:
+        """Numbers that a layer's cache has of a token."""
+        return self.kv_lora_rank + self.rope_dim
+
+    def of_rank(self, rank: int, ranks: int) -> "Config":
+        """This model with the part of one of several ranks: its heads, its experts, its columns of MLPs, its rows of
+        lm_head. Raises UnsupportedModel where the model cannot be shared evenly."""
+        if ranks > 1:
+            for_ranks(self.packing)
+        part, heads = Part(rank, ranks), self.num_heads
+        part.check(
+            {
+                "num_attention_heads": (heads, 1),
+                "n_routed_experts": (self.experts.count, 1),
+                "vocab_size": (self.vocab_size, 16),
+            }
+        )
+        block = FP8_BLOCK if self.packing is not None and self.packing.block == FP8_BLOCK else 16
+        columns = {
+            "num_attention_heads * v_head_dim": heads * self.value_dim,
+            "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": heads
+            * (self.nope_dim + self.rope_dim),
+            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads * (self.nope_dim + self.value_dim),
+            "intermediate_size": self.intermediate_size,
+            "n_shared_experts * moe_intermediate_size": self.experts.shared_size,
+        }
+        part.check({key: (size, block) for key, size in columns.items()})
+        return dataclasses.replace(self, part=part)
+
+    @property
+    def whole(self) -> "Config":
+        """This model on one rank."""
+        return dataclasses.replace(self, part=WHOLE)
+
+    @classmethod
+    def parse(
+        cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True,
+        checkpoint: Checkpoint | None = None,
+    ) -> "Config":  # fmt: skip
+        """From the parsed config.json; eos None: those of config.json. quantization: the flag. coded: whether
+        activations may be quantised. checkpoint: which modules are packed. Raises UnsupportedModel naming the key."""
+        fields = Fields(raw)
+        _refuse(fields)
+        vocab, layers = fields.size("vocab_size"), fields.size("num_hidden_layers")
+        nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
+        count, width = fields.size("n_routed_experts"), fields.size("moe_intermediate_size")
+        shared = fields.count("n_shared_experts", default=1, most=64)
+        experts = Experts(count, fields.size("num_experts_per_tok"), width, shared * width)
+        scale = (nope_dim + rope_dim) ** -0.5
+        rope = rope_of(fields, rope_dim, default=1e4)
+        config = cls(
+            hidden_size=fields.size("hidden_size"),
+            num_layers=layers,
+            dense_layers=fields.count("first_k_dense_replace", default=0, most=layers),
+            num_heads=fields.size("num_attention_heads"),
+            q_lora_rank=fields.size("q_lora_rank"),
+            kv_lora_rank=fields.size("kv_lora_rank"),
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            value_dim=fields.size("v_head_dim"),
+            intermediate_size=fields.size("intermediate_size"),
+            experts=experts,
+            groups=fields.size("n_group", default=1),
+            top_groups=fields.size("topk_group", default=1),
+            routed_scaling_factor=fields.number("routed_scaling_factor", default=1.0, most=1e6),
+            vocab_size=vocab,
+            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, most=1),
+            max_position_embeddings=fields.size("max_position_embeddings"),
+            scale=scale * score_factor(fields),
+            **rope._asdict(),
+            mtp=fields.count("num_nextn_predict_layers", default=0, most=1) == 1,
+            eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
+            unfused_experts=checkpoint is None
+            or not any(".mlp.experts.gate_up_proj" in name for name in checkpoint),
+            packing=packing(fields, quantization, coded, checkpoint),
+        )
+        _check_sizes(config)
+        return config
+
+
+def _refuse(fields: Fields) -> None:
+    """Refuse by name each setting that this recipe does not support."""
+    if fields.get("model_type") not in MODEL_TYPES:
+        raise fields.wrong("model_type", f"this recipe runs {' and '.join(map(repr, MODEL_TYPES))}")
+    fields.is_all(WANTED, "every published model has")
+    heads = fields.size("num_attention_heads")
+    fields.is_all({"num_key_value_heads": heads}, "latents are of all heads, so it is num_attention_heads,")
+    fields.is_all({"head_dim": fields.size("qk_rope_head_dim")}, "where it is given it is qk_rope_head_dim,")
+    quantization = fields.fields("quantization_config")
+    if quantization.get("scale_fmt") not in (None, "float", "ue8m0"):
+        raise quantization.wrong("scale_fmt", "'float' and 'ue8m0' are possible")
+
+
+def _check_sizes(c: Config) -> None:
+    """Refuse sizes that the ops do not support."""
+    chosen, count = c.experts.chosen, c.experts.count
+    size, rest = divmod(count, c.groups)
+    if c.top_groups > c.groups or rest or (c.groups > 1 and size < 2) or chosen > c.top_groups * size:
+        raise UnsupportedModel(
+            f"config.json: num_experts_per_tok is {chosen}, of {count} n_routed_experts in topk_group {c.top_groups} "
+            f"of n_group {c.groups}; groups have two experts or more, as many each, and all that a token takes"
+        )
+    multiples = {
+        "hidden_size": c.hidden_size,
+        "q_lora_rank": c.q_lora_rank,
+        "kv_lora_rank": c.kv_lora_rank,
+        "qk_nope_head_dim": c.nope_dim,
+        "qk_rope_head_dim": c.rope_dim,
+        "v_head_dim": c.value_dim,
+        "intermediate_size": c.intermediate_size,
+        "moe_intermediate_size": c.experts.intermediate_size,
+        "vocab_size": c.vocab_size,
+    }
+    for key, one in multiples.items():
+        if one % 16:
+            raise UnsupportedModel(f"config.json: {key} is {shown(one)}; it must be a multiple of 16")
+    if not c.experts.shared_size:
+        raise UnsupportedModel("config.json: n_shared_experts is 0; every published model has one or more")

@@ -1,0 +1,1 @@
+"""Triton code of the ops that only DeepSeek-V3 has."""

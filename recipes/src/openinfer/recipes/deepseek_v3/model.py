@@ -1,0 +1,188 @@
+"""DeepSeek-V3 as a straight list of op calls. Written once, run by every pack.
+
+Shapes: T tokens of the step, R rows (sequences) in it; A heads, C numbers of a latent, r rotated ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph.runner import Batch, NoStates, Read, States
+from openinfer.kernels import Pack, embed, experts_add, gate_up_silu, norm_linear, project, route
+from openinfer.kernels.authoring import Linear
+from openinfer.recipes.deepseek_v3.config import Config
+from openinfer.recipes.deepseek_v3.ops import latent_attend, split_queries, write_latents
+from openinfer.recipes.deepseek_v3.weights import Layer, Mixture, Mlp, Weights
+from openinfer.tensor import Arena, Stream, Tensor, float32, int32
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Activations, allocated once for the largest step; a smaller step uses their first rows."""
+
+    x: Tensor  # [T, H]
+    into: Tensor  # [T, Q + C + r, padded]
+    qr: Tensor  # [T, Q]
+    q: Tensor  # [T, A (n + r)]
+    plain: Tensor  # [T, A n]
+    turned: Tensor  # [T, A r]
+    latent_q: Tensor  # [T, A C]
+    latent_out: Tensor  # [T, A C]
+    heads: Tensor  # [T, A v]
+    mlp: Tensor  # [T, I]: of the wider of dense MLPs and shared experts
+    router: Tensor  # float32 [T, E, padded]
+    expert_ids: Tensor  # int32 [T, K]
+    expert_weights: Tensor  # [T, K]
+    y: Tensor  # [T, H]: of one of several ranks
+
+    @classmethod
+    def allocate(
+        cls, c: Config, weights: Weights, arena: Arena, dtype: np.dtype[Any], max_tokens: int
+    ) -> "Buffers":
+        """For steps of at most max_tokens tokens."""
+        heads, layer = c.part.of(c.num_heads), weights.layers[-1]
+        router = layer.mlp.router.weight.shape[0] if isinstance(layer.mlp, Mixture) else 1
+
+        def by_token(width: int, kind: np.dtype[Any] = dtype) -> Tensor:
+            return arena.alloc((max_tokens, width), kind)
+
+        return cls(
+            x=by_token(c.hidden_size),
+            into=by_token(layer.attention.into.weight.shape[0]),
+            qr=by_token(c.q_lora_rank),
+            q=by_token(heads * (c.nope_dim + c.rope_dim)),
+            plain=by_token(heads * c.nope_dim),
+            turned=by_token(heads * c.rope_dim),
+            latent_q=by_token(heads * c.kv_lora_rank),
+            latent_out=by_token(heads * c.kv_lora_rank),
+            heads=by_token(heads * c.value_dim),
+            mlp=by_token(c.part.of(max(c.intermediate_size, c.experts.shared_size))),
+            router=by_token(router, float32),
+            expert_ids=by_token(c.experts.chosen, int32),
+            expert_weights=by_token(c.experts.chosen),
+            y=by_token(c.hidden_size if c.part.ranks > 1 else 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Weights, cache and buffers. kv [pages, L, page_size, C + r]: a latent and a rotated key of each token, the same
+    on all ranks. cos_sin float32 [max_model_len, 2, r / 2]."""
+
+    config: Config
+    weights: Weights
+    kv: Tensor
+    cos_sin: Tensor
+    batch: Batch
+    buffers: Buffers
+    states: States = field(default_factory=NoStates)
+    tables: Sequence[str | None] = ("block_tables",)
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.config.vocab_size
+
+    @property
+    def hidden(self) -> Tensor:
+        """[T, H]: what `head` needs of each token."""
+        return self.buffers.x
+
+    def forward(
+        self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
+    ) -> None:
+        """Tokens of the step to logits of each row's last token; latents go to the cache."""
+        w, batch, t, r = self.weights, self.batch, num_tokens, num_rows
+        x = self.buffers.x[:t]
+        embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
+        read = Read(x=x, norm_weight=w.layers[0].input_norm, eps=self.config.rms_norm_eps)
+        for n, layer in enumerate(w.layers):
+            read = self._attention(pack, read, layer, n, t)
+            if isinstance(layer.mlp, Mixture):
+                read = self._mixture(pack, read, layer.mlp, layer.next_norm, t)
+            else:
+                read = self._mlp(pack, read, layer.mlp, layer.next_norm, t)
+        self.head(pack, batch.select(pack, x, r, num_drafts))
+
+    def _attention(self, pack: Pack, read: Read, layer: Layer, index: int, t: int) -> Read:
+        """x += latent attention of its norm. Returns the MLP's input. Queries become latents, and so do the results of
+        attention leave it: no key and no value is ever made of a latent."""
+        c, b, a, heads = (
+            self.config,
+            self.buffers,
+            layer.attention,
+            self.config.part.of(self.config.num_heads),
+        )
+        positions, slots = self.batch.positions[:t], self.batch.token_slots[:t]
+        kv, tables = self.kv[:, index], self.batch.rows["block_tables"]
+        norm_linear(pack, out=b.into[:t], **read, weight=a.into)
+        write_latents(
+            pack, qr=b.qr[:t], kv=kv, qkv=b.into[:t], q_norm=a.q_norm, kv_norm=a.kv_norm, cos_sin=self.cos_sin,
+            positions=positions, token_slots=slots, block_tables=tables, eps=c.rms_norm_eps,
+        )  # fmt: skip
+        norm_linear(pack, out=b.q[:t], x=b.qr[:t], weight=a.q)
+        plain, turned, latent_q, out = b.plain[:t], b.turned[:t], b.latent_q[:t], b.latent_out[:t]
+        split_queries(pack, plain=plain, turned=turned, q=b.q[:t], cos_sin=self.cos_sin, positions=positions)
+        self._by_head(pack, latent_q, plain, a.keys, heads)
+        latent_attend(
+            pack, out=out, q=latent_q, turned=turned, kv=kv, positions=positions, token_slots=slots,
+            block_tables=tables, scale=c.scale,
+        )  # fmt: skip
+        self._by_head(pack, b.heads[:t], out, a.values, heads)
+        return self._add(pack, a.o, b.heads[:t], layer.post_norm, t)
+
+    def _by_head(self, pack: Pack, out: Tensor, x: Tensor, weight: Tensor, heads: int) -> None:
+        project(pack, out=out, x=x, weight=weight, groups=heads, rounded_x=False, quantized=False)
+
+    def _mlp(self, pack: Pack, read: Read, mlp: Mlp, norm: Tensor | None, t: int) -> Read:
+        """x += the MLP of its norm. Returns the input of the next layer."""
+        return self._add(pack, mlp.down, self._gate_up(pack, read, mlp.gate_up, t), norm, t)
+
+    def _gate_up(self, pack: Pack, read: Read, weight: Linear[Tensor], t: int) -> Tensor:
+        """The hidden layer of a gated MLP, at the beginning of the buffer's memory."""
+        width = weight.shape[0] // 2
+        out = self.buffers.mlp.reshape(-1)[: t * width].reshape(t, width)
+        gate_up_silu(pack, out=out, **read, weight=weight)
+        return out
+
+    def _mixture(self, pack: Pack, read: Read, m: Mixture, norm: Tensor | None, t: int) -> Read:
+        """x += the experts of its norm, the shared one among them. Returns the input of the next layer."""
+        c, b, batch, ranks, count = (
+            self.config,
+            self.buffers,
+            self.batch,
+            self.config.part.ranks,
+            m.bias.shape[0],
+        )
+        x, ids, weights = b.x[:t], b.expert_ids[:t], b.expert_weights[:t]
+        y = x if ranks == 1 else b.y[:t]
+        norm_linear(pack, out=b.router[:t], **read, weight=m.router)
+        route(
+            pack, expert_ids=ids, expert_weights=weights, logits=b.router[:t, :count], bias=m.bias, table=None,
+            token_ids=batch.token_ids[:t], token_slots=batch.token_slots[:t], scaling=c.routed_scaling_factor,
+            first_expert=c.part.first(count), num_experts=c.part.of(count), sigmoid=True, groups=c.groups,
+            top_groups=c.top_groups,
+        )  # fmt: skip
+        hidden = self._gate_up(pack, read, m.shared.gate_up, t)
+        experts_add(
+            pack, **read, expert_ids=ids, expert_weights=weights, gate_up=m.gate_up, down=m.down,
+            out=None if ranks == 1 else y, all_experts=count,
+        )  # fmt: skip
+        batch.add(pack, y, h=hidden, weight=m.shared.down)
+        return batch.add_sum(pack, x, y=y, ranks=ranks, norm=norm, eps=c.rms_norm_eps)
+
+    def _add(self, pack: Pack, linear: Linear[Tensor], h: Tensor, norm: Tensor | None, t: int) -> Read:
+        """x += h times a layer, over all ranks, and its norm for what comes next."""
+        ranks, eps = self.config.part.ranks, self.config.rms_norm_eps
+        return self.batch.add(pack, self.buffers.x[:t], h=h, weight=linear, ranks=ranks, norm=norm, eps=eps)
+
+    def head(self, pack: Pack, num_rows: int) -> None:
+        """Logits of the hidden states in `batch.last`."""
+        w, last = self.weights, self.batch.last[:num_rows]
+        self.batch.head(pack, last, norm=w.norm, eps=self.config.rms_norm_eps, weight=w.lm_head)
+
+    def clear(self, stream: Stream) -> None:
+        """Zero the padding page."""
+        self.kv[:1].zero_(stream)

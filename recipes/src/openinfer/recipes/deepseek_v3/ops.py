@@ -1,0 +1,307 @@
+"""The ops of latent attention. Of a token are cached a latent of C numbers and r rotated ones, of all heads.
+
+write_latents: a token's latent into its page, beside the query's low-rank vector. split_queries: the heads' queries.
+latent_attend: attention of all heads to one vector a token, whose first numbers are its value too.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+
+from openinfer.kernels.authoring import (
+    FLOATS,
+    Aligned,
+    Arg,
+    Array,
+    Command,
+    Cost,
+    Op,
+    Scratch,
+    T,
+    Target,
+    Workload,
+    aligned,
+    expect,
+    expect_columns,
+    expect_cos_sin,
+    expect_each,
+    f32,
+    launch,
+    power_of_two,
+    require,
+    rms_norm,
+    rounded,
+    tensors,
+)
+from openinfer.tensor import Tensor, bfloat16, float32, int32
+
+_LATENTS = "openinfer.recipes.deepseek_v3.device.latents"
+_ATTEND = "openinfer.recipes.deepseek_v3.device.latent_attend"
+MOST_PARTS = 16
+"""The most parts of a token's context. The bound is needed because all parts are merged at once."""
+
+
+def rotated_pairs(x: Array, cos_sin: Array, positions: Array) -> Array:
+    """Float32 x [T, ..., r] rotated in pairs (2i, 2i + 1) at `positions` [T]; cos_sin [P, 2, r / 2]."""
+    spread = (len(positions), *(1,) * (x.ndim - 2), x.shape[-1] // 2)
+    cos, sin = (cos_sin[positions, n].reshape(spread) for n in (0, 1))
+    out, even, odd = x.copy(), x[..., 0::2], x[..., 1::2]
+    out[..., 0::2], out[..., 1::2] = even * cos - odd * sin, odd * cos + even * sin
+    return out
+
+
+def expect_latents(kv: Tensor, block_tables: Tensor) -> None:
+    """Raise ContractError unless kv [pages, page_size, C + r] is a layer of pages, dense within a page, pages at any
+    stride, and block_tables int32 [S, B] names them."""
+    expect("kv", kv, (-1, -1, -1), *FLOATS, dense=False)
+    expect("kv[0]", kv[0], kv.shape[1:])
+    expect("block_tables", block_tables, (-1, -1), int32)
+    size = kv.shape[1]
+    require(size == power_of_two(size), f"pages have {size} tokens; it must be a power of two")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WriteArgs(Generic[T]):
+    """Split qkv [T, >= Q + C + r], rows at any stride, into the query's low-rank vector, the latent and the key.
+
+    qr [T, Q] = q_norm * q / rms(q), rounded. The cache gets kv_norm * c / rms(c), rounded, and the key rotated in pairs
+    (2i, 2i + 1), rounded: kv [pages, page_size, C + r], one layer of the pages (expect_latents); position p of slot s
+    is at block_tables[s, p // page_size], place p mod page_size. All of one float dtype; q_norm float32 [Q], kv_norm
+    float32 [C], cos_sin float32 [P, 2, r / 2]; positions, token_slots int32 [T]. Slot 0's table names page 0, which no
+    row reads, so tokens of slot 0 may write there or not at all.
+    """
+
+    qr: T
+    kv: T
+    qkv: T
+    q_norm: T
+    kv_norm: T
+    cos_sin: T
+    positions: T
+    token_slots: T
+    block_tables: T
+    eps: float
+
+
+def _write_check(a: _WriteArgs[Tensor]) -> None:
+    expect_latents(a.kv, a.block_tables)
+    tokens, width = a.positions.shape[0], a.q_norm.shape[0]
+    latent, rotary = a.kv_norm.shape[0], 2 * a.cos_sin.shape[2]
+    expect_columns("qkv", a.qkv, (tokens, -1), a.kv.dtype)
+    expect("qr", a.qr, (tokens, width), a.kv.dtype)
+    expect("q_norm", a.q_norm, (width,), float32)
+    expect("kv_norm", a.kv_norm, (latent,), float32)
+    expect_cos_sin(a.cos_sin, rotary)
+    expect_each(a, (tokens,), int32, "positions", "token_slots")
+    require(
+        a.kv.shape[2] == latent + rotary and a.qkv.shape[1] >= width + latent + rotary,
+        f"kv has vectors of {a.kv.shape[2]} and qkv {a.qkv.shape[1]} columns; a latent has {latent} numbers, a key "
+        f"{rotary}, a query {width}",
+    )
+    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
+
+
+def _write_reference(a: _WriteArgs[Array]) -> None:
+    width, latent, rotary = len(a.q_norm), len(a.kv_norm), 2 * a.cos_sin.shape[2]
+    a.qr[:] = rms_norm(a.qkv[:, :width], a.q_norm, a.eps)
+    live = np.flatnonzero(a.token_slots)
+    own, position = a.qkv[live, width : width + latent + rotary], a.positions[live]
+    page = a.block_tables[a.token_slots[live], position // a.kv.shape[1]], position % a.kv.shape[1]
+    key = rotated_pairs(f32(own[:, latent:]), a.cos_sin, position)
+    a.kv[page] = np.concatenate([f32(rms_norm(own[:, :latent], a.kv_norm, a.eps)), key], axis=1)
+
+
+def _write_launches(target: Target, a: _WriteArgs[Tensor]) -> Iterator[Command]:
+    (tokens, width), latent = a.qr.shape, a.kv_norm.shape[0]
+    require(
+        a.kv.dtype == bfloat16, f"kv is {a.kv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
+    )
+    require(latent == power_of_two(latent), f"latents have {latent} numbers; on a GPU a power of two")
+    yield launch(
+        _LATENTS,
+        "write_latents",
+        (tokens, 2),
+        {
+            **tensors(a),
+            "width": aligned(width),
+            "qkv_stride": aligned(a.qkv.strides[0]),
+            "table_width": a.block_tables.shape[1],
+            "page_stride": Aligned(a.kv.strides[0]),
+            "eps": a.eps,
+        },
+        {"BLOCK": power_of_two(width), "C": latent, "ROTARY": 2 * a.cos_sin.shape[2], "PAGE": a.kv.shape[1]},
+    )
+
+
+def _write_cost(workload: Workload, a: _WriteArgs[Tensor]) -> Cost:
+    columns = a.qr.shape[1] + a.kv.shape[2]
+    return Cost(2 * workload.tokens * columns * a.kv.itemsize, 8 * workload.tokens * columns)
+
+
+write_latents = Op(
+    "write_latents", _WriteArgs[Tensor], _write_check, _write_reference, _write_launches, _write_cost
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SplitArgs(Generic[T]):
+    """The heads' queries q [T, A (n + r)] as plain [T, A n], the first n numbers of each head, and turned [T, A r], the
+    others rotated in pairs (2i, 2i + 1) at `positions` int32 [T] and rounded; all of one float dtype. cos_sin float32
+    [P, 2, r / 2]."""
+
+    plain: T
+    turned: T
+    q: T
+    cos_sin: T
+    positions: T
+
+
+def _split_check(a: _SplitArgs[Tensor]) -> None:
+    expect("q", a.q, (-1, -1), *FLOATS)
+    (tokens, width), rotary = a.q.shape, 2 * a.cos_sin.shape[2]
+    expect_cos_sin(a.cos_sin, rotary)
+    expect("turned", a.turned, (tokens, -1), a.q.dtype)
+    heads, rest = divmod(a.turned.shape[1], rotary)
+    require(heads > 0 and not rest, f"turned has {a.turned.shape[1]} columns; heads have {rotary} each")
+    expect("plain", a.plain, (tokens, width - heads * rotary), a.q.dtype)
+    require(a.plain.shape[1] % heads == 0, f"{heads} heads cannot share {a.plain.shape[1]} columns of plain")
+    expect("positions", a.positions, (tokens,), int32)
+
+
+def _split_reference(a: _SplitArgs[Array]) -> None:
+    rotary = 2 * a.cos_sin.shape[2]
+    q = a.q.reshape(len(a.q), a.turned.shape[1] // rotary, -1)
+    a.plain[:] = q[:, :, :-rotary].reshape(a.plain.shape)
+    a.turned[:] = rotated_pairs(f32(q[:, :, -rotary:]), a.cos_sin, a.positions).reshape(a.turned.shape)
+
+
+def _split_launches(target: Target, a: _SplitArgs[Tensor]) -> Iterator[Command]:
+    rotary = 2 * a.cos_sin.shape[2]
+    heads = a.turned.shape[1] // rotary
+    plain = a.plain.shape[1] // heads
+    yield launch(
+        _LATENTS,
+        "split_queries",
+        (a.q.shape[0], -(-heads // 16)),
+        {**tensors(a), "heads": heads},
+        {"PLAIN": plain, "BLOCK": power_of_two(plain), "ROTARY": rotary, "HEADS": 16},
+    )
+
+
+def _split_cost(workload: Workload, a: _SplitArgs[Tensor]) -> Cost:
+    return Cost(2 * workload.tokens * a.q.shape[1] * a.q.itemsize, 4 * workload.tokens * a.turned.shape[1])
+
+
+split_queries = Op(
+    "split_queries", _SplitArgs[Tensor], _split_check, _split_reference, _split_launches, _split_cost
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _AttendArgs(Generic[T]):
+    """out[t, h] = sum of p_j c_j over the positions j <= p that token t sees, with p_j = softmax of
+    scale * (q[t, h] . c_j + turned[t, h] . k_j): c_j, k_j are the latent and the rotated key of position j, of all
+    heads.
+
+    Token t is at position p = positions[t] of slot s = token_slots[t] (int32 [T]); its own is there already. kv
+    [pages, page_size, C + r]: one layer of the pages; position j is at block_tables[s, j // page_size], place j mod
+    page_size (expect_latents). q, out [T, A C] and turned [T, A r] of the dtype of kv. Scores and sums in
+    float32; weights are rounded to the dtype before they meet the latents, and the result is rounded. The output for
+    tokens of slot 0, the padding slot, is finite and otherwise unspecified.
+    """
+
+    out: T
+    q: T
+    turned: T
+    kv: T
+    positions: T
+    token_slots: T
+    block_tables: T
+    scale: float
+
+    @property
+    def heads(self: "_AttendArgs[Tensor] | _AttendArgs[Array]") -> int:
+        return int(self.q.shape[1] + self.turned.shape[1]) // int(self.kv.shape[2])
+
+
+def _attend_check(a: _AttendArgs[Tensor]) -> None:
+    expect_latents(a.kv, a.block_tables)
+    expect("q", a.q, (-1, -1), a.kv.dtype)
+    tokens, width = a.q.shape
+    expect("turned", a.turned, (tokens, -1), a.kv.dtype)
+    expect("out", a.out, (tokens, width), a.kv.dtype)
+    heads = a.heads
+    require(
+        heads > 0 and width % heads == 0 and width + a.turned.shape[1] == heads * a.kv.shape[2],
+        f"q and turned have {width} and {a.turned.shape[1]} columns; together they are heads of {a.kv.shape[2]}",
+    )
+    expect_each(a, (tokens,), int32, "positions", "token_slots")
+    require(a.scale > 0, f"scale is {a.scale}; it must be positive")
+
+
+def _attend_reference(a: _AttendArgs[Array]) -> None:
+    (tokens, width), dtype, size = a.q.shape, a.q.dtype, a.kv.shape[1]
+    latent = width // a.heads
+    q = np.concatenate([a.q.reshape(tokens, a.heads, -1), a.turned.reshape(tokens, a.heads, -1)], axis=2)
+    a.out[a.token_slots == 0] = 0
+    for token in np.flatnonzero(a.token_slots):  # one at a time: the result must not depend on the chunk
+        seen = np.arange(a.positions[token] + 1)
+        keys = f32(a.kv[a.block_tables[a.token_slots[token], seen // size], seen % size])
+        logits = (f32(q[token]) @ keys.T) * np.float32(a.scale)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        total = weights.sum(axis=1, keepdims=True)
+        a.out[token] = (rounded(weights, dtype) @ keys[:, :latent] / total).reshape(-1)
+
+
+def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command]:
+    (tokens, width), heads, size = a.q.shape, a.heads, a.kv.shape[1]
+    latent, rotary = width // heads, a.turned.shape[1] // heads
+    require(
+        a.kv.dtype == bfloat16, f"kv is {a.kv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
+    )
+    sizes_fit = all(one == power_of_two(one) for one in (latent, rotary)) and latent >= 64 and rotary >= 16
+    require(
+        sizes_fit, f"latents of {latent} and keys of {rotary}; on a GPU powers of two from 64 and from 16"
+    )
+    rows, block = max(16, min(64, power_of_two(heads))), 32 if target.arch == 90 else 16
+    programs, blocks = tokens * -(-heads // rows), -(-a.block_tables.shape[1] * size // block)
+    splits = max(1, min(target.num_sms // programs, blocks, MOST_PARTS))
+    partial = Scratch((tokens, splits, heads, latent), float32) if splits > 1 else a.out
+    weight = Scratch((tokens, splits, heads), float32) if splits > 1 else a.positions
+    sees: dict[str, Arg] = {"positions": a.positions, "token_slots": a.token_slots, "heads": aligned(heads)}
+    constants = {"C": latent, "BN": block, "SPLITS": splits}
+    yield launch(
+        _ATTEND,
+        "latent_attend",
+        (splits, tokens, -(-heads // rows)),
+        {
+            "out": a.out, "q": a.q, "turned": a.turned, "kv": a.kv, "block_tables": a.block_tables, "partial": partial,
+            "weight": weight, **sees, "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0]),
+            "scale": a.scale * math.log2(math.e),
+        },
+        {**constants, "ROTARY": rotary, "PAGE_BITS": size.bit_length() - 1, "BM": rows},
+        num_warps=8,
+        num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        yield launch(
+            _ATTEND, "merge_latents", (tokens, heads),
+            {"out": a.out, "partial": partial, "weight": weight, **sees},
+            {**constants, "PARTS": power_of_two(splits)},
+        )  # fmt: skip
+
+
+def _attend_cost(workload: Workload, a: _AttendArgs[Tensor]) -> Cost:
+    """A row's context counts once, and each pair of a token and one that it sees in every head."""
+    width = a.q.shape[1]
+    moved = int(workload.kv_tokens) * a.kv.shape[2] * a.kv.itemsize
+    moved += workload.tokens * (2 * width + a.turned.shape[1]) * a.q.itemsize
+    return Cost(moved, int(2 * workload.qk_pairs * (2 * width + a.turned.shape[1])))
+
+
+latent_attend = Op(
+    "latent_attend", _AttendArgs[Tensor], _attend_check, _attend_reference, _attend_launches, _attend_cost
+)

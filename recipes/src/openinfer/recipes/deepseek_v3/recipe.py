@@ -1,0 +1,61 @@
+"""The recipe as the command line sees it. Importing this imports no model code."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SIZES, config_json
+from openinfer.recipes.engine import Options, Recipe, Source
+
+if TYPE_CHECKING:
+    from openinfer.recipes.deepseek_v3.blueprint import DeepseekV3
+
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 2,
+    "topk_group": 1, "num_experts_per_tok": 2, "vocab_size": 1024, "max_position_embeddings": 8192,
+    "num_nextn_predict_layers": 0, "quantization_config": None, "rope_scaling": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LatentOptions(Options):
+    """The options of every engine."""
+
+    refused: ClassVar[dict[str, str]] = {
+        "enable_lora": "no op adds an adapter to its absorbed projections yet",
+        "kv_cache_dtype": "it caches latents in the model's dtype; an FP8 form of them is not written yet",
+    }
+    refused_on_gpu: ClassVar[dict[str, str]] = {
+        "batch_invariant": "its kernels split their sums by the number of tokens",
+    }
+
+
+class DeepseekV3Recipe(Recipe[LatentOptions]):
+    """Serves DeepSeek-V3 (V3-0324, V3.1, R1) and Kimi-K2 checkpoints."""
+
+    name, options = "deepseek_v3", LatentOptions
+    small: Mapping[str, Any] = {**config_json("DeepSeek-V3"), **SMALL}
+
+    def matches(self, config: Mapping[str, Any]) -> bool:
+        """Whether config.json is a DeepSeek-V3's or a Kimi-K2's."""
+        return config.get("model_type") in MODEL_TYPES
+
+    def blueprint(
+        self, source: Source, options: LatentOptions, *, ranks: int = 1, rank: int = 0
+    ) -> "DeepseekV3":
+        """The model of a source."""
+        from openinfer.recipes.deepseek_v3.blueprint import DeepseekV3
+        from openinfer.recipes.deepseek_v3.config import Config
+
+        coded = options.activation_quantization == "on"
+        config = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
+        return DeepseekV3(config.of_rank(rank, ranks), options.block_size)
+
+    def published(self) -> Mapping[str, Mapping[str, Any]]:
+        """The published sizes, in FP8."""
+        return {name: config_json(name) for name in SIZES}
+
+
+RECIPE = DeepseekV3Recipe()

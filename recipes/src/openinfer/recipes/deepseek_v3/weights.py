@@ -1,0 +1,200 @@
+"""The tensors that the checkpoint must hold, their places, and the layout that the model runs on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from openinfer.kernels import UnsupportedQuantization
+from openinfer.kernels.authoring import (
+    PUBLISHED_SCALES,
+    Linear,
+    LinearPlaces,
+    Packing,
+    WeightPart,
+    module_packing,
+    packing_text,
+    padded_rows,
+    scale_blocks,
+)
+from openinfer.recipes.deepseek_v3.config import Config
+from openinfer.recipes.engine.config_fields import FP8_BLOCK
+from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.recipes.engine.experts import expert_places
+from openinfer.tensor import Arena, Checkpoint, Conversion, Tensor, float8_e4m3fn
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Multi-head latent attention: A heads of the rank, C numbers of a latent, r rotated ones, n of a query that are
+    not rotated, v of a value. keys and values are the halves of kv_b_proj, in the model's dtype. Keys are transposed:
+    they make a latent of a query, so that no key is made of a latent."""
+
+    into: Linear[Tensor]  # [Q + C + r, padded, H]: q_a_proj and kv_a_proj_with_mqa
+    q_norm: Tensor  # float32 [Q]
+    kv_norm: Tensor  # float32 [C]
+    q: Linear[Tensor]  # [A (n + r), Q]
+    keys: Tensor  # [A C, n]
+    values: Tensor  # [A v, C]
+    o: Linear[Tensor]  # [H, A v]
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A gated MLP; gate_up stacks the gate's and the up projection's."""
+
+    gate_up: Linear[Tensor]  # [2 I, H]
+    down: Linear[Tensor]  # [H, I]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts. bias: what is added to scores for the choice of experts."""
+
+    router: Linear[Tensor]  # [E, padded, H]
+    bias: Tensor  # float32 [E]
+    gate_up: Linear[Tensor]  # [E, 2 I, H]
+    down: Linear[Tensor]  # [E, H, I]
+    shared: Mlp
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. Norm weights are float32 [H]."""
+
+    input_norm: Tensor
+    attention: Attention
+    post_norm: Tensor
+    mlp: Mlp | Mixture
+    next_norm: Tensor | None = None  # of the layer after, at the end the model's
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A rank's weights, and where each comes from. `embed` is whole on every rank."""
+
+    embed: Tensor  # [V, H]
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    lm_head: Tensor  # [V of the rank, H]
+    nbytes: int
+    places: LinearPlaces
+
+    @classmethod
+    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any]) -> "Weights":
+        """Uninitialised weights in `arena`. Raises UnsupportedModel for a packing that the model cannot have."""
+        p, hidden, before = _Places(arena, dtype, c=config), config.hidden_size, arena.used
+        embed = p.table("model.embed_tokens", config.vocab_size, hidden, config.packing)
+        layers = [_layer(p, config, f"model.layers.{n}.", n) for n in range(config.num_layers)]
+        norm, rows = p.gain("model.norm", hidden), config.part.slice(config.vocab_size)
+        head = p.table("lm_head", rows.stop - rows.start, hidden, config.packing, rows.start)
+        norms = [*(layer.input_norm for layer in layers[1:]), norm]
+        linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
+        return cls(embed, tuple(linked), norm, head, arena.used - before, p)
+
+
+def validate(checkpoint: Checkpoint, config: Config, places: LinearPlaces) -> None:
+    """Raise CheckpointError unless the checkpoint holds exactly these tensors. The layer that drafts is ignored."""
+    drafts = (f"model.layers.{config.num_layers}.*",) if config.mtp else ()
+    ignored = (*places.ignored, *drafts, *PUBLISHED_SCALES, "*.rotary_emb.inv_freq")
+    checkpoint.require(places.expected(), ignore=ignored)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Places(LinearPlaces):
+    c: Config
+
+    def gain(self, module: str, size: int) -> Tensor:
+        """The weight of a norm in float32: it multiplies before the one rounding."""
+        return self.converted(module + ".weight", size, convert=lambda w: w.astype(np.float32))
+
+    def stack(self, *parts: WeightPart, columns: int, pad: int = 0) -> Linear[Tensor]:
+        """Projections in one weight, with `pad` rows of zeros after them."""
+        try:
+            return self.linear(*parts, columns=columns, packing=self.c.packing, pad=pad)
+        except UnsupportedQuantization as error:
+            raise UnsupportedModel(str(error)) from None
+
+    def back(self, module: str, columns: int) -> Linear[Tensor]:
+        """A projection back to the hidden size, of which each rank has as many columns."""
+        part = WeightPart(module, self.c.hidden_size, column=self.c.part.rank * columns)
+        return self.stack(part, columns=columns)
+
+    def half(self, module: str, pick: Callable[[Array], Array], rows: int, columns: int) -> Tensor:
+        """`pick` of the rank's heads [A, n + v, C] of kv_b_proj, in the model's dtype: products of heads apart take no
+        packed weight."""
+        c, own = self.c, module_packing(self.c.packing, module)
+        packed = own is not None and not own.made
+        if (
+            own
+            and packed
+            and not (isinstance(own, Packing) and own.block_rows and not own.whole and not own.fp4)
+        ):
+            raise UnsupportedModel(
+                f"{module} is {packing_text(own)}; it may be plain, or FP8 in blocks of [128, 128]"
+            )
+        each, heads = c.nope_dim + c.value_dim, c.part.slice(c.num_heads)
+        start, stop = heads.start * each, heads.stop * each
+        names, sources = [module + ".weight"], [(slice(start, stop), slice(0, c.kv_lora_rank))]
+        if packed:
+            assert isinstance(own, Packing)
+            blocks = slice(start // FP8_BLOCK, scale_blocks(stop))
+            names.append(module + own.scales)
+            sources.append((blocks, slice(0, scale_blocks(c.kv_lora_rank))))
+            self.dtypes[names[0]] = (float8_e4m3fn,)
+
+        def convert(weight: Array, *scales: Array) -> Array:
+            wide = weight.astype(np.float32)
+            if scales:
+                wide = Linear(weight, scales[0].astype(np.float32)).values()
+            return pick(wide.reshape(-1, each, c.kv_lora_rank)).reshape(rows, columns)
+
+        tensor = self.arena.alloc((rows, columns), self.dtype, module)
+        self.conversions.append(Conversion(tuple(names), tensor, convert, tuple(sources)))
+        return tensor
+
+
+def _layer(p: _Places, c: Config, at: str, number: int) -> Layer:
+    dense = number < c.dense_layers
+    return Layer(
+        input_norm=p.gain(at + "input_layernorm", c.hidden_size),
+        attention=_attention(p, c, at + "self_attn."),
+        post_norm=p.gain(at + "post_attention_layernorm", c.hidden_size),
+        mlp=_mlp(p, c, at + "mlp.", c.intermediate_size) if dense else _mixture(p, c, at + "mlp."),
+    )
+
+
+def _attention(p: _Places, c: Config, at: str) -> Attention:
+    heads, own = c.part.of(c.num_heads), c.nope_dim + c.rope_dim
+    rows, latent, kv_b = c.q_lora_rank + c.latent_size, c.kv_lora_rank, at + "kv_b_proj"
+    into = WeightPart(at + "q_a_proj", c.q_lora_rank), WeightPart(at + "kv_a_proj_with_mqa", c.latent_size)
+    q = WeightPart(at + "q_b_proj", heads * own, c.part.first(c.num_heads) * own)
+    return Attention(
+        into=p.stack(*into, columns=c.hidden_size, pad=padded_rows(rows) - rows),
+        q_norm=p.gain(at + "q_a_layernorm", c.q_lora_rank),
+        kv_norm=p.gain(at + "kv_a_layernorm", latent),
+        q=p.stack(q, columns=c.q_lora_rank),
+        keys=p.half(kv_b, lambda w: w[:, : c.nope_dim].transpose(0, 2, 1), heads * latent, c.nope_dim),
+        values=p.half(kv_b, lambda w: w[:, c.nope_dim :], heads * c.value_dim, latent),
+        o=p.back(at + "o_proj", heads * c.value_dim),
+    )
+
+
+def _mlp(p: _Places, c: Config, at: str, width: int) -> Mlp:
+    own, first = c.part.of(width), c.part.first(width)
+    parts = (WeightPart(at + name, own, first) for name in ("gate_proj", "up_proj"))
+    return Mlp(p.stack(*parts, columns=c.hidden_size), p.back(at + "down_proj", own))
+
+
+def _mixture(p: _Places, c: Config, at: str) -> Mixture:
+    experts, hidden, count = c.experts, c.hidden_size, c.experts.count
+    gate_up, down = expert_places(
+        p, at + "experts", c.part.slice(count), experts.intermediate_size, hidden, c.packing,
+        unfused=c.unfused_experts,
+    )  # fmt: skip
+    bias = p.converted(at + "gate.e_score_correction_bias", count, convert=lambda w: w.astype(np.float32))
+    router = p.linear((at + "gate", count), columns=hidden, pad=padded_rows(count) - count)
+    return Mixture(router, bias, gate_up, down, _mlp(p, c, at + "shared_experts.", experts.shared_size))
