@@ -13,7 +13,8 @@ import invariance
 import pytest
 
 from openinfer.cli import recipes
-from openinfer.recipes import qwen3, qwen3_5
+from openinfer.recipes import deepseek_v4, qwen3, qwen3_5
+from openinfer.recipes.deepseek_v4.published import config_json
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.startup import build
 
@@ -27,12 +28,14 @@ FLAGS: dict[str, Any] = {
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
 }  # fmt: skip
 MODELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
-    "Qwen3.5-4B, 8 layers": (qwen3_5, "4B", 8, {}),
-    "Qwen3.5-4B, 8 layers, bf16 states": (qwen3_5, "4B", 8, {"mamba_ssm_cache_dtype": "bfloat16"}),
-    "Qwen3.5-35B-A3B, 4 layers": (qwen3_5, "35B-A3B", 4, {"kv_cache_dtype": "fp8"}),
-    "Qwen3-30B-A3B, 4 layers": (qwen3, "30B-A3B", 4, {}),
-    "Qwen3-30B-A3B-FP8, 4 layers": (qwen3, "30B-A3B-FP8", 4, {}),
+    "Qwen3.5-4B": (qwen3_5, "4B", 8, {}),
+    "Qwen3.5-4B-bf16-states": (qwen3_5, "4B", 8, {"mamba_ssm_cache_dtype": "bfloat16"}),
+    "Qwen3.5-35B-A3B": (qwen3_5, "35B-A3B", 4, {"kv_cache_dtype": "fp8"}),
+    "Qwen3-30B-A3B": (qwen3, "30B-A3B", 4, {}),
+    "Qwen3-30B-A3B-FP8": (qwen3, "30B-A3B-FP8", 4, {}),
+    "V4-Flash": (deepseek_v4, "Flash", 5, {"activation_quantization": "on"}),
 }
+"""A size, how many of its layers, and flags."""
 
 
 @pytest.fixture(params=MODELS)
@@ -40,6 +43,8 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     family, size, layers, flags = MODELS[request.param]
     config = json.loads(json.dumps(family.RECIPE.published()[size]))
     config.get("text_config", config)["num_hidden_layers"] = layers
+    if family is deepseek_v4:
+        config = config_json(size, layers=layers)
     (tmp_path / "config.json").write_text(json.dumps(config))
     made = build(recipes.find(tmp_path), tmp_path, **FLAGS, **flags).engine
     yield made

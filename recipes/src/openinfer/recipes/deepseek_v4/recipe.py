@@ -29,10 +29,6 @@ class DeepseekOptions(Options):
         "enable_lora": "no op adds an adapter to its grouped and packed projections yet",
         "kv_cache_dtype": "it caches latents in the model's dtype, whose values are rounded to FP8 as published",
     }
-    refused_on_gpu: ClassVar[dict[str, str]] = {
-        "batch_invariant": "its kernels split their sums by the number of tokens",
-    }
-
     draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp", "dspark")
 
     activation_quantization: str = option(

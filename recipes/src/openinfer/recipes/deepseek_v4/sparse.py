@@ -66,6 +66,8 @@ def hopper_tuning(target: Target, tokens: int, heads: int, vectors: int) -> Hopp
     of writing and reading the parts.
     """
     groups = tokens * (heads // 64)
+    if target.batch_invariant:
+        return HopperTuning(64, 2, 1)
 
     def cost(choice: tuple[int, int, float, int]) -> float:
         block, _, each, splits = choice
@@ -90,7 +92,7 @@ def attend_tuning(target: Target, tokens: int, heads: int, vectors: int, *, sele
     block = 64 if target.arch == 90 else 32 if shared_bytes(target.arch) > CONSUMER_SHARED_BYTES else 16
     rows = max(16, min(64, power_of_two(heads)))
     programs, blocks = tokens * -(-heads // rows), -(-vectors // block)
-    splits = max(1, min(target.num_sms // programs, blocks, MOST_PARTS))
+    splits = 1 if target.batch_invariant else max(1, min(target.num_sms // programs, blocks, MOST_PARTS))
     return AttendTuning(block, 4 if selected else 3, splits, rows)
 
 

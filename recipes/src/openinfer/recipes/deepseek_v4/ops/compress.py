@@ -237,7 +237,8 @@ def _reference(a: _Args[Array]) -> None:
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
-    dim, rows, single = a.state.shape[3], a.slots.shape[0], a.max_q_len == 1
+    dim, rows, alike = a.state.shape[3], a.slots.shape[0], target.batch_invariant
+    single = a.max_q_len == 1 and not alike
     require(
         a.entries.dtype == bfloat16,
         f"entries are {a.entries.dtype.name}; on a GPU bfloat16 (float32: the cpu pack)",
@@ -265,7 +266,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         "ROUNDING": a.rounding,
         "RING": 0 if a.recent is None else a.recent.shape[1],
     }
-    if overlap and not single:
+    if overlap and not single and not alike:
         windows = 16 if a.rounding == "hadamard_q4" else min(16, max(1, 2048 // dim))
         grid = (a.az.shape[0] // (windows * window) + 2 * rows,)
         yield launch(_DEVICE, "compress_windows", grid, args, constants | {"WINDOWS": windows})
@@ -279,7 +280,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
             "OVERLAP": overlap,
             "SINGLE": single,
             "STAGES": 1 if single else STAGES,
-            "ENTRIES": single or not overlap,
+            "ENTRIES": single or alike or not overlap,
         },
     )
 
