@@ -9,20 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deepseek_v3_form import CHECKPOINT, CONFIG
+from deepseek_v3_form import CHECKPOINT, CONFIG, HEADS, LATENT, ROTARY, C, tensors
 from golden_rows import start_row
 
 from openinfer.kernels import CpuPack
 from openinfer.kernels.formats.linear import Linear
 from openinfer.recipes.deepseek_v3 import RECIPE
+from openinfer.recipes.deepseek_v3.config import Config
 from openinfer.recipes.deepseek_v3.published import config_json
 from openinfer.recipes.deepseek_v3.weights import Mixture
-from openinfer.recipes.engine import Source
+from openinfer.recipes.engine import SetupError, Source
 from openinfer.recipes.engine.testing import write_random_checkpoint
 from openinfer.recipes.engine.testing.checkpoint import write_tensors
-from openinfer.tensor import Checkpoint
+from openinfer.tensor import Checkpoint, Tensor
 
 TOLERANCE = 1e-3
+MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
 PUBLISHED = config_json("DeepSeek-V3")
 
 
@@ -144,3 +146,93 @@ def test_fp8_checkpoints_and_their_ranks(session: Any, tmp_path: Path) -> None:
     rounded = np.abs(found[3] - found[0])
     assert rounded.max() > 1e-3  # activations are quantised
     assert rounded.mean() < 0.5
+
+
+def normed(x: Any, weight: Any) -> Any:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + C["rms_norm_eps"]) * weight
+
+
+def gated(x: Any, w: Any, at: str) -> Any:
+    gate = x @ w[at + "gate_proj.weight"].T
+    return (gate / (1 + np.exp(-gate)) * (x @ w[at + "up_proj.weight"].T)) @ w[at + "down_proj.weight"].T
+
+
+def turned(x: Any) -> Any:
+    """x [T, ..., r] rotated by its position, in pairs, at YaRN's frequencies and times its scale."""
+    config = Config.parse(C)
+    angle = np.arange(len(x))[:, None] * config.inv_freq.astype(np.float64)
+    turn = np.exp(1j * angle).reshape(len(x), *(1,) * (x.ndim - 2), -1) * config.rope_scale
+    pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
+    return np.stack([pairs.real, pairs.imag], axis=-1).reshape(x.shape)
+
+
+def layer_of(w: Any, n: int, x: Any) -> Any:
+    """A layer by its definition in the README of the recipe, with keys and values made of latents, in float64."""
+    at, count, plain = f"model.layers.{n}.", len(x), C["qk_nope_head_dim"]
+    attention = at + "self_attn."
+    h = normed(x, w[at + "input_layernorm.weight"])
+    q = normed(h @ w[attention + "q_a_proj.weight"].T, w[attention + "q_a_layernorm.weight"])
+    q = (q @ w[attention + "q_b_proj.weight"].T).reshape(count, HEADS, -1)
+    both = h @ w[attention + "kv_a_proj_with_mqa.weight"].T
+    latent = normed(both[:, :LATENT], w[attention + "kv_a_layernorm.weight"])
+    kv = (latent @ w[attention + "kv_b_proj.weight"].T).reshape(count, HEADS, -1)
+    scores = np.einsum("thk,shk->hts", q[:, :, :plain], kv[:, :, :plain])
+    scores += np.einsum("thr,sr->hts", turned(q[:, :, plain:]), turned(both[:, LATENT:]))
+    scores *= (plain + ROTARY) ** -0.5 * (0.1 * np.log(8.0) + 1) ** 2
+    scores[:, *np.triu_indices(count, 1)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    values = np.einsum("hts,shv->thv", weights, kv[:, :, plain:]).reshape(count, -1)
+    x = x + values @ w[attention + "o_proj.weight"].T
+    h = normed(x, w[at + "post_attention_layernorm.weight"])
+    if at + "mlp.gate_proj.weight" in w:
+        return x + gated(h, w, at + "mlp.")
+    s = 1 / (1 + np.exp(-h @ w[at + "mlp.gate.weight"].T))
+    left = s + w[at + "mlp.gate.e_score_correction_bias"]
+    groups = left.reshape(count, C["n_group"], -1)
+    best = np.argsort(-np.sort(groups, axis=2)[:, :, -2:].sum(axis=2), axis=1)[:, : C["topk_group"]]
+    kept = np.zeros(groups.shape[:2], bool)
+    np.put_along_axis(kept, best, True, 1)
+    left = np.where(np.repeat(kept, groups.shape[2], axis=1), left, -np.inf)
+    out = gated(h, w, at + "mlp.shared_experts.")
+    for t, chosen in enumerate(np.argsort(-left, axis=1)[:, : C["num_experts_per_tok"]]):
+        for e in chosen:
+            share = s[t, e] / s[t, chosen].sum() * C["routed_scaling_factor"]
+            out[t] += share * gated(h[t], w, f"{at}mlp.experts.{e}.")
+    return x + out
+
+
+def test_the_definition_agrees_and_the_layer_that_drafts_is_it(place: Any, golden: Any) -> None:
+    """Main logits, and those of the token after next, at all positions and by both rounds of the drafting layer."""
+    w = {name: array.astype(np.float64) for name, array in tensors().items()}
+    prompt, last = golden.prompt(2), f"model.layers.{C['num_hidden_layers']}."
+    count, embeds = len(prompt) - 1, w["model.embed_tokens.weight"]
+    x = embeds[prompt[:-1]]
+    for n in range(C["num_hidden_layers"]):
+        x = layer_of(w, n, x)
+    model, pack = place(RECIPE, CHECKPOINT, [65], speculative_config=MTP), CpuPack()
+    start_row(model, prompt[:-1])
+    model.forward(pack, count, 1, count)
+    near = {"atol": TOLERANCE, "rtol": 0}
+    hidden = normed(x, w["model.norm.weight"])
+    head = w["lm_head.weight"].T
+    np.testing.assert_allclose(model.batch.logits.numpy()[0], hidden[-1] @ head, **near)
+    following = Tensor.from_numpy(np.array(prompt[1:], np.int32))
+    for first in (True, False):
+        model.further(pack, following, model.batch.step(count, 1), count, first=first)
+        parts = normed(embeds[prompt[1:]], w[last + "enorm.weight"]), normed(hidden, w[last + "hnorm.weight"])
+        hidden = layer_of(
+            w, C["num_hidden_layers"], np.concatenate(parts, axis=1) @ w[last + "eh_proj.weight"].T
+        )
+        np.testing.assert_allclose(model.buffers.x.numpy()[:count], hidden, **near)
+    model.batch.last.numpy()[:1] = model.buffers.x.numpy()[count - 1]
+    model.draft_head(pack, 1, 0)
+    logits = normed(hidden[-1], w[last + "shared_head.norm.weight"]) @ head
+    np.testing.assert_allclose(model.batch.logits.numpy()[0], logits, **near)
+    assert np.abs(logits - normed(hidden[-1], w["model.norm.weight"]) @ head).max() > 0.1
+
+
+def test_a_checkpoint_without_the_layer_that_drafts_is_refused(tmp_path: Path) -> None:
+    config = {**CONFIG, "num_nextn_predict_layers": 0}
+    with pytest.raises(SetupError, match="this checkpoint has no MTP layer; use method ngram"):
+        RECIPE.blueprint(Source(config), RECIPE.options(speculative_config=MTP))

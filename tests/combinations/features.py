@@ -191,7 +191,6 @@ LACKING = {
     ("qwen3", "DSpark drafts"): "method 'dspark' is not possible with this model",
     ("qwen3_5", "DSpark drafts"): "method 'dspark' is not possible with this model",
     ("qwen3_5", "EAGLE-3 drafts"): "method 'eagle3' is not possible with this model",
-    ("deepseek_v3", "MTP drafts"): "method 'mtp' is not possible with this model",
     ("deepseek_v3", "DSpark drafts"): "method 'dspark' is not possible with this model",
     ("deepseek_v3", "EAGLE-3 drafts"): "method 'eagle3' is not possible with this model",
     ("deepseek_v3", "adapters"): "--enable-lora is not possible",

@@ -26,18 +26,21 @@ class DeepseekV3(Blueprint[Model]):
 
     config: Config
     page_size: int
+    drafts: bool = False
+    """The layer that drafts is loaded."""
 
     def decode_rows(self, max_rows: int) -> Sequence[int]:
         """At most 7 padding rows up to 32 rows, and 31 above."""
         return (1, 2, 4, *range(8, 32, 8), *range(32, max_rows, 32))
 
     def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
-        whole = Weights.allocate(self.config.whole, Arena(Device("null"), None), limits.dtype)
-        validate(checkpoint, self.config, whole.places)
+        arena = Arena(Device("null"), None)
+        whole = Weights.allocate(self.config.whole, arena, limits.dtype, drafts=self.drafts)
+        validate(checkpoint, self.config, whole)
 
     def _page(self, limits: Limits) -> tuple[tuple[int, ...], int]:
         """The shape of a page, and its bytes."""
-        shape = (self.config.num_layers, self.page_size, self.config.latent_size)
+        shape = (self.config.num_layers + self.drafts, self.page_size, self.config.latent_size)
         return shape, int(np.prod(shape)) * limits.dtype.itemsize
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
@@ -49,7 +52,7 @@ class DeepseekV3(Blueprint[Model]):
 
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
         c, (pages,) = self.config, blocks
-        weights = Weights.allocate(c, arena, limits.dtype)
+        weights = Weights.allocate(c, arena, limits.dtype, drafts=self.drafts)
         cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len, c.rope_scale)
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
@@ -76,20 +79,15 @@ class DeepseekV3(Blueprint[Model]):
         return model.weights.places.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
-        several = self.config.part.ranks > 1
         kinds = one_of_each(
-            model.weights.layers, lambda layer: (type(layer.mlp), form_of(layer)), first=several
-        )
-        return dataclasses.replace(
-            model, weights=dataclasses.replace(model.weights, layers=Repeated(pack, kinds))
-        )
+            model.weights.layers, lambda layer: (type(layer.mlp), form_of(layer)), first=self.config.part.ranks > 1
+        )  # fmt: skip
+        weights = dataclasses.replace(model.weights, layers=Repeated(pack, kinds))
+        return dataclasses.replace(model, weights=weights)
 
     def memory(self, model: Model) -> Mapping[str, int]:
-        return {
-            "weights": model.weights.nbytes,
-            "activations": nbytes_of(model.buffers),
-            "rotary table": model.cos_sin.nbytes,
-        }
+        uses = {"weights": model.weights.nbytes, "activations": nbytes_of(model.buffers)}
+        return uses | {"rotary table": model.cos_sin.nbytes}
 
     def controls(self, model: Model) -> Iterator[Control]:
         yield from of_rotation(model.cos_sin)

@@ -14,17 +14,10 @@ from openinfer.recipes.engine.rope import Floats, rope_of, score_factor
 from openinfer.tensor import Checkpoint
 
 WANTED: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "moe_layer_freq": 1,
-    "rope_interleave": True,
-    "index_topk": None,
-    "sliding_window": None,
-}
+    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1, "rope_interleave": True,
+    "index_topk": None, "sliding_window": None,
+}  # fmt: skip
 """Keys that have this value, or are missing, in every published model."""
 
 
@@ -77,23 +70,18 @@ class Config:
         if ranks > 1:
             for_ranks(self.packing)
         part, heads = Part(rank, ranks), self.num_heads
-        part.check(
-            {
-                "num_attention_heads": (heads, 1),
-                "n_routed_experts": (self.experts.count, 1),
-                "vocab_size": (self.vocab_size, 16),
-            }
-        )
         block = FP8_BLOCK if self.packing is not None and self.packing.block == FP8_BLOCK else 16
-        columns = {
-            "num_attention_heads * v_head_dim": heads * self.value_dim,
-            "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": heads
-            * (self.nope_dim + self.rope_dim),
-            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads * (self.nope_dim + self.value_dim),
-            "intermediate_size": self.intermediate_size,
-            "n_shared_experts * moe_intermediate_size": self.experts.shared_size,
-        }
-        part.check({key: (size, block) for key, size in columns.items()})
+        part.check({
+            "num_attention_heads": (heads, 1), "n_routed_experts": (self.experts.count, 1),
+            "vocab_size": (self.vocab_size, 16),
+            "num_attention_heads * v_head_dim": (heads * self.value_dim, block),
+            "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": (
+                heads * (self.nope_dim + self.rope_dim), block
+            ),
+            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": (heads * (self.nope_dim + self.value_dim), block),
+            "intermediate_size": (self.intermediate_size, block),
+            "n_shared_experts * moe_intermediate_size": (self.experts.shared_size, block),
+        })  # fmt: skip
         return dataclasses.replace(self, part=part)
 
     @property
@@ -113,36 +101,25 @@ class Config:
         vocab, layers = fields.size("vocab_size"), fields.size("num_hidden_layers")
         nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
         count, width = fields.size("n_routed_experts"), fields.size("moe_intermediate_size")
-        shared = fields.count("n_shared_experts", default=1, most=64)
-        experts = Experts(count, fields.size("num_experts_per_tok"), width, shared * width)
-        scale = (nope_dim + rope_dim) ** -0.5
-        rope = rope_of(fields, rope_dim, default=1e4)
+        shared = fields.size("n_shared_experts")
         config = cls(
-            hidden_size=fields.size("hidden_size"),
-            num_layers=layers,
+            hidden_size=fields.size("hidden_size"), num_layers=layers,
             dense_layers=fields.count("first_k_dense_replace", default=0, most=layers),
-            num_heads=fields.size("num_attention_heads"),
-            q_lora_rank=fields.size("q_lora_rank"),
-            kv_lora_rank=fields.size("kv_lora_rank"),
-            nope_dim=nope_dim,
-            rope_dim=rope_dim,
-            value_dim=fields.size("v_head_dim"),
-            intermediate_size=fields.size("intermediate_size"),
-            experts=experts,
-            groups=fields.size("n_group", default=1),
-            top_groups=fields.size("topk_group", default=1),
+            num_heads=fields.size("num_attention_heads"), q_lora_rank=fields.size("q_lora_rank"),
+            kv_lora_rank=fields.size("kv_lora_rank"), nope_dim=nope_dim, rope_dim=rope_dim,
+            value_dim=fields.size("v_head_dim"), intermediate_size=fields.size("intermediate_size"),
+            experts=Experts(count, fields.size("num_experts_per_tok"), width, shared * width),
+            groups=fields.size("n_group", default=1), top_groups=fields.size("topk_group", default=1),
             routed_scaling_factor=fields.number("routed_scaling_factor", default=1.0, most=1e6),
-            vocab_size=vocab,
-            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, most=1),
+            vocab_size=vocab, rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, most=1),
             max_position_embeddings=fields.size("max_position_embeddings"),
-            scale=scale * score_factor(fields),
-            **rope._asdict(),
+            scale=(nope_dim + rope_dim) ** -0.5 * score_factor(fields),
+            **rope_of(fields, rope_dim, default=1e4)._asdict(),
             mtp=fields.count("num_nextn_predict_layers", default=0, most=1) == 1,
             eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
-            unfused_experts=checkpoint is None
-            or not any(".mlp.experts.gate_up_proj" in name for name in checkpoint),
+            unfused_experts=checkpoint is None or not any(".mlp.experts.gate_up_proj" in name for name in checkpoint),
             packing=packing(fields, quantization, coded, checkpoint),
-        )
+        )  # fmt: skip
         _check_sizes(config)
         return config
 
@@ -170,18 +147,11 @@ def _check_sizes(c: Config) -> None:
             f"of n_group {c.groups}; groups have two experts or more, as many each, and all that a token takes"
         )
     multiples = {
-        "hidden_size": c.hidden_size,
-        "q_lora_rank": c.q_lora_rank,
-        "kv_lora_rank": c.kv_lora_rank,
-        "qk_nope_head_dim": c.nope_dim,
-        "qk_rope_head_dim": c.rope_dim,
-        "v_head_dim": c.value_dim,
-        "intermediate_size": c.intermediate_size,
-        "moe_intermediate_size": c.experts.intermediate_size,
+        "hidden_size": c.hidden_size, "q_lora_rank": c.q_lora_rank, "kv_lora_rank": c.kv_lora_rank,
+        "qk_nope_head_dim": c.nope_dim, "qk_rope_head_dim": c.rope_dim, "v_head_dim": c.value_dim,
+        "intermediate_size": c.intermediate_size, "moe_intermediate_size": c.experts.intermediate_size,
         "vocab_size": c.vocab_size,
-    }
+    }  # fmt: skip
     for key, one in multiples.items():
         if one % 16:
             raise UnsupportedModel(f"config.json: {key} is {shown(one)}; it must be a multiple of 16")
-    if not c.experts.shared_size:
-        raise UnsupportedModel("config.json: n_shared_experts is 0; every published model has one or more")

@@ -9,12 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.graph.runner import Batch, NoStates, Read, States
-from openinfer.kernels import Pack, embed, experts_add, gate_up_silu, norm_linear, project, route
+from openinfer.graph.runner import Batch, NoStates, Read, States, StepRows
+from openinfer.kernels import (
+    Pack,
+    embed,
+    experts_add,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+    norm_rows,
+    project,
+    route,
+)
 from openinfer.kernels.authoring import Linear
 from openinfer.recipes.deepseek_v3.config import Config
 from openinfer.recipes.deepseek_v3.ops import latent_attend, split_queries, write_latents
-from openinfer.recipes.deepseek_v3.weights import Layer, Mixture, Mlp, Weights
+from openinfer.recipes.deepseek_v3.weights import Attention, Layer, Mixture, Mlp, Weights
 from openinfer.tensor import Arena, Stream, Tensor, float32, int32
 
 
@@ -36,6 +46,7 @@ class Buffers:
     expert_ids: Tensor  # int32 [T, K]
     expert_weights: Tensor  # [T, K]
     y: Tensor  # [T, H]: of one of several ranks
+    drafting: tuple[Tensor, ...]  # two [T, H], of the layer that drafts
 
     @classmethod
     def allocate(
@@ -49,21 +60,15 @@ class Buffers:
             return arena.alloc((max_tokens, width), kind)
 
         return cls(
-            x=by_token(c.hidden_size),
-            into=by_token(layer.attention.into.weight.shape[0]),
-            qr=by_token(c.q_lora_rank),
-            q=by_token(heads * (c.nope_dim + c.rope_dim)),
-            plain=by_token(heads * c.nope_dim),
-            turned=by_token(heads * c.rope_dim),
-            latent_q=by_token(heads * c.kv_lora_rank),
-            latent_out=by_token(heads * c.kv_lora_rank),
-            heads=by_token(heads * c.value_dim),
-            mlp=by_token(c.part.of(max(c.intermediate_size, c.experts.shared_size))),
-            router=by_token(router, float32),
-            expert_ids=by_token(c.experts.chosen, int32),
-            expert_weights=by_token(c.experts.chosen),
+            x=by_token(c.hidden_size), into=by_token(layer.attention.into.weight.shape[0]), qr=by_token(c.q_lora_rank),
+            q=by_token(heads * (c.nope_dim + c.rope_dim)), plain=by_token(heads * c.nope_dim),
+            turned=by_token(heads * c.rope_dim), latent_q=by_token(heads * c.kv_lora_rank),
+            latent_out=by_token(heads * c.kv_lora_rank), heads=by_token(heads * c.value_dim),
+            mlp=by_token(c.part.of(max(c.intermediate_size, c.experts.shared_size))), router=by_token(router, float32),
+            expert_ids=by_token(c.experts.chosen, int32), expert_weights=by_token(c.experts.chosen),
             y=by_token(c.hidden_size if c.part.ranks > 1 else 1),
-        )
+            drafting=tuple(by_token(c.hidden_size) for _ in range(2 if weights.mtp else 0)),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,49 @@ class Model:
                 read = self._mlp(pack, read, layer.mlp, layer.next_norm, t)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 
+    seen = hidden
+    """See graph.runner.Proposer."""
+
+    def further(
+        self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
+        *, first: bool, only_keys: bool = False,
+    ) -> None:  # fmt: skip
+        """graph.runner.Proposer: the hidden states of the layer that drafts, of the normed ones of the model, or of its
+        own, and of the embedding of the tokens that follow. Its latents have the last layer of the pages."""
+        b, eps, mtp, t = self.buffers, self.config.rms_norm_eps, self.weights.mtp, token_ids.shape[0]
+        assert mtp is not None
+        x, states, other = b.x[:t], b.drafting[0][:t], b.drafting[1][:t]
+        if first:
+            norm_rows(pack, out=other, x=x, norm_weight=self.weights.norm, eps=eps, quantized=False)
+        before = other if first else x
+        norm_rows(pack, out=states, x=before, norm_weight=mtp.hidden_norm, eps=eps, quantized=False)
+        embed(pack, out=other, token_ids=token_ids, table=self.weights.embed)
+        norm_linear(pack, out=x, x=other, norm_weight=mtp.embed_norm, weight=mtp.of_embedding, eps=eps)
+        linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
+        layer, last = mtp.layer, self.config.num_layers
+        read = Read(x=x, norm_weight=layer.input_norm, eps=eps)
+        if only_keys:
+            self._latents(pack, read, layer.attention, last, t)
+            return
+        read = self._attention(pack, read, layer, last, t)
+        assert isinstance(layer.mlp, Mixture)
+        self._mixture(pack, read, layer.mlp, None, t)
+
+    def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
+        """graph.runner.Proposer: logits of the layer's states in `batch.last`."""
+        assert self.weights.mtp is not None
+        self._logits(pack, num_rows, self.weights.mtp.norm)
+
+    def _latents(self, pack: Pack, read: Read, a: Attention, index: int, t: int) -> None:
+        """The latents of t tokens into their pages, and qr = the queries' low-rank vectors."""
+        c, b, batch = self.config, self.buffers, self.batch
+        norm_linear(pack, out=b.into[:t], **read, weight=a.into)
+        write_latents(
+            pack, qr=b.qr[:t], kv=self.kv[:, index], qkv=b.into[:t], q_norm=a.q_norm, kv_norm=a.kv_norm,
+            cos_sin=self.cos_sin, positions=batch.positions[:t], token_slots=batch.token_slots[:t],
+            block_tables=batch.rows["block_tables"], eps=c.rms_norm_eps,
+        )  # fmt: skip
+
     def _attention(self, pack: Pack, read: Read, layer: Layer, index: int, t: int) -> Read:
         """x += latent attention of its norm. Returns the MLP's input. Queries become latents, and so do the results of
         attention leave it: no key and no value is ever made of a latent."""
@@ -115,26 +163,19 @@ class Model:
             layer.attention,
             self.config.part.of(self.config.num_heads),
         )
-        positions, slots = self.batch.positions[:t], self.batch.token_slots[:t]
-        kv, tables = self.kv[:, index], self.batch.rows["block_tables"]
-        norm_linear(pack, out=b.into[:t], **read, weight=a.into)
-        write_latents(
-            pack, qr=b.qr[:t], kv=kv, qkv=b.into[:t], q_norm=a.q_norm, kv_norm=a.kv_norm, cos_sin=self.cos_sin,
-            positions=positions, token_slots=slots, block_tables=tables, eps=c.rms_norm_eps,
-        )  # fmt: skip
+        positions = self.batch.positions[:t]
+        self._latents(pack, read, a, index, t)
         norm_linear(pack, out=b.q[:t], x=b.qr[:t], weight=a.q)
         plain, turned, latent_q, out = b.plain[:t], b.turned[:t], b.latent_q[:t], b.latent_out[:t]
         split_queries(pack, plain=plain, turned=turned, q=b.q[:t], cos_sin=self.cos_sin, positions=positions)
-        self._by_head(pack, latent_q, plain, a.keys, heads)
+        apart: dict[str, Any] = {"groups": heads, "rounded_x": False, "quantized": False}
+        project(pack, out=latent_q, x=plain, weight=a.keys, **apart)
         latent_attend(
-            pack, out=out, q=latent_q, turned=turned, kv=kv, positions=positions, token_slots=slots,
-            block_tables=tables, scale=c.scale,
+            pack, out=out, q=latent_q, turned=turned, kv=self.kv[:, index], positions=positions,
+            token_slots=self.batch.token_slots[:t], block_tables=self.batch.rows["block_tables"], scale=c.scale,
         )  # fmt: skip
-        self._by_head(pack, b.heads[:t], out, a.values, heads)
+        project(pack, out=b.heads[:t], x=out, weight=a.values, **apart)
         return self._add(pack, a.o, b.heads[:t], layer.post_norm, t)
-
-    def _by_head(self, pack: Pack, out: Tensor, x: Tensor, weight: Tensor, heads: int) -> None:
-        project(pack, out=out, x=x, weight=weight, groups=heads, rounded_x=False, quantized=False)
 
     def _mlp(self, pack: Pack, read: Read, mlp: Mlp, norm: Tensor | None, t: int) -> Read:
         """x += the MLP of its norm. Returns the input of the next layer."""
@@ -180,8 +221,11 @@ class Model:
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""
-        w, last = self.weights, self.batch.last[:num_rows]
-        self.batch.head(pack, last, norm=w.norm, eps=self.config.rms_norm_eps, weight=w.lm_head)
+        self._logits(pack, num_rows, self.weights.norm)
+
+    def _logits(self, pack: Pack, r: int, norm: Tensor) -> None:
+        lm_head, eps = self.weights.lm_head, self.config.rms_norm_eps
+        self.batch.head(pack, self.batch.last[:r], norm=norm, eps=eps, weight=lm_head)
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page."""

@@ -38,8 +38,7 @@ from openinfer.kernels.authoring import (
 )
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
-_LATENTS = "openinfer.recipes.deepseek_v3.device.latents"
-_ATTEND = "openinfer.recipes.deepseek_v3.device.latent_attend"
+_DEVICE = "openinfer.recipes.deepseek_v3.device.latents"
 MOST_PARTS = 16
 """The most parts of a token's context. The bound is needed because all parts are merged at once."""
 
@@ -121,19 +120,13 @@ def _write_launches(target: Target, a: _WriteArgs[Tensor]) -> Iterator[Command]:
     )
     require(latent == power_of_two(latent), f"latents have {latent} numbers; on a GPU a power of two")
     yield launch(
-        _LATENTS,
-        "write_latents",
-        (tokens, 2),
+        _DEVICE, "write_latents", (tokens, 2),
         {
-            **tensors(a),
-            "width": aligned(width),
-            "qkv_stride": aligned(a.qkv.strides[0]),
-            "table_width": a.block_tables.shape[1],
-            "page_stride": Aligned(a.kv.strides[0]),
-            "eps": a.eps,
+            **tensors(a), "width": aligned(width), "qkv_stride": aligned(a.qkv.strides[0]),
+            "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0]), "eps": a.eps,
         },
         {"BLOCK": power_of_two(width), "C": latent, "ROTARY": 2 * a.cos_sin.shape[2], "PAGE": a.kv.shape[1]},
-    )
+    )  # fmt: skip
 
 
 def _write_cost(workload: Workload, a: _WriteArgs[Tensor]) -> Cost:
@@ -183,12 +176,9 @@ def _split_launches(target: Target, a: _SplitArgs[Tensor]) -> Iterator[Command]:
     heads = a.turned.shape[1] // rotary
     plain = a.plain.shape[1] // heads
     yield launch(
-        _LATENTS,
-        "split_queries",
-        (a.q.shape[0], -(-heads // 16)),
-        {**tensors(a), "heads": heads},
+        _DEVICE, "split_queries", (a.q.shape[0], -(-heads // 16)), {**tensors(a), "heads": heads},
         {"PLAIN": plain, "BLOCK": power_of_two(plain), "ROTARY": rotary, "HEADS": 16},
-    )
+    )  # fmt: skip
 
 
 def _split_cost(workload: Workload, a: _SplitArgs[Tensor]) -> Cost:
@@ -274,21 +264,18 @@ def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command
     sees: dict[str, Arg] = {"positions": a.positions, "token_slots": a.token_slots, "heads": aligned(heads)}
     constants = {"C": latent, "BN": block, "SPLITS": splits}
     yield launch(
-        _ATTEND,
-        "latent_attend",
-        (splits, tokens, -(-heads // rows)),
+        _DEVICE, "latent_attend", (splits, tokens, -(-heads // rows)),
         {
             "out": a.out, "q": a.q, "turned": a.turned, "kv": a.kv, "block_tables": a.block_tables, "partial": partial,
             "weight": weight, **sees, "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0]),
             "scale": a.scale * math.log2(math.e),
         },
         {**constants, "ROTARY": rotary, "PAGE_BITS": size.bit_length() - 1, "BM": rows},
-        num_warps=8,
-        num_stages=2,
+        num_warps=8, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         yield launch(
-            _ATTEND, "merge_latents", (tokens, heads),
+            _DEVICE, "merge_latents", (tokens, heads),
             {"out": a.out, "partial": partial, "weight": weight, **sees},
             {**constants, "PARTS": power_of_two(splits)},
         )  # fmt: skip

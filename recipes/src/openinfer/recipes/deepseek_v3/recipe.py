@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SIZES, config_json
-from openinfer.recipes.engine import Options, Recipe, Source
+from openinfer.recipes.engine import Options, Recipe, SetupError, Source
 
 if TYPE_CHECKING:
     from openinfer.recipes.deepseek_v3.blueprint import DeepseekV3
@@ -30,6 +30,7 @@ class LatentOptions(Options):
     refused_on_gpu: ClassVar[dict[str, str]] = {
         "batch_invariant": "its kernels split their sums by the number of tokens",
     }
+    draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp")
 
 
 class DeepseekV3Recipe(Recipe[LatentOptions]):
@@ -51,7 +52,13 @@ class DeepseekV3Recipe(Recipe[LatentOptions]):
 
         coded = options.activation_quantization == "on"
         config = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
-        return DeepseekV3(config.of_rank(rank, ranks), options.block_size)
+        speculation = options.speculation()
+        drafts = speculation is not None and speculation.proposes
+        if drafts and not config.mtp:
+            raise SetupError("--speculative-config: this checkpoint has no MTP layer; use method ngram")
+        if speculation is not None and speculation.quantization is not None:
+            raise SetupError("--speculative-config: quantization is for Qwen3.5's MTP head; leave it out")
+        return DeepseekV3(config.of_rank(rank, ranks), options.block_size, drafts)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
         """The published sizes, in FP8."""

@@ -73,6 +73,19 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Mtp:
+    """The layer that drafts, which predicts the token after next. The columns of its first projection are for the
+    embedding, then for the hidden states. Its embedding and its head are the model's."""
+
+    of_embedding: Linear[Tensor]  # [H, H]
+    of_hidden: Linear[Tensor]  # [H, H]
+    embed_norm: Tensor
+    hidden_norm: Tensor
+    layer: Layer
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """A rank's weights, and where each comes from. `embed` is whole on every rank."""
 
@@ -80,27 +93,34 @@ class Weights:
     layers: tuple[Layer, ...]
     norm: Tensor
     lm_head: Tensor  # [V of the rank, H]
+    mtp: Mtp | None
     nbytes: int
     places: LinearPlaces
 
     @classmethod
-    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any]) -> "Weights":
-        """Uninitialised weights in `arena`. Raises UnsupportedModel for a packing that the model cannot have."""
+    def allocate(
+        cls, config: Config, arena: Arena, dtype: np.dtype[Any], *, drafts: bool = False
+    ) -> "Weights":
+        """Uninitialised weights in `arena`; drafts: of the layer that drafts too. Raises UnsupportedModel for a packing
+        that the model cannot have."""
         p, hidden, before = _Places(arena, dtype, c=config), config.hidden_size, arena.used
         embed = p.table("model.embed_tokens", config.vocab_size, hidden, config.packing)
         layers = [_layer(p, config, f"model.layers.{n}.", n) for n in range(config.num_layers)]
         norm, rows = p.gain("model.norm", hidden), config.part.slice(config.vocab_size)
         head = p.table("lm_head", rows.stop - rows.start, hidden, config.packing, rows.start)
+        mtp = _mtp(p, config, f"model.layers.{config.num_layers}.") if drafts else None
         norms = [*(layer.input_norm for layer in layers[1:]), norm]
         linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
-        return cls(embed, tuple(linked), norm, head, arena.used - before, p)
+        return cls(embed, tuple(linked), norm, head, mtp, arena.used - before, p)
 
 
-def validate(checkpoint: Checkpoint, config: Config, places: LinearPlaces) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly these tensors. The layer that drafts is ignored."""
-    drafts = (f"model.layers.{config.num_layers}.*",) if config.mtp else ()
-    ignored = (*places.ignored, *drafts, *PUBLISHED_SCALES, "*.rotary_emb.inv_freq")
-    checkpoint.require(places.expected(), ignore=ignored)
+def validate(checkpoint: Checkpoint, config: Config, weights: Weights) -> None:
+    """Raise CheckpointError unless the checkpoint holds exactly these tensors. Where the layer that drafts is not
+    loaded it is ignored, and always its copies of the embedding and of the head."""
+    copies = "*" if weights.mtp is None else "embed_tokens.weight", "shared_head.head.weight"
+    drafts = [f"model.layers.{config.num_layers}.{name}" for name in copies if config.mtp]
+    ignored = (*weights.places.ignored, *drafts, *PUBLISHED_SCALES, "*.rotary_emb.inv_freq")
+    checkpoint.require(weights.places.expected(), ignore=ignored)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,10 +166,8 @@ class _Places(LinearPlaces):
             sources.append((blocks, slice(0, scale_blocks(c.kv_lora_rank))))
             self.dtypes[names[0]] = (float8_e4m3fn,)
 
-        def convert(weight: Array, *scales: Array) -> Array:
-            wide = weight.astype(np.float32)
-            if scales:
-                wide = Linear(weight, scales[0].astype(np.float32)).values()
+        def convert(weight: Array, scales: Array | None = None) -> Array:
+            wide = Linear(weight, None if scales is None else scales.astype(np.float32)).values()
             return pick(wide.reshape(-1, each, c.kv_lora_rank)).reshape(rows, columns)
 
         tensor = self.arena.alloc((rows, columns), self.dtype, module)
@@ -165,6 +183,13 @@ def _layer(p: _Places, c: Config, at: str, number: int) -> Layer:
         post_norm=p.gain(at + "post_attention_layernorm", c.hidden_size),
         mlp=_mlp(p, c, at + "mlp.", c.intermediate_size) if dense else _mixture(p, c, at + "mlp."),
     )
+
+
+def _mtp(p: _Places, c: Config, at: str) -> Mtp:
+    parts = [WeightPart(at + "eh_proj", c.hidden_size, column=column) for column in (0, c.hidden_size)]
+    of_embedding, of_hidden = (p.linear(part, columns=c.hidden_size) for part in parts)  # never packed
+    norms = [p.gain(at + name, c.hidden_size) for name in ("enorm", "hnorm", "shared_head.norm")]
+    return Mtp(of_embedding, of_hidden, norms[0], norms[1], _layer(p, c, at, c.num_layers), norms[2])
 
 
 def _attention(p: _Places, c: Config, at: str) -> Attention:

@@ -1,10 +1,19 @@
-"""A token's latent into its page, beside the norm of the query's low-rank vector; and the heads' queries, split."""
+"""A token's latent into its page, beside the norm of the query's low-rank vector; the heads' queries, split; and
+attention to the latents of a context: a latent is key and value of all heads, beside a rotated key.
+
+A program of attention has BM heads of a token, so that a latent is read once for them. The blocks of BN positions are
+dealt to the token's parts in turn. The softmax is online, in base 2 and float32; `scale` holds log2(e). The C numbers
+are taken in four quarters, because a thread then has few rows of each, and few addresses.
+"""
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
 
 from openinfer.kernels.device.rounding import rotated
+
+LOW = tl.constexpr(-1.0e30)
+"""A hidden score. exp2 of its distance to a real score is 0; exp2 of its distance to itself is 1 and not NaN."""
 
 
 @triton.jit
@@ -60,3 +69,97 @@ def split_queries(
     x = tl.load(source + PLAIN + turn, mask=real, other=0.0).to(tl.float32)
     y = rotated(x, cos_sin, tl.load(positions + token), 1.0, ROTARY, ROTARY)
     tl.store(turned + row * ROTARY + turn, y.to(turned.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def latent_attend(
+    out, q, turned, kv, block_tables, partial, weight, positions, token_slots, heads, table_width, page_stride, scale,
+    C: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, ROTARY: tl.constexpr, PAGE_BITS: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """Grid (SPLITS, tokens, cdiv(heads, BM)). A page has 2^PAGE_BITS positions of C + ROTARY numbers. With SPLITS > 1
+    it writes what `merge_latents` reads, in float32: partial [tokens, SPLITS, heads, C], weight the same less C."""
+    QUARTER: tl.constexpr = C // 4
+    part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, i = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BN)
+    slot = tl.load(token_slots + token).to(tl.int64)
+    end = tl.load(positions + token) + 1
+    column, turn = tl.arange(0, QUARTER)[None, :], tl.arange(0, ROTARY)[None, :]
+    inside, row = (head < heads)[:, None], token * heads + head[:, None]
+    place = row * C + column
+    if slot == 0:
+        if SPLITS == 1:
+            for quarter in tl.static_range(4):
+                zero = tl.zeros((BM, QUARTER), out.dtype.element_ty)
+                tl.store(out + place + quarter * QUARTER, zero, mask=inside)
+        return
+    if part * BN >= end:
+        return
+    q0 = tl.load(q + place, mask=inside, other=0.0)
+    q1 = tl.load(q + place + QUARTER, mask=inside, other=0.0)
+    q2 = tl.load(q + place + 2 * QUARTER, mask=inside, other=0.0)
+    q3 = tl.load(q + place + 3 * QUARTER, mask=inside, other=0.0)
+    rotary = tl.load(turned + row * ROTARY + turn, mask=inside, other=0.0)
+    m = tl.full((BM,), LOW, tl.float32)
+    l = tl.zeros((BM,), tl.float32)
+    acc0 = tl.zeros((BM, QUARTER), tl.float32)
+    acc1 = tl.zeros((BM, QUARTER), tl.float32)
+    acc2 = tl.zeros((BM, QUARTER), tl.float32)
+    acc3 = tl.zeros((BM, QUARTER), tl.float32)
+    for first in range(part * BN, end, SPLITS * BN):
+        number = first + i
+        live = number < end
+        page = tl.load(block_tables + slot * table_width + (number >> PAGE_BITS), mask=live, other=0).to(
+            tl.int64
+        )
+        at = page * page_stride + (number & ((1 << PAGE_BITS) - 1)) * (C + ROTARY)
+        key, real = (kv + at)[:, None] + column, live[:, None]  # what was never written may be NaN
+        k0 = tl.load(key, mask=real, other=0.0)
+        k1 = tl.load(key + QUARTER, mask=real, other=0.0)
+        k2 = tl.load(key + 2 * QUARTER, mask=real, other=0.0)
+        k3 = tl.load(key + 3 * QUARTER, mask=real, other=0.0)
+        kr = tl.load((kv + at)[:, None] + C + turn, mask=real, other=0.0)
+        score = tl.dot(q0, tl.trans(k0))
+        score = tl.dot(q1, tl.trans(k1), score)
+        score = tl.dot(q2, tl.trans(k2), score)
+        score = tl.dot(q3, tl.trans(k3), score)
+        score = tl.dot(rotary, tl.trans(kr), score) * scale
+        score = tl.where(live[None, :], score, LOW)
+        top = tl.maximum(m, tl.max(score, 1))
+        p = tl.exp2(score - top[:, None])
+        decay = tl.exp2(m - top)
+        share = p.to(k0.dtype)
+        acc0 = tl.dot(share, k0, acc0 * decay[:, None])
+        acc1 = tl.dot(share, k1, acc1 * decay[:, None])
+        acc2 = tl.dot(share, k2, acc2 * decay[:, None])
+        acc3 = tl.dot(share, k3, acc3 * decay[:, None])
+        l = l * decay + tl.sum(p, 1)
+        m = top
+    to = out + place
+    if SPLITS > 1:
+        own = (token * SPLITS + part) * heads + head
+        tl.store(weight + own, m + tl.log2(l), mask=head < heads)
+        to = partial + own[:, None] * C + column
+    less = (1.0 / l)[:, None]
+    tl.store(to, (acc0 * less).to(to.dtype.element_ty), mask=inside)
+    tl.store(to + QUARTER, (acc1 * less).to(to.dtype.element_ty), mask=inside)
+    tl.store(to + 2 * QUARTER, (acc2 * less).to(to.dtype.element_ty), mask=inside)
+    tl.store(to + 3 * QUARTER, (acc3 * less).to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def merge_latents(
+    out, partial, weight, positions, token_slots, heads,
+    C: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A head of a token from its parts; PARTS: a power of two, at least SPLITS. Grid (tokens, heads)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part, column = tl.arange(0, PARTS), tl.arange(0, C)[None, :]
+    real = (part < SPLITS) & (part * BN <= tl.load(positions + token)) & (tl.load(token_slots + token) != 0)
+    own = (token * SPLITS + part) * heads + head
+    logs = tl.load(weight + own, mask=real, other=LOW)
+    parts = tl.load(partial + own[:, None] * C + column, mask=real[:, None], other=0.0)
+    share = tl.exp2(logs - tl.max(logs, 0))
+    share = tl.where(real, share / tl.sum(share, 0), 0.0)
+    o = tl.sum(share[:, None] * parts, 0)[None, :]
+    tl.store(out + (token * heads + head) * C + column, o.to(out.dtype.element_ty))
