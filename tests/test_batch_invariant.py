@@ -13,12 +13,12 @@ from typing import Any
 import invariance
 import numpy as np
 import pytest
+from deepseek_v3_form import write_checkpoint
 
-from openinfer.cli import recipes
 from openinfer.cli.selftest import packed
 from openinfer.graph.runner.segments import step_keys
 from openinfer.kernels import H200, InterpDriver, KernelSpec, Launch, LaunchPack, Op, Target, predictions
-from openinfer.recipes import deepseek_v4, qwen3, qwen3_5
+from openinfer.recipes import deepseek_v3, deepseek_v4, qwen3, qwen3_5
 from openinfer.recipes.engine import Source, startup
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.engine.startup import (
@@ -32,8 +32,20 @@ from openinfer.recipes.engine.startup import (
 from openinfer.tensor import Device, Tensor, uint8
 
 GOLDENS = Path(__file__).parent / "goldens"
+FAMILIES: dict[str, Any] = {
+    "qwen3": qwen3,
+    "qwen3_5": qwen3_5,
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v4": deepseek_v4,
+}
 TODAY = datetime.date.today().toordinal()
-LENGTHS = {"qwen3-tiny": 40, "qwen3_5-tiny": 70, "qwen3_5-moe-tiny": 70, "deepseek_v4-tiny": 140}
+LENGTHS = {
+    "qwen3-tiny": 40,
+    "qwen3_5-tiny": 70,
+    "qwen3_5-moe-tiny": 70,
+    "deepseek_v3-tiny": 40,
+    "deepseek_v4-tiny": 140,
+}
 """Tokens of a prompt that leaves a cached prefix, by the name of a checkpoint."""
 OF_THE_DAY = [
     pytest.param(name, marks=() if TODAY % len(LENGTHS) == n else pytest.mark.slow)
@@ -60,17 +72,20 @@ class Interpreted:
         self._inner.run(op, args)
 
 
-def interpreted(monkeypatch: pytest.MonkeyPatch, name: str, invariant: bool) -> Any:
+def interpreted(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, invariant: bool) -> Any:
     target = Target(arch=90, num_sms=4, interpreted=True, batch_invariant=invariant)
     monkeypatch.setattr(startup, "CpuPack", lambda *_, **__: Interpreted(target))
     flags = {k: v for k, v in FLAGS.items() if k != "snapshot_interval" or "3_5" in name}
-    return build(recipes.find(GOLDENS / name), GOLDENS / name, **flags).engine
+    path = GOLDENS / name if (GOLDENS / name / "config.json").exists() else write_checkpoint(folder)
+    return build(FAMILIES[name.partition("-")[0]].RECIPE, path, **flags).engine
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LENGTHS)
-def test_logits_are_the_same_bits_on_every_path(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    engine = interpreted(monkeypatch, name, True)
+def test_logits_are_the_same_bits_on_every_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    engine = interpreted(monkeypatch, tmp_path, name, True)
     found = invariance.differences(engine, LENGTHS[name])
     engine.close()
     assert found.keys() >= {"chunks of 7", "beside 3 others", "cached prefix", "preempted"}
@@ -78,8 +93,10 @@ def test_logits_are_the_same_bits_on_every_path(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("name", OF_THE_DAY)
-def test_drafts_and_company_change_no_log_probability(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    engine = interpreted(monkeypatch, name, True)
+def test_drafts_and_company_change_no_log_probability(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    engine = interpreted(monkeypatch, tmp_path, name, True)
     found = invariance.drafts(engine, 9, 6)
     engine.close()
     assert {*found.values()} == {"equal"}, found
@@ -87,9 +104,9 @@ def test_drafts_and_company_change_no_log_probability(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LENGTHS)
-def test_other_kernels_are_seen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_other_kernels_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     """A control: kernels that are chosen by the number of tokens."""
-    engine = interpreted(monkeypatch, name, False)
+    engine = interpreted(monkeypatch, tmp_path, name, False)
     found = invariance.differences(engine, LENGTHS[name])
     engine.close()
     assert any(map(max, found.values()))
@@ -130,6 +147,7 @@ def several(found: StartPlan) -> set[str]:
 
 
 HOPPER, MTP = (H200,), '{"method": "mtp", "num_speculative_tokens": 3}'
+NGRAM = FLAGS["speculative_config"]
 DSPARK = '{"method": "dspark"}'
 ALL = (H200, Target(80, 108), Target(100, 148), Target(120, 170))
 FP8 = tuple(target for target in ALL if target.arch >= 89)
@@ -144,6 +162,13 @@ CASES: dict[str, tuple[Any, str, tuple[Target, ...], dict[str, Any]]] = {
     "3.5-4B-FP8, bf16 states": (qwen3_5, "4B-FP8", HOPPER, {"mamba_ssm_cache_dtype": "bfloat16"}),
     "3.5-27B, FP8 cache": (qwen3_5, "27B", FP8, {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2}),
     "3.5-35B-A3B": (qwen3_5, "35B-A3B", ALL, {}),
+    "V3": (
+        deepseek_v3,
+        "DeepSeek-V3",
+        FP8,
+        {"tensor_parallel_size": 8, "speculative_config": MTP, "max_num_seqs": 64},
+    ),
+    "Kimi-K2": (deepseek_v3, "Kimi-K2", HOPPER, {"tensor_parallel_size": 8, "speculative_config": NGRAM}),
     "V4-Flash": (deepseek_v4, "Flash", FP8, {"speculative_config": MTP, "max_num_seqs": 64}),
     "V4-Flash-0731": (deepseek_v4, "Flash-0731", HOPPER, {"speculative_config": DSPARK}),
     "V4-Pro": (deepseek_v4, "Pro", HOPPER, {"tensor_parallel_size": 8, "activation_quantization": "off"}),
@@ -153,10 +178,9 @@ CASES: dict[str, tuple[Any, str, tuple[Target, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_runs_the_same_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the steps of V4's drafter, whose tokens are verified: it sees blocks in place of pages."""
+    """But for layers that draft, whose tokens are verified."""
     family, size, targets, flags = CASES[case]
-    if family is deepseek_v4:
-        monkeypatch.setattr(startup, "step_keys", lambda shape: step_keys(shape)[:2])
+    monkeypatch.setattr(startup, "step_keys", lambda shape: step_keys(shape)[:2])
     for target in targets:
         found = plan(target, size, family, **INVARIANT, **flags)
         assert several(found) == set(), target

@@ -12,8 +12,7 @@ from typing import Any
 import invariance
 import pytest
 
-from openinfer.cli import recipes
-from openinfer.recipes import deepseek_v4, qwen3, qwen3_5
+from openinfer.recipes import deepseek_v3, deepseek_v4, qwen3, qwen3_5
 from openinfer.recipes.deepseek_v4.published import config_json
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.startup import build
@@ -33,6 +32,7 @@ MODELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "Qwen3.5-35B-A3B": (qwen3_5, "35B-A3B", 4, {"kv_cache_dtype": "fp8"}),
     "Qwen3-30B-A3B": (qwen3, "30B-A3B", 4, {}),
     "Qwen3-30B-A3B-FP8": (qwen3, "30B-A3B-FP8", 4, {}),
+    "V3": (deepseek_v3, "DeepSeek-V3", 4, {}),
     "V4-Flash": (deepseek_v4, "Flash", 5, {"activation_quantization": "on"}),
 }
 """A size, how many of its layers, and flags."""
@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     if family is deepseek_v4:
         config = config_json(size, layers=layers)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    made = build(recipes.find(tmp_path), tmp_path, **FLAGS, **flags).engine
+    made = build(family.RECIPE, tmp_path, **FLAGS, **flags).engine
     yield made
     made.close()
 
@@ -68,7 +68,7 @@ def test_a_request_has_the_same_bits_on_every_path(engine: Engine, request: pyte
 def test_layers_that_draft_change_no_bit() -> None:
     path, method = DEMO / "qwen3_5", '{"method": "mtp", "num_speculative_tokens": 2}'
     flags = {**FLAGS, "load_format": "safetensors", "dtype": "bfloat16", "speculative_config": method}
-    made = build(recipes.find(path), path, **flags).engine
+    made = build(qwen3_5.RECIPE, path, **flags).engine
     found = invariance.drafts(made, 60, 24)
     made.close()
     assert {*found.values()} == {"equal"}, found

@@ -258,7 +258,7 @@ def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command
     )
     rows, block = max(16, min(64, power_of_two(heads))), 32 if target.arch == 90 else 16
     programs, blocks = tokens * -(-heads // rows), -(-a.block_tables.shape[1] * size // block)
-    splits = max(1, min(target.num_sms // programs, blocks, MOST_PARTS))
+    splits = 1 if target.batch_invariant else max(1, min(target.num_sms // programs, blocks, MOST_PARTS))
     partial = Scratch((tokens, splits, heads, latent), float32) if splits > 1 else a.out
     weight = Scratch((tokens, splits, heads), float32) if splits > 1 else a.positions
     sees: dict[str, Arg] = {"positions": a.positions, "token_slots": a.token_slots, "heads": aligned(heads)}

@@ -27,9 +27,6 @@ class LatentOptions(Options):
         "enable_lora": "no op adds an adapter to its absorbed projections yet",
         "kv_cache_dtype": "it caches latents in the model's dtype; an FP8 form of them is not written yet",
     }
-    refused_on_gpu: ClassVar[dict[str, str]] = {
-        "batch_invariant": "its kernels split their sums by the number of tokens",
-    }
     draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp")
 
 
