@@ -1,8 +1,9 @@
 """Qwen3: a checkpoint in bf16, two shards and an index.
 
 With --quantize nvfp4 or int8 the layers' weights are quantised as compressed-tensors does: FP4 with an e4m3 scale for
-each 16 values and a scale of the tensor, or INT8 with a scale a row. The reference runs on the values of these weights,
-and rounds no activations.
+each 16 values and a scale of the tensor, or INT8 with a scale a row. Rows are made to differ in size first, as trained
+ones do, or the scales of other rows would do as well. The reference runs on the values of these weights, and rounds no
+activations.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def quantized(
         if not name.endswith("proj.weight"):
             small[name] = same[name] = weight
             continue
-        parts, same[name] = (nvfp4 if form == "nvfp4" else int8)(weight.float())
+        sizes = 2.0 ** (torch.arange(len(weight), device=weight.device) % 3 - 1)
+        sizes /= sizes.square().mean().sqrt()
+        parts, same[name] = (nvfp4 if form == "nvfp4" else int8)(weight.float() * sizes[:, None])
         small |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
     of = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     of = of if form == "nvfp4" else {"num_bits": 8, "type": "int", "strategy": "channel"}

@@ -25,11 +25,13 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
+from openinfer.kernels.formats.fp4 import FP4_TAIL, fp4_words
 from openinfer.kernels.formats.int4 import group_words, pack
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.choices import choose, ring_choice
 from openinfer.kernels.op.op import mapped
 from openinfer.kernels.op.packing import Parameters
+from openinfer.kernels.op.rounding import FP4_VALUES
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.packs import cuda_driver
 from openinfer.kernels.packs.interp import InterpDriver
@@ -253,7 +255,7 @@ def test_the_interpreter_refuses_it():
         InterpDriver().launch(record.spec, record.grid, Parameters(record.spec), True)
 
 
-KINDS = ("block", "token", "tensor", "int4")
+KINDS = ("block", "token", "tensor", "int4", "fp4")
 
 
 def coded_args(kind, weight, parts=1):
@@ -265,6 +267,13 @@ def coded_args(kind, weight, parts=1):
         zeros = np.arange(n * (k // 128)).reshape(n, -1) % 3 + 7
         codes = np.clip(np.rint(weight / wide) + np.repeat(zeros, 128, axis=1), 0, 15)
         return {"weight": Linear(pack(codes.astype(np.uint8)), group_words(scales, zeros))}
+    if kind == "fp4":
+        most = np.abs(weight).reshape(n, k // 16, 16).max(2) / 6
+        factors = most.max(1, keepdims=True) / 448
+        scales = (most / factors).astype(float8_e4m3fn)
+        sizes = weight / np.repeat(scales.astype(float32) * factors, 16, axis=1)
+        codes = np.searchsorted((FP4_VALUES[1:8] + FP4_VALUES[:7]) / 2, np.abs(sizes)) + 8 * (sizes < 0)
+        return {"weight": Linear(pack(codes.astype(np.uint8)), fp4_words(scales, factors))}
     x_scale = np.array([0.02], float32) if kind == "tensor" else None
     if kind != "block":
         scales = (np.abs(weight).max(1, keepdims=True) / 448).astype(float32)
@@ -307,7 +316,7 @@ def test_a_token_of_codes_is_one_ring_that_normalises_and_quantises(kind, normal
         constants = dict(command.spec.constants)
         assert (command.spec.function, command.early) == ("gemv_ring_groups", True)
         assert constants["NORM"] == ("norm_weight" in args)
-        assert constants["CODING"] == {"int4": 0, "block": 1, "token": 2, "tensor": 3}[kind]
+        assert constants["CODING"] == {"int4": 0, "block": 1, "token": 2, "tensor": 3, "fp4": 4}[kind]
         assert command.spec.shared <= shared_bytes(90)
 
 
@@ -331,7 +340,7 @@ def test_codes_that_no_ring_takes_are_multiplied_as_before(normal):
         )
 
 
-@pytest.mark.parametrize("kind", of_the_day(["block", "token", "int4"]))
+@pytest.mark.parametrize("kind", of_the_day(["block", "token", "int4", "fp4"]))
 def test_rings_of_codes_of_published_sizes_compile(kind, arena, cubins, resources):
     pack = NullPack(RINGS)
     for hidden, qkv, heads, inter in MODELS[1:2]:
@@ -355,8 +364,9 @@ def test_rings_of_codes_of_published_sizes_compile(kind, arena, cubins, resource
 
 def of_codes(arena, kind, n, k, parts):
     """A weight of codes without values, as an op takes it."""
-    if kind == "int4":
-        return {"weight": Linear(arena.alloc((n, k // 2), uint8), arena.alloc((n, k // 128), int32))}
+    if kind in ("int4", "fp4"):
+        words = k // 128 if kind == "int4" else k // 32 + FP4_TAIL
+        return {"weight": Linear(arena.alloc((n, k // 2), uint8), arena.alloc((n, words), int32))}
     blocks = (n // 128, k // 128) if kind == "block" else (n, 1)
     return {"weight": Linear(arena.alloc((n, k), float8_e4m3fn), arena.alloc(blocks, float32), kind)}
 

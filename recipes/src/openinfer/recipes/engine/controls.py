@@ -31,7 +31,7 @@ def of_scales(linear: Linear[Tensor]) -> Iterator[Control]:
     if min(scales.shape) > 1:
         transposed = np.ascontiguousarray(scales.T).reshape(scales.shape)
         yield Control("scales transposed in one layer", [(linear.scales, transposed)])
-    dropped = without_zero_points(scales)
+    dropped = without_zero_points(linear.form, scales)
     if dropped is not None:
         yield Control("zero points dropped in one layer", [(linear.scales, dropped)])
 

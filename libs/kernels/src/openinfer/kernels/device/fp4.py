@@ -90,13 +90,13 @@ def project_fp4(
     of_x = x + tl.minimum(token, M - 1).to(tl.int64)[None, :] * K + column[:, None]
     packed = tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), N - 1).to(tl.int64)
     of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
-    of_scales = scales + packed[:, None] * (K // 32 + 1) + tl.arange(0, 16)[None, :] // 4
+    of_scales = scales + packed[:, None] * (K // 32 + 4) + tl.arange(0, 16)[None, :] // 4
     count = K // 128
     steps = tl.cdiv(count, SPLIT)
     first = tl.program_id(1) * steps
     end = tl.minimum(first + steps, count)
     acc = _sum_of_blocks(of_codes, of_scales, of_x, first, end, ROWS, BM, PAIRS, WARPS)
-    acc *= tl.load(factors + tl.minimum(row, N - 1).to(tl.int64) * (K // 32 + 1))[:, None]
+    acc *= tl.load(factors + tl.minimum(row, N - 1).to(tl.int64) * (K // 32 + 4))[:, None]
     _sum_parts(out, partial, counter, tl.trans(acc), token, row, M, N, SPLIT, ADD)
 
 
@@ -119,7 +119,7 @@ def experts_product_fp4(
     row = base + tl.minimum(rn, N - 1)
     packed = base + tl.minimum(on + operand_row(tl.arange(0, BN), WARPS), N - 1)
     of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
-    stride = K // 32 + 1
+    stride = K // 32 + 4
     of_scales = scales + packed[:, None] * stride + tl.arange(0, 16)[None, :] // 4
     of_x = x + source.to(tl.int64)[None, :] * K + _column(tl.arange(0, 64))[:, None]
     acc = _sum_of_blocks(of_codes, of_scales, of_x, 0, K // 128, BN, BM, PAIRS, WARPS)
@@ -138,15 +138,16 @@ def experts_product_fp4(
 
 
 @triton.jit
-def dequantize_fp4(out, weight, scales, factors, N, K, BN: tl.constexpr):
-    """out [N, K] = the values, rounded; weight uint8 [N, K / 2]. Grid (cdiv(N, BN), K / 32)."""
+def dequantize_fp4(out, weight, scales, factors, N, K, BN: tl.constexpr, RUN: tl.constexpr):
+    """out [N, K] = the values, rounded; weight uint8 [N, K / 2]. Grid (cdiv(N, BN), K / RUN)."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
-    run, byte = tl.program_id(1), tl.arange(0, 16)
-    wide = tl.minimum(row, N - 1).to(tl.int64)
-    codes = tl.load(weight + wide[:, None] * (K // 2) + run * 16 + byte[None, :]).to(tl.int32)
-    low, high = _halves(tl.load(scales + wide * (K // 32 + 1) + run)[:, None])
-    factor = tl.load(factors + wide * (K // 32 + 1))[:, None]
-    place = out + wide[:, None] * K + run * 32 + byte[None, :]
+    run, byte = tl.program_id(1), tl.arange(0, RUN // 2)
+    wide = tl.minimum(row, N - 1).to(tl.int64)[:, None]
+    codes = tl.load(weight + wide * (K // 2) + run * (RUN // 2) + byte[None, :]).to(tl.int32)
+    of_row = wide * (K // 32 + 4)
+    low, high = _halves(tl.load(scales + of_row + run * (RUN // 32) + byte[None, :] // 16))
+    factor = tl.load(factors + of_row)
+    place = out + wide * K + run * RUN + (byte // 16 * 32 + byte % 16)[None, :]
     inside = (row < N)[:, None]
     tl.store(place, (_value(codes, low).to(tl.float32) * factor).to(out.dtype.element_ty), mask=inside)
     tl.store(

@@ -1,4 +1,4 @@
-// out [M, N] = x [M, K] @ W^T, W in INT4 (openinfer.kernels.int4) with groups of 128 columns.
+// out [M, N] = x [M, K] @ W^T, W in INT4 (openinfer.kernels.formats.int4) with groups of 128 columns, or in FP4.
 //
 // Blocks, clusters, copies, ADD and GATED are as in cluster_product.cu. A cluster has ROWS rows of W, or as many of the
 // gate and of up. A stage has 256 columns of K. The weight is the left operand, in registers, so each thread has the
@@ -9,19 +9,28 @@
 // 16 columns further. A group's sum is scaled in float32. With more than 64 tokens there are no registers for a sum of a
 // group, so weights are scaled in bf16 (FOLDED). Rows of a tile that do not exist are never stored.
 //
+// FP4 (openinfer.kernels.formats.fp4): a group has four words, of 32 columns each, with the scales of both halves. So its
+// weights are always scaled in bf16, which is exact, and sums get the row's factor last.
+//
 // Blocks with another blockIdx.y have the next TOKENS tokens.
 
 #include "gpu.cuh"
 #include "tensor_cores.cuh"
 
+#ifdef FP4
+typedef uint4 Words;  // of a group and row
+#else
+#define FP4 0
+typedef u32 Words;
+#endif
 constexpr int DEPTH = 256, HALVES = GATED ? 2 : 1, USED = HALVES * ROWS, TILES = (USED + 63) / 64;
 constexpr int X_TILE = TOKENS * 128, CODES = USED * DEPTH / 2;  // x: tiles of 64 columns
-constexpr int STAGE = CODES + DEPTH / 64 * X_TILE, HELD = TILES * 64 * WORDS * 4;
+constexpr int STAGE = CODES + DEPTH / 64 * X_TILE, HELD = TILES * 64 * WORDS * sizeof(Words);
 constexpr int PITCH = USED + (20 - USED % 16) % 16;  // sums that a warp stores at once have different banks
 constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int EACH = (TILES + SIDES - 1) / SIDES, LAST = TILES - (SIDES - 1) * EACH;  // tiles of a warpgroup
 constexpr int QUADS = ROWS / 4, THREADS = SIDES * PARTS * 128;
-constexpr bool FOLDED = TOKENS > 64, SENDS = SPLIT > 1 && TOKENS <= MOST_SENT;
+constexpr bool FOLDED = FP4 || TOKENS > 64, SENDS = SPLIT > 1 && TOKENS <= MOST_SENT;
 // Sums that are sent to the block that adds them up: [SPLIT, PARTS, OWNED, USED].
 constexpr int OWNED = (TOKENS + SPLIT - 1) / SPLIT, PART = (SENDS ? OWNED * USED : TOKENS * PITCH) * 4;
 constexpr int INBOX = SENDS ? SPLIT * PARTS * PART : 0;
@@ -61,25 +70,45 @@ __device__ __forceinline__ u32 multiplied(u32 a, u32 b) {
   return pair;
 }
 
-// A lane's part of 32 columns as two operands, from its bytes of the first row. A code is 128 + code at first, and so
-// is a zero point. `scale` is of pairs and counts if FOLDED.
-__device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsigned char* from, const u32 (&zero)[2],
-                                       const u32 (&scale)[2]) {
+#if FP4
+__device__ __forceinline__ u32 word_of(uint4 words, int i) {
+  return i < 2 ? (i ? words.y : words.x) : i == 2 ? words.z : words.w;
+}
+
+// A lane's part of the i-th 32 columns of a group as two operands, from its bytes of the first row. A code's bits are put
+// where bf16 has them.
+__device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsigned char* from,
+                                       const uint4 (&words)[2], int run) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // rows 8 apart, then bytes 8 apart
     u32 two = __byte_perm(*(const unsigned short*)(from + i % 2 * 1024 + i / 2 * 8), 0, 0x4140);
-    low[i] = difference(two & 0x000f000fu | 0x43004300u, zero[i % 2]);
-    high[i] = difference(two >> 4 & 0x000f000fu | 0x43004300u, zero[i % 2]);
-    if (FOLDED) low[i] = multiplied(low[i], scale[i % 2]), high[i] = multiplied(high[i], scale[i % 2]);
+    u32 scales = word_of(words[i % 2], run);
+    low[i] = multiplied((two & 0x000f000fu) * 0x1040u & 0x81c081c0u, __byte_perm(scales, 0, 0x1010));
+    high[i] = multiplied((two & 0x00f000f0u) * 0x0104u & 0x81c081c0u, __byte_perm(scales, 0, 0x3232));
   }
 }
+#else
+// The same of INT4. A code is 128 + code at first, and so is a zero point.
+__device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsigned char* from, const u32 (&words)[2],
+                                       int run) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    u32 two = __byte_perm(*(const unsigned short*)(from + i % 2 * 1024 + i / 2 * 8), 0, 0x4140), word = words[i % 2];
+    u32 zero = __byte_perm(word & 15 | 0x4300, 0, 0x1010);
+    low[i] = difference(two & 0x000f000fu | 0x43004300u, zero);
+    high[i] = difference(two >> 4 & 0x000f000fu | 0x43004300u, zero);
+    u32 scale = bf16_pair(__uint_as_float(word & ~15u), __uint_as_float(word & ~15u));
+    if (FOLDED) low[i] = multiplied(low[i], scale), high[i] = multiplied(high[i], scale);
+  }
+}
+#endif
 
 // Multiply `COUNT` tiles from `tile` on, and leave the sums in the ring, or send them.
 template <int COUNT>
-__device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u64* full, u64* empty, int tile,
+__device__ __forceinline__ void consume(unsigned char* ring, const Words* words, const float* factors, u64* full, u64* empty, int tile,
                                         int part, int steps, int M, float* inbox, u64* sums_there, int rank) {
   int lane = threadIdx.x % 32, row = tile * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  const u32* of_row = words + row * WORDS + part;
+  const Words* of_row = words + row * WORDS + part;
   int at[4];  // of a group's runs of 32 columns
 #pragma unroll
   for (int i = 0; i < 4; i++) at[i] = row * 128 + (part * 4 + i ^ lane / 4) * 16 + lane % 4 * 2;
@@ -96,17 +125,15 @@ __device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u
 #pragma unroll
     for (int unit = 0; unit < 2 / PARTS * COUNT; unit++) {
       int g = unit / COUNT, t = unit % COUNT, before = (t + COUNT - 1) % COUNT;
-      u32 word[2], zero[2], pair[2], low[4][4], high[4][4];
+      Words word[2];
+      u32 low[4][4], high[4][4];
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        word[r] = of_row[(t * 64 + r * 8) * WORDS + step * 2 + g];
-        zero[r] = __byte_perm(word[r] & 15 | 0x4300, 0, 0x1010);
-        pair[r] = bf16_pair(__uint_as_float(word[r] & ~15u), __uint_as_float(word[r] & ~15u));
-      }
+      for (int r = 0; r < 2; r++) word[r] = of_row[(t * 64 + r * 8) * WORDS + step * 2 + g];
 #pragma unroll
-      for (int i = 0; i < 2; i++) unpack(low[i], high[i], codes + t * 8192 + (at[i] ^ g * 64), zero, pair);
+      for (int i = 0; i < 2; i++) unpack(low[i], high[i], codes + t * 8192 + (at[i] ^ g * 64), word, i);
       products_wait<0>();  // of the group before, whose codes were read long ago
       if (unit == 0 && step && lane == 0) barrier_arrive(&empty[(step - 1) % STAGES]);
+#if !FP4
       if (!FOLDED) {
         results(product);
 #pragma unroll
@@ -114,12 +141,13 @@ __device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u
 #pragma unroll
         for (int r = 0; r < 2; r++) scale[r] = __uint_as_float(word[r] & ~15u);
       }
+#endif
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         u32 of_x = tokens + (g * 2 + i / 2) * X_TILE + i % 2 * 64;
         if (i == 2)
 #pragma unroll
-          for (int j = 2; j < 4; j++) unpack(low[j], high[j], codes + t * 8192 + (at[j] ^ g * 64), zero, pair);
+          for (int j = 2; j < 4; j++) unpack(low[j], high[j], codes + t * 8192 + (at[j] ^ g * 64), word, j);
         if (i % 2 == 0) products_begin();
         multiply(FOLDED ? sum[t] : product, low[i], operand(of_x), FOLDED || i != 0);
         multiply(FOLDED ? sum[t] : product, high[i], operand(of_x + 32), 1);
@@ -130,7 +158,11 @@ __device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u
   products_wait<0>();
   if (FOLDED) {
 #pragma unroll
-    for (int t = 0; t < COUNT; t++) results(sum[t]);
+    for (int t = 0; t < COUNT; t++) {
+      results(sum[t]);
+#pragma unroll
+      for (int i = 0; FP4 && i < TOKENS / 2; i++) sum[t][i] *= factors[row + t * 64 + i / 2 % 2 * 8];
+    }
   } else {
     results(product);
 #pragma unroll
@@ -165,12 +197,12 @@ __device__ __forceinline__ void consume(unsigned char* ring, const u32* words, u
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS + 128, 1)
 int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
-             const u32* words, int M, int N, int K) {
+             const Words* words, int M, int N, int K) {
   extern __shared__ __align__(1024) unsigned char ring[];
   int before = blockIdx.y * TOKENS;
   M = min(M - before, TOKENS), out += (size_t)before * N;
-  u32* held = (u32*)(ring + ROOM);  // words of the block's rows and part of K
-  float* inbox = (float*)(held + TILES * 64 * WORDS);
+  Words* held = (Words*)(ring + ROOM);  // of the block's rows and part of K
+  float *factors = (float*)(held + TILES * 64 * WORDS), *inbox = factors + FP4 * TILES * 64;
   u64 *full = (u64*)(inbox + INBOX / 4), *empty = full + STAGES, *sums_there = empty + STAGES;
   int group = threadIdx.x / 128, self = threadIdx.x % 128, row = blockIdx.x / SPLIT * ROWS;
   int rank = blockIdx.x % SPLIT, steps = K / DEPTH, first = steps * rank / SPLIT;
@@ -215,22 +247,26 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
     int side = group / PARTS, part = group % PARTS;
     // No bulk copy: a block's first word may lie at any 8 bytes. READS are under way at once, because each takes long.
-    constexpr int READS = 9;
+    constexpr int READS = FP4 ? 5 : 9;
     int count = steps * 2, last = USED * count - 1;
     for (int begin = threadIdx.x; begin <= last; begin += THREADS * READS) {
-      u32 found[READS];
+      Words found[READS];
       int place[READS];
 #pragma unroll
       for (int j = 0; j < READS; j++) {
         int i = min(begin + THREADS * j, last), r = i / count, at = min(row + r % ROWS, N - 1) + r / ROWS * N;
-        found[j] = __ldg(words + (size_t)at * (K / 128) + first * 2 + i - r * count), place[j] = r * WORDS + i - r * count;
+        found[j] = __ldg(words + (size_t)at * (K / 128 + FP4) + first * 2 + i - r * count), place[j] = r * WORDS + i - r * count;
       }
 #pragma unroll
       for (int j = 0; j < READS; j++) held[place[j]] = found[j];  // several threads may write the last one
     }
+    for (int r = threadIdx.x; FP4 && r < USED; r += THREADS) {
+      const Words* behind = words + (size_t)(min(row + r % ROWS, N - 1) + r / ROWS * N) * (K / 128 + 1) + K / 128;
+      factors[r] = __ldg((const float*)behind);
+    }
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-    if (side < SIDES - 1 || LAST == EACH) consume<EACH>(ring, held, full, empty, side * EACH, part, steps, M, inbox, sums_there, rank);
-    else consume<LAST>(ring, held, full, empty, side * EACH, part, steps, M, inbox, sums_there, rank);
+    if (side < SIDES - 1 || LAST == EACH) consume<EACH>(ring, held, factors, full, empty, side * EACH, part, steps, M, inbox, sums_there, rank);
+    else consume<LAST>(ring, held, factors, full, empty, side * EACH, part, steps, M, inbox, sums_there, rank);
     if (!SENDS) share_sums<SPLIT, THREADS>(sums_there);
   }
   if (group < THREADS / 128) {

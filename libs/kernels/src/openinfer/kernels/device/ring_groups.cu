@@ -4,8 +4,9 @@
 // order. NORM, ADD, GATED, FLOAT and TURNS are those of ring.cu. K = COLUMNS.
 //
 // GROUP_BYTES: 128 columns of a row are a group of 128 bytes of e4m3, or of 64 bytes of INT4 (openinfer.kernels.int4),
-// whose words, the `scales`, travel with the rows. A group has a sum of its own. CODING: 0 leaves x in bf16, for INT4; else x becomes e4m3 with a scale of each group (1), of all
-// columns (2), or with `x_scale` (3). BY_ROW: the weight has a scale a row, else one for 128 rows of a group.
+// whose words, the `scales`, travel with the rows. A group has a sum of its own. CODING: 0 leaves x in bf16, for INT4, and
+// 4 for FP4 (openinfer.kernels.formats.fp4); else x becomes e4m3 with a scale of each group (1), of all columns (2), or
+// with `x_scale` (3). BY_ROW: the weight has a scale a row, else one for 128 rows of a group.
 //
 // A warp multiplies 8 groups side by side, which are 8 * GROUP_BYTES contiguous bytes. UNIT rows are PLACES such runs,
 // and a warp has one place in every unit. So its 8 groups of x are the same for all rows. An operand of 16 rows has
@@ -17,8 +18,8 @@
 constexpr int K = COLUMNS, GROUPS = K / 128, ROW_BYTES = GROUPS * GROUP_BYTES, STRIDE = GROUPS | 1;
 constexpr int UNIT = GROUPS % 8 == 0 ? 1 : GROUPS % 4 == 0 ? 2 : GROUPS % 2 == 0 ? 4 : 8, PLACES = UNIT * GROUPS / 8;
 constexpr int REPLICAS = WARPS / PLACES, PAIRS = ROWS / (2 * UNIT * REPLICAS);
-constexpr bool INT4 = GROUP_BYTES == 64;
-constexpr int WORDS = INT4 ? GROUPS * 4 : 0, STAGE = ROWS * (ROW_BYTES + WORDS);
+constexpr bool PACKED = GROUP_BYTES == 64, FP4 = PACKED && CODING == 4, INT4 = PACKED && !FP4, CODED_X = CODING % 4;
+constexpr int WORDS = FP4 ? GROUPS * 16 + 16 : INT4 ? GROUPS * 4 : 0, STAGE = ROWS * (ROW_BYTES + WORDS);
 static_assert(REPLICAS * PLACES == WARPS && PAIRS * 2 * UNIT * REPLICAS == ROWS, "warps share a stage evenly");
 
 // Two numbers rounded to e4m3, within its range, as a pair of f16.
@@ -28,22 +29,34 @@ __device__ __forceinline__ u32 coded(float a, float b) {
   return halves(codes);
 }
 
-// multiply, of bf16 for INT4.
+// multiply, of bf16 for INT4 and FP4.
 __device__ __forceinline__ void add_product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  if (!INT4) return multiply(d, a0, a1, a2, a3, b0, b1);
+  if (!PACKED) return multiply(d, a0, a1, a2, a3, b0, b1);
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// A lane's 32 codes of a group as pairs: of e4m3 their values, of INT4 128 + code.
-__device__ __forceinline__ void unpack(u32 (&pair)[16], const unsigned char* group, int lane) {
+// The product of two pairs of bf16.
+__device__ __forceinline__ u32 multiplied(u32 a, u32 b) {
+  u32 pair;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+
+// A lane's 32 codes of a group as pairs: of e4m3 and FP4 their values, of INT4 128 + code. scales: FP4's of the group,
+// a word for each 32 columns, with those of its halves.
+__device__ __forceinline__ void unpack(u32 (&pair)[16], const unsigned char* group, const unsigned char* scales, int lane) {
 #pragma unroll
-  for (int i = 0; i < (INT4 ? 1 : 2); i++) {
-    uint4 v = *(const uint4*)(group + (INT4 ? 0 : (i ^ lane / 4 & 1) * 64) + lane % 4 * 16);
-    u32 words[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < (PACKED ? 1 : 2); i++) {
+    uint4 v = *(const uint4*)(group + (PACKED ? 0 : (i ^ lane / 4 & 1) * 64) + lane % 4 * 16);
+    u32 words[4] = {v.x, v.y, v.z, v.w}, word = FP4 ? *(const u32*)(scales + lane % 4 * 4) : 0;
+    u32 of_half[2] = {__byte_perm(word, 0, 0x1010), __byte_perm(word, 0, 0x3232)};
 #pragma unroll
     for (int w = 0; w < 4; w++)
-      if (INT4)
+      if (FP4)
+        for (int s = 0; s < 4; s++)  // a code's bits are put where bf16 has them
+          pair[4 * w + s] = multiplied((words[w] >> 4 * s & 0x000f000fu) * 0x1040u & 0x81c081c0u, of_half[s % 2]);
+      else if (INT4)
         for (int s = 0; s < 4; s++) pair[4 * w + s] = words[w] >> 4 * s & 0x000f000fu | 0x43004300u;
       else
         for (int s = 0; s < 2; s++) pair[8 * i + 2 * w + s] = halves(words[w] >> 16 * s);
@@ -52,7 +65,7 @@ __device__ __forceinline__ void unpack(u32 (&pair)[16], const unsigned char* gro
 
 // The first of 16 neighbours among a lane's columns of a group; i: 0 or 1.
 __device__ __forceinline__ int columns_at(int i, int lane) {
-  return INT4 ? lane % 4 * 32 + i * 16 : (i ^ lane / 4 & 1) * 64 + lane % 4 * 16;
+  return PACKED ? lane % 4 * 32 + i * 16 : (i ^ lane / 4 & 1) * 64 + lane % 4 * 16;
 }
 
 __device__ __forceinline__ u32 packed(float a, float b) { return to_bf16(a) | (u32)to_bf16(b) << 16; }
@@ -84,7 +97,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
         for (int half = 0; half < HALVES; half++) {
           size_t from = row + half * N;
           copy_rows(to + half * SETS * ROW_BYTES, weight + from * ROW_BYTES, rows * ROW_BYTES, &full[stage], policy);
-          if (INT4)
+          if (PACKED)
             copy_rows(to + ROWS * ROW_BYTES + half * SETS * WORDS, (const unsigned char*)scales + from * WORDS,
                       rows * WORDS, &full[stage], policy);
         }
@@ -104,9 +117,9 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
 #pragma unroll
   for (int half = 0; half < HALVES; half++) {
     near[half] = next[half] = of_row[half] = 1;
-    if (!INT4 && BY_ROW && threadIdx.x < last - first)
+    if (!PACKED && BY_ROW && threadIdx.x < last - first)
       of_row[half] = ((const float*)scales)[half * N + first + threadIdx.x];
-    if (!INT4 && !BY_ROW) {
+    if (!PACKED && !BY_ROW) {
       near[half] = ((const float*)scales)[(half * blocks + block) * GROUPS + group];
       next[half] = ((const float*)scales)[(half * blocks + min(block + 1, blocks - 1)) * GROUPS + group];
     }
@@ -145,7 +158,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
   }
   u32 held[16];
   float of_x = 1, sum_of_x = 0;  // the scale of x, and for INT4 the sum of the group
-  if (CODING) {
+  if (CODED_X) {
     float top = 1e-10f;
 #pragma unroll
     for (int i = 0; i < 32; i++) top = fmaxf(top, fabsf(own[i]));
@@ -175,7 +188,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
     if (!BY_ROW) near[half] *= of_x, next[half] *= of_x;
   for (int turn = 0; turn < turns; turn++) {
     int stage = turn % STAGES, row = first + turn * SETS;
-    if (!INT4 && !BY_ROW && row / 128 > block) {
+    if (!PACKED && !BY_ROW && row / 128 > block) {
       block++;
 #pragma unroll
       for (int half = 0; half < HALVES; half++) {
@@ -189,9 +202,10 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
     for (int pair = 0; pair < PAIRS; pair++) {
       int unit = 2 * (warp / PLACES + pair * REPLICAS);
       const unsigned char* at = rows + unit * UNIT * ROW_BYTES + slot * GROUP_BYTES;
+      const unsigned char* words = rows + ROWS * ROW_BYTES + (unit * UNIT + below) * WORDS + group * 16;
       u32 a[16], b[16];
-      unpack(a, at, lane);
-      unpack(b, at + UNIT * ROW_BYTES, lane);
+      unpack(a, at, words, lane);
+      unpack(b, at + UNIT * ROW_BYTES, words + UNIT * WORDS, lane);
       float even[4] = {0, 0, 0, 0}, other[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int i = 0; i < 16; i += 4) {
@@ -202,7 +216,9 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
       for (int i = 0; i < 2; i++) {
         float value = odd ? even[2 * i + 1] + other[2 * i + 1] : even[2 * i] + other[2 * i];
         int r = (unit + i) * UNIT + below;
-        if (INT4) {
+        if (FP4) {
+          value *= *(const float*)(rows + ROWS * ROW_BYTES + r * WORDS + GROUPS * 16);
+        } else if (INT4) {
           u32 word = *(const u32*)(rows + ROWS * ROW_BYTES + r * WORDS + group * 4);
           value = (value - (float)(128 + (word & 15)) * sum_of_x) * __uint_as_float(word & ~15u);
         } else if (!BY_ROW) {
@@ -225,7 +241,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
       value[i % 4] += sum[i];
       if (GATED) up[i % 4] += sum[SETS * STRIDE + i];
     }
-    if (!INT4 && BY_ROW && row >= WARPS * 32)
+    if (!PACKED && BY_ROW && row >= WARPS * 32)
       for (int half = 0; half < HALVES; half++) of_row[half] = ((const float*)scales)[half * N + first + row];
     float scale = BY_ROW ? of_x : 1;
     finish(out, first + row, (value[0] + value[1] + (value[2] + value[3])) * (of_row[0] * scale),

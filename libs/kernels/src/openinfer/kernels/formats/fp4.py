@@ -7,10 +7,10 @@ each 32 columns (byte b is 2^(b - 127)). Checkpoints have two codes in a byte, c
 ignored: activations stay plain.
 
 Here both have one form. codes: uint8 [..., N, K / 2] in the order of INT4's (formats.int4). words: int32
-[..., N, K / 32 + 1], for each 32 columns the scales of its two halves as bfloat16, the first in the low bits; and last
-the bits of the row's factor in float32, because stacked projections have factors of their own. Scales, which bfloat16
-holds exactly, are kept times 2^SHIFT, and factors times 2^(126 - SHIFT), for device.fp4. That is 5 bits a number, where
-files have 4.5 and 4.25, because kernels copy no less than a word in the background.
+[..., N, K / 32 + FP4_TAIL], for each 32 columns the scales of its two halves as bfloat16, the first in the low bits;
+then the bits of the row's factor in float32, because stacked projections have factors of their own, and zeros. Scales,
+which bfloat16 holds exactly, are kept times 2^SHIFT, and factors times 2^(126 - SHIFT), for device.fp4. That is 5 bits
+a number, where files have 4.5 and 4.25, because kernels copy no less than a word in the background.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,9 @@ from openinfer.tensor import bfloat16, float8_e4m3fn, float32, int32, uint8
 NVFP4_BLOCK = 16
 """Columns of NVFP4 that share one scale."""
 SHIFT = 110
+FP4_TAIL = 4
+"""Words behind those of a row's columns: four, so that rows begin at a multiple of 16 bytes and can be copied in bulk,
+where K is a multiple of 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Fp4(Coded):
     @classmethod
     def of(cls, weight: Any, scales: Any) -> "Fp4 | None":
         """The form of these tensors or arrays, None for another format's."""
-        words = 2 * weight.shape[-1] // FP4_BLOCK + 1
+        words = 2 * weight.shape[-1] // FP4_BLOCK + FP4_TAIL
         return (
             cls() if weight.dtype == uint8 and scales.dtype == int32 and scales.shape[-1] == words else None
         )
@@ -51,11 +54,13 @@ class Fp4(Coded):
         return uint8, 2
 
     def scales(self, shape: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        return (*shape[:-1], shape[-1] // FP4_BLOCK + 1), int32
+        return (*shape[:-1], shape[-1] // FP4_BLOCK + FP4_TAIL), int32
 
     def values(self, weight: Array, scales: Array, parts: int) -> Array:
-        halves = np.ascontiguousarray(scales[..., :-1]).view(bfloat16).astype(np.float32)
-        factors = np.ascontiguousarray(scales[..., -1:]).view(np.float32) * np.float32(2.0 ** (SHIFT - 126))
+        halves = np.ascontiguousarray(scales[..., :-FP4_TAIL]).view(bfloat16).astype(np.float32)
+        factors = np.ascontiguousarray(scales[..., -FP4_TAIL, None]).view(np.float32) * np.float32(
+            2.0 ** (SHIFT - 126)
+        )
         wide = np.repeat(halves * np.float32(2.0**-SHIFT), FP4_BLOCK // 2, axis=-1)
         return np.asarray(FP4_VALUES[unpack(weight)] * wide * factors)
 
@@ -70,9 +75,9 @@ def fp4_words(scales: Array, factors: Array | float) -> Array:
         raise ValueError(f"a scale is {wide.max()}; at most 2^{127 - SHIFT} is possible")
     if not (rows > 0).all():
         raise ValueError(f"the scale of the tensor is {rows.min()}; it must be above zero")
-    words = np.empty((*wide.shape[:-1], wide.shape[-1] // 2 + 1), np.int32)
-    words[..., :-1] = (wide * np.float32(2.0**SHIFT)).astype(bfloat16).view(np.int32)
-    words[..., -1:] = (rows * np.float32(2.0 ** (126 - SHIFT))).view(np.int32)
+    words = np.zeros((*wide.shape[:-1], wide.shape[-1] // 2 + FP4_TAIL), np.int32)
+    words[..., :-FP4_TAIL] = (wide * np.float32(2.0**SHIFT)).astype(bfloat16).view(np.int32)
+    words[..., -FP4_TAIL, None] = (rows * np.float32(2.0 ** (126 - SHIFT))).view(np.int32)
     return words
 
 

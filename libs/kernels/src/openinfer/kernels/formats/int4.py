@@ -97,9 +97,9 @@ def group_words(scales: Array, zeros: Array | int) -> Array:
     return bits | np.asarray(zeros, np.int32)
 
 
-def without_zero_points(scales: Array) -> Array | None:
-    """The words of an INT4 weight with 8 for all zero points; None for other scales, and where all are 8 already."""
-    if scales.dtype != int32 or not ((scales & ZERO_BITS) != 8).any():
+def without_zero_points(form: object, scales: Array) -> Array | None:
+    """The words of an INT4 weight with 8 for all zero points; None for another form, and where all are 8 already."""
+    if not isinstance(form, Int4Groups) or not ((scales & ZERO_BITS) != 8).any():
         return None
     return np.asarray((scales & ~ZERO_BITS) | 8)
 

@@ -184,12 +184,13 @@ def cluster_choice(
     return None
 
 
-def group_ring_choice(target: Target, n: int, k: int, *, packed: bool, gated: bool) -> ProductChoice | None:
+def group_ring_choice(target: Target, n: int, k: int, *, words: int, gated: bool) -> ProductChoice | None:
     """The ring for a product of one token with n rows of codes, or None where its kernel does not take it.
 
-    `packed`: the codes are INT4, else FP8. Gated: there are twice as many rows. Warps multiply 8 groups
-    of 128 columns at once. INT4's words are copied in pieces of 16 bytes.
+    words: bytes of a row's words beside codes of 4 bits, 0 for those of FP8. Gated: there are twice as many rows. Warps
+    multiply 8 groups of 128 columns at once. Words are copied in pieces of 16 bytes.
     """
+    packed = words > 0
     if not target.nvrtc or target.arch != 90 or target.batch_invariant or k % (512 if packed else 128):
         return None
     unit = 8 // math.gcd(k // 128, 8)  # rows whose groups are runs of 8
@@ -200,7 +201,7 @@ def group_ring_choice(target: Target, n: int, k: int, *, packed: bool, gated: bo
         replicas = max(4 // places, 2 if gated and 2 * places <= MOST_RING_WARPS else 1)
     else:
         replicas = max(1, min(4, 12 // places))
-    rows, row_bytes = 2 * unit * replicas, k // 2 + k // 32 if packed else k
+    rows, row_bytes = 2 * unit * replicas, k // 2 + words if packed else k
     while 2 * rows * row_bytes <= GROUP_STAGES[packed]:
         rows *= 2
     most = -(-n // target.num_sms) * (2 if gated else 1)  # rows of a program

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from openinfer.kernels.formats.fp4 import Fp4
+from openinfer.kernels.formats.fp4 import FP4_TAIL, Fp4
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.int8 import Int8
 from openinfer.kernels.formats.linear import Linear
@@ -52,14 +52,16 @@ def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
     form, scales = weight.form, weight.scales
     if isinstance(form, Int8):
         assert scales is not None
-        constants = {"GROUP": form.group, "CHUNK": _chunk(form, weight.columns)}
+        constants = {"GROUP": form.group, "CHUNK": _chunk(form.group or weight.columns)}
         args: dict[str, Arg] = {"weight": weight.weight, "scales": scales}
         return FormKernels("int8", "openinfer.kernels.device.int8", args, constants)
     if isinstance(form, Fp4):
         assert isinstance(scales, Tensor)
-        last = (*(slice(None) for _ in scales.shape[1:]), slice(scales.shape[-1] - 1, None))
+        last = (*(slice(None) for _ in scales.shape[1:]), slice(scales.shape[-1] - FP4_TAIL, None))
         args = {"weight": weight.weight, "scales": scales, "factors": scales.view_as(float32)[last]}
-        return FormKernels("fp4", "openinfer.kernels.device.fp4", args, {}, paired=True)
+        return FormKernels(
+            "fp4", "openinfer.kernels.device.fp4", args, {"RUN": _chunk(weight.columns)}, paired=True
+        )
     if isinstance(form, Int4Groups):
         assert scales is not None
         args, group = {"weight": weight.weight, "words": scales}, form.group
@@ -68,9 +70,8 @@ def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
     return None
 
 
-def _chunk(form: Int8, k: int) -> int:
+def _chunk(size: int) -> int:
     """Columns of a turn: a power of two that divides a group, or K."""
-    size = form.group or k
     return min(DEPTH, size & -size)
 
 
@@ -78,7 +79,7 @@ def unpacks(form: object, k: int) -> bool:
     """Whether a kernel unpacks the codes in the product."""
     if isinstance(form, Fp4):
         return k % DEPTH == 0
-    return isinstance(form, Int4Groups) or (isinstance(form, Int8) and _chunk(form, k) >= 16)
+    return isinstance(form, Int4Groups) or (isinstance(form, Int8) and _chunk(form.group or k) >= 16)
 
 
 def _few(p: Problem) -> Iterator[Command]:
@@ -119,7 +120,7 @@ def few_tile(target: Target, m: int, n: int, k: int) -> CodedTile:
 def _widened(p: Problem) -> Iterator[Command | Problem]:
     own, wide, block = form_kernels(p.weight), Scratch((p.rows, p.k), bfloat16), 32
     assert own is not None
-    columns = int(own.constants.get("CHUNK", own.constants.get("GROUP", 32)))
+    columns = next(int(own.constants[name]) for name in ("CHUNK", "GROUP", "RUN") if name in own.constants)
     args: Mapping[str, Arg] = {"out": wide, **own.args, "N": p.rows, "K": Aligned(p.k)}
     grid = (-(-p.rows // block), p.k // columns)
     yield launch(own.device, f"dequantize_{own.name}", grid, args, {"BN": block, **own.constants})

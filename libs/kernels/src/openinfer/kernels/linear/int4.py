@@ -1,9 +1,10 @@
-"""Products with INT4 weights by clusters (device/int4_cluster.cu)."""
+"""Products with INT4 and FP4 weights by clusters (device/int4_cluster.cu)."""
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from openinfer.kernels.formats.fp4 import Fp4
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.linear.choices import CLUSTERED, sent_bytes
 from openinfer.kernels.linear.problem import Kernel, Problem
@@ -44,27 +45,33 @@ class Clusters:
 
 def int4_choice(p: Problem) -> Clusters | None:
     """The clusters for a product, or None where their kernel does not take it."""
-    if p.form != Int4Groups(GROUP) or p.target.batch_invariant or not 1 < p.m <= MOST_TOKENS:
+    fp4 = p.form == Fp4()
+    if (
+        not (fp4 or (p.form == Int4Groups(GROUP) and p.m > 1))
+        or p.target.batch_invariant
+        or p.m > MOST_TOKENS
+    ):
         return None
     if not p.target.nvrtc or p.target.arch != 90 or p.k % DEPTH or p.n % 16:
         return None
     if p.m > BLOCK_TOKENS and p.rows * p.k < LARGE:
         return None
-    return _choose(p.target.num_sms, min(BLOCK_TOKENS, max(8, power_of_two(p.m))), p.n, p.k, p.gated)
+    return _choose(p.target.num_sms, min(BLOCK_TOKENS, max(8, power_of_two(p.m))), p.n, p.k, p.gated, fp4)
 
 
 @functools.cache
-def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool) -> Clusters | None:
+def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool, fp4: bool) -> Clusters | None:
     """All clusters run at once, a block an SM. K has as many parts as let a block read least, where x counts half,
     because the second-level cache has it."""
     found = {}
+    word_bytes = 16 if fp4 else 4
     for split, share in CLUSTERED.items():
         columns = max(FEWEST_ROWS, -(-n // (int(num_sms * share) // split) // 8) * 8)
         rows = 2 * columns if gated else columns
-        cost = rows * (k // 2 + k // 32) // split + tokens * k // split
+        cost = rows * (k // 2 + k * word_bytes // GROUP) // split + tokens * k // split
         if split > 1:
             cost += 4 * tokens * rows
-        held = _held(rows, k, split) + sent_bytes(tokens, rows, split, shares(tokens, rows)[1])
+        held = _held(rows, k, split, word_bytes) + sent_bytes(tokens, rows, split, shares(tokens, rows)[1])
         room = (shared_bytes(90) - 16 - held) // (_stage(tokens, rows) + 16)
         stages = min(MOST_STAGES, -(-k // DEPTH // split), room)
         most = MOST_TILES if tokens <= FOLDED_TOKENS else MOST_FOLDED_TILES
@@ -75,14 +82,15 @@ def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool) -> Clusters 
 
 
 def words_of(k: int, split: int) -> int:
-    """Words of a row that a block holds: those of its part of K, and a few more, so that rows have other banks."""
+    """Groups of a row whose words a block holds: those of its part of K, and a few more, so that rows have other
+    banks."""
     words = -(-k // DEPTH // split) * (DEPTH // GROUP)
     return words + (4 - words) % 8
 
 
-def _held(rows: int, k: int, split: int) -> int:
-    """Bytes of a block's words, whole tiles of them."""
-    return -(-rows // TILE) * TILE * words_of(k, split) * 4
+def _held(rows: int, k: int, split: int, word_bytes: int) -> int:
+    """Bytes of a block's words, whole tiles of them, and of FP4's factors."""
+    return -(-rows // TILE) * TILE * (words_of(k, split) * word_bytes + 4 * (word_bytes > 4))
 
 
 def _stage(tokens: int, rows: int) -> int:
@@ -104,6 +112,7 @@ def int4_cluster(c: Clusters, p: Problem) -> Launch:
     """The product by the clusters of `c`."""
     k, rows, pitch = p.k, 2 * c.columns if p.gated else c.columns, words_of(p.k, c.split)
     sides, parts = shares(c.tokens, rows)
+    fp4 = p.form == Fp4()
     sums = parts * c.tokens * (rows + (20 - rows % 16) % 16) * 4
     ring = max(c.stages * _stage(c.tokens, rows), sums)
     assert p.weight.scales is not None
@@ -129,10 +138,11 @@ def int4_cluster(c: Clusters, p: Problem) -> Launch:
             "WORDS": pitch,
             "GATED": p.gated,
             "ADD": p.add,
+            **({"FP4": True} if fp4 else {}),
         },
         threads=128 * (sides * parts + 1),
         shared=ring
-        + _held(rows, k, c.split)
+        + _held(rows, k, c.split, 16 if fp4 else 4)
         + sent_bytes(c.tokens, rows, c.split, parts)
         + 16 * (c.stages + 1),
         early=True,
@@ -145,4 +155,4 @@ def _clusters(p: Problem) -> Iterator[Command]:
     yield int4_cluster(choice, p)
 
 
-CLUSTERS = Kernel("clusters of INT4", lambda p: int4_choice(p) is not None, _clusters)
+CLUSTERS = Kernel("clusters of INT4 and FP4", lambda p: int4_choice(p) is not None, _clusters)

@@ -3,13 +3,14 @@ token with codes device/ring_groups.cu."""
 
 from collections.abc import Iterator, Mapping
 
+from openinfer.kernels.formats.fp4 import FP4_TAIL, Fp4
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Plain
 from openinfer.kernels.linear.choices import RING_COLUMNS, group_ring_choice, planned
 from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, launch_cuda
-from openinfer.kernels.op.rounding import SCALE_BLOCK, Coding
+from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, Coding
 from openinfer.kernels.store.tables import ProductChoice
 from openinfer.tensor import float32
 
@@ -73,28 +74,35 @@ def _ring(
 
 def group_choice(p: Problem) -> ProductChoice | None:
     """The ring for one token and a weight of codes, or None. Weights of FP8 are for activations that are quantised, and
-    INT4 for those that are not, with a scale for each 128 columns."""
-    packed = p.form == Int4Groups(SCALE_BLOCK)
-    if p.m != 1 or not (packed or (isinstance(p.form, Fp8) and p.weight.coding is not None)):
+    FP4 and INT4 for those that are not, INT4 with a scale for each 128 columns."""
+    words = _words(p)
+    if p.m != 1 or not (words or (isinstance(p.form, Fp8) and p.weight.coding is not None)):
         return None
-    return group_ring_choice(p.target, p.n, p.k, packed=packed, gated=p.gated)
+    return group_ring_choice(p.target, p.n, p.k, words=words, gated=p.gated)
+
+
+def _words(p: Problem) -> int:
+    """Bytes of a row's words that travel with its codes: none of FP8."""
+    if isinstance(p.form, Fp4):
+        return 4 * (p.k // FP4_BLOCK + FP4_TAIL)
+    return 4 * (p.k // SCALE_BLOCK) if p.form == Int4Groups(SCALE_BLOCK) else 0
 
 
 def _of_codes(p: Problem) -> Iterator[Command]:
-    """Codes of FP8 or INT4. x is quantised in the kernel."""
+    """Codes of FP8, FP4 or INT4. x is quantised in the kernel, for FP8."""
     c, weight, scales = group_choice(p), p.weight.weight, p.weight.scales
     assert c is not None
     assert scales is not None
-    packed, groups = isinstance(p.form, Int4Groups), p.k // SCALE_BLOCK
+    words, groups = _words(p), p.k // SCALE_BLOCK
     constants = {
         "COLUMNS": p.k,
-        "GROUP_BYTES": SCALE_BLOCK // 2 if packed else SCALE_BLOCK,
-        "CODING": _CODINGS[p.weight.coding],
+        "GROUP_BYTES": SCALE_BLOCK // 2 if words else SCALE_BLOCK,
+        "CODING": 4 if isinstance(p.form, Fp4) else _CODINGS[p.weight.coding],
         "BY_ROW": p.form == Fp8(by_row=True),
     }
     x_scale = scales if p.weight.x_scale is None else p.weight.x_scale
     weights: dict[str, Arg] = {"x_scale": x_scale, "weight": weight, "scales": scales}
-    stage = c.bn * (weight.shape[1] + (4 * groups if packed else 0))
+    stage = c.bn * (weight.shape[1] + words)
     yield _ring("ring_groups", c, p, weights, constants, stage=stage, sums=(groups | 1, 2 * c.warps))
 
 
