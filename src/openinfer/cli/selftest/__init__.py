@@ -216,7 +216,7 @@ STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "gates": (partial(_gates, *QWEN3), 120),
     "bench": (partial(_bench, *QWEN3), 60),
     "serve": (_serve, 60),
-    "libraries": (libraries, 200),
+    "libraries": (libraries, 350),
     "long": (long, 150),
     "hybrid_reference": (partial(_reference, *HYBRID), 150),
     "hybrid_gates": (partial(_gates, *HYBRID), 120),
