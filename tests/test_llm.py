@@ -55,6 +55,15 @@ def test_a_stream_that_is_closed_leaves_the_engine_to_others(llm: LLM) -> None:
     assert llm.chat(SPAIN, GREEDY)[0].text == between
 
 
+def test_a_model_that_is_closed_gives_the_blocks_of_open_streams_back() -> None:
+    with LLM("demo/qwen3", device="cpu", kv_cache_memory_bytes=64 << 20) as made:
+        open_streams = [made.stream(prompt, GREEDY) for prompt in (FRANCE, SPAIN)]
+        assert all(map(next, open_streams))
+        pool = made._engine.pool
+        assert pool.num_free < pool.num_total
+    assert pool.num_free == pool.num_total
+
+
 def test_limits_and_stop_strings_end_an_answer(llm: LLM) -> None:
     prompt = "The capital of France is"
     (answer,) = llm.generate(prompt, GREEDY, max_tokens=1)

@@ -459,6 +459,11 @@ class StepLoop(Generic[Owner, Payload]):
                 self._blocks = [write for write in self._blocks if write.seq is not seq]
         seq.state = state
 
+    def close(self) -> None:
+        """Release the blocks of all sequences. No step may be under way, and none may follow."""
+        for seq in (*self._live.values(), *self._leaving):
+            self._let_go(seq)
+
     def _let_go(self, seq: Seq[Owner]) -> None:
         if seq.lease is not None:
             seq.lease.release()

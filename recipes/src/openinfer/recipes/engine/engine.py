@@ -307,6 +307,7 @@ class Engine:
         self._cache.close(keep=not self._followers.reason)
         self._followers.end()
         self.runner.close()
+        self._loop.close()
         self._followers.close()
 
 
