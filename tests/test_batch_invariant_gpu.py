@@ -1,5 +1,7 @@
 """--batch-invariant on a GPU, at published shapes cut to some layers: a request has the same bits alone, in a batch of
-64, in other chunks, after a prefix hit, after preemption and with drafts. `-s` prints what each run found.
+64, in other chunks, after a prefix hit, after preemption and with drafts. What each run found:
+
+    python -m pytest -q -s -m gpu tests/test_batch_invariant_gpu.py -k "Qwen3.5-4B] or Qwen3-30B-A3B] or draft"
 """
 
 from __future__ import annotations

@@ -274,7 +274,7 @@ def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterat
             **_strides(a, "z"),
             "eps": a.eps,
         }
-        yield launch(_TOKENS, "delta_token_norm", (heads, tokens), args, {"DV": dv}, num_warps=1)
+        yield launch(_TOKENS, "delta_token_norm", (tokens, heads), args, {"DV": dv}, num_warps=1)
 
 
 _CHUNKS = _DEVICE + "delta_chunks"

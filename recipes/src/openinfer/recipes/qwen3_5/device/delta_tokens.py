@@ -250,9 +250,9 @@ def delta_tokens(
 
 @triton.jit
 def delta_token_norm(out, o, z, norm_weight, z_stride, eps, DV: tl.constexpr):
-    """out = the gated norm of o [T, heads, DV]; 0 where o is, whatever the gate. Grid (heads, T)."""
-    head, token, j = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, DV)
-    place = (token * tl.num_programs(0) + head) * DV + j
+    """out = the gated norm of o [T, heads, DV]; 0 where o is, whatever the gate. Grid (T, heads)."""
+    token, head, j = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DV)
+    place = (token * tl.num_programs(1) + head) * DV + j
     value = tl.load(o + place).to(tl.float32)
     gate = tl.load(z + token * z_stride + head * DV + j)
     found = gated_norm(value, gate, tl.load(norm_weight + j), eps, DV, out.dtype.element_ty)
