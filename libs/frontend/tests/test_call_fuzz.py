@@ -88,7 +88,8 @@ class Writer:
         values = {key: self.value(properties[key]) for key in chosen}
         if isinstance(form, JsonFormat):
             head = form.call.replace("{name}", json.dumps(name) if form.wrapped else name)
-            body = f"{head}{json.dumps(values, ensure_ascii=rng.random() < 0.5)}{'}' * form.wrapped}"
+            end = form.end_call or "}" * form.wrapped
+            body = f"{head}{json.dumps(values, ensure_ascii=rng.random() < 0.5)}{end}"
             return f"{form.opening}{form.line}{'[' * form.listed}{body}{']' * form.listed}{form.line}{form.closing}"
         if isinstance(form, PythonFormat):
             texts = [f"{key}={rng.choice([json.dumps, repr])(value)}" for key, value in values.items()]

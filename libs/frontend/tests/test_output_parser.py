@@ -42,7 +42,12 @@ DSML = (
     f'<{D}tool_calls>\n<{D}invoke name="weather">\n<{D}parameter name="city" string="true">Köln</{D}parameter>\n'
     f'<{D}parameter name="days" string="false">2</{D}parameter>\n</{D}invoke>\n</{D}tool_calls>'
 )
-CALLS = {"hermes": HERMES, "qwen3_xml": XML, "deepseek_v4": DSML}
+V3, V31 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+    f'{a}{{"city": "Köln", "days": 2}}{b}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    for a, b in (("function<｜tool▁sep｜>weather\n```json\n", "\n```"), ("weather<｜tool▁sep｜>", ""))
+)
+CALLS = {"hermes": HERMES, "qwen3_xml": XML, "deepseek_v4": DSML, "deepseek_v3": V3, "deepseek_v31": V31}
 EXPECTED = ToolCall("weather", '{"city": "Köln", "days": 2}')
 EXPECTED_VALUES = {"city": "Köln", "days": "2"}
 FORMATS = sorted(CALLS)
@@ -222,12 +227,12 @@ def test_several_calls_and_text_between(name: str) -> None:
     assert read([f"{call}\n{call}"], name, max_calls=1) == [EXPECTED]
 
 
-def test_several_invokes_in_one_block() -> None:
-    body = DSML.removeprefix(TOOL_FORMATS["deepseek_v4"].opening).removesuffix(
-        TOOL_FORMATS["deepseek_v4"].closing
-    )
-    text = f"<{D}tool_calls>{body}{body}</{D}tool_calls>"
-    assert read([text], "deepseek_v4") == [EXPECTED, EXPECTED]
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31", "deepseek_v4"])
+def test_several_calls_in_one_block(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    body = CALLS[name].removeprefix(form.opening).removesuffix(form.closing)
+    assert read([f"{form.opening}{body}{body}{form.closing}"], name) == [EXPECTED, EXPECTED]
+    assert read([*f"{form.opening}{body}{body}{form.closing}"], name) == [EXPECTED, EXPECTED]
 
 
 @pytest.mark.parametrize(
@@ -357,6 +362,11 @@ def test_defaults_by_model_type() -> None:
         ("{% if tools %}<tool_call>{% endif %}", ("hermes", None)),
         ("{% if tools %}<tool_call>\n<function=f>{% endif %}<think></think>", ("qwen3_xml", "qwen3")),
         ("{% if tools %}[TOOL_CALLS] [{{ c }}]{% endif %}", ("mistral", None)),
+        (
+            "{{ tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] }}</think>",
+            ("deepseek_v3", "qwen3"),
+        ),
+        ("{{ tool['function']['name'] + '<｜tool▁sep｜>' }}</think>", ("deepseek_v31", "qwen3")),
         ("{% if tools %}[TOOL_CALLS]{{ n }}[ARGS]{{ a }}{% endif %}", ("mistral_args", None)),
         ('{% if tools %}{"name": "{{ n }}", "parameters": {{ a }}}{% endif %}', ("llama3_json", None)),
         ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", ("pythonic", None)),
@@ -414,5 +424,6 @@ def test_formats_of_other_models(name: str, text: str, calls: list[object]) -> N
 
 def test_what_is_no_list_of_calls_stays_text() -> None:
     for text in ("[1] a source", "x = [weather(days=1)]", "[weather(1)]", "[other(a=1)]", "[weather(days=one)]", "[]",
-                 "[weather(days=1", "[weather(days=1) or more]", "[weather(city='a)]"):  # fmt: skip
+                 "[weather(days=1", "[weather(days=1) or more]", "[weather(city='a)]",
+                 "[weather(days=1, days=2)]"):  # fmt: skip
         assert read([text], "pythonic") == read(text, "pythonic") == [Content(text)]

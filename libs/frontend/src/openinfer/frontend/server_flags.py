@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from openinfer.frontend.contract import EngineSpec
 
 TOOL_PARSERS = (
+    "deepseek_v3",
+    "deepseek_v31",
     "deepseek_v4",
     "hermes",
     "llama3_json",

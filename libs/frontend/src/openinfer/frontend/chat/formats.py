@@ -27,7 +27,7 @@ class JsonFormat:
 
     opening, closing: around a call, or a list of calls. head: what stands before the arguments. wrapped: it opens an
     object, which is closed behind them. listed: the calls between the markers are a JSON list. bare: a call may begin a
-    line without an opening.
+    line without an opening. end_call: what stands behind the arguments where all calls of a turn stand in one block.
     """
 
     opening: str
@@ -35,6 +35,7 @@ class JsonFormat:
     line: str = "\n"
     call: str = '{"name": {name}, "arguments": '
     listed: bool = False
+    end_call: str = ""
 
     @cached_property
     def wrapped(self) -> bool:
@@ -53,17 +54,19 @@ class JsonFormat:
     @cached_property
     def tail(self) -> re.Pattern[str]:
         """What stands behind the arguments of a call."""
-        return re.compile(rf"(?:{_MEMBER})*\s*\}}")
+        return re.compile(r"\s*" + re.escape(self.end_call) if self.end_call else rf"(?:{_MEMBER})*\s*\}}")
 
     @cached_property
     def bare(self) -> re.Pattern[str] | None:
         """Where a call without opening may begin."""
+        if self.end_call:
+            return re.compile(f"(?={re.escape(self.bare_start)})")
         return re.compile(r"^[ \t]*(?=\{)", re.MULTILINE) if self.wrapped else None
 
     @cached_property
     def bare_start(self) -> str:
         """What such a call begins with."""
-        return "{"
+        return self.call.partition(NAME)[0] if self.end_call else "{"
 
     @cached_property
     def between(self) -> re.Pattern[str]:
@@ -84,18 +87,16 @@ class JsonFormat:
 
         With `many` any number of further calls may follow, in as many blocks as the format takes. Raises
         InvalidGrammar for a schema that cannot be forced."""
+        end = self.end_call or "}" * self.wrapped + self.line + self.closing
         calls = [
             f"{lark.text(self.line + self.call.replace(NAME, json.dumps(name) if self.wrapped else name))} "
-            f"{any_arguments(lark, name, schema)} {lark.text('}' * self.wrapped + self.line + self.closing)}"
+            f"{any_arguments(lark, name, schema)} {lark.text(end)}"
             for name, schema in schemas.items()
         ]
-        call = lark.any_of(calls)
-        more = (
-            lark.rule(f"{lark.text(', ' if self.listed else self.line + self.opening)} {call}")
-            if many
-            else ""
-        )
+        call, again = lark.any_of(calls), ", " if self.listed else self.line + self.opening
+        more = lark.rule(call if self.end_call else f"{lark.text(again)} {call}") if many else ""
         written = f"{call} {more}{{0,{MAX_CALLS - 1}}}" if many else call
+        written += f" {lark.text(self.closing)}" * bool(self.end_call)
         return f'"[" {written} "]"' if self.listed else written
 
 
@@ -279,8 +280,20 @@ _QWEN_XML = TagFormat(
     end_parameter="</parameter>",
     pad="\n",
 )
+_SEP = "｜tool▁sep｜"
+
+
+def _deepseek(call: str, end: str = "") -> JsonFormat:
+    return JsonFormat(
+        opening="<｜tool▁calls▁begin｜>", closing="<｜tool▁calls▁end｜>", line="",
+        call=f"<｜tool▁call▁begin｜>{call}", end_call=f"{end}<｜tool▁call▁end｜>",
+    )  # fmt: skip
+
+
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
+        "deepseek_v3": _deepseek(f"function<{_SEP}>{NAME}\n```json\n", "\n```"),
+        "deepseek_v31": _deepseek(f"{NAME}<{_SEP}>"),
         "deepseek_v4": TagFormat(
             opening=f"<{DSML}tool_calls>",
             closing=f"</{DSML}tool_calls>",
@@ -310,6 +323,8 @@ _DEFAULTS = (("qwen3_5", "qwen3_xml", "qwen3"), ("qwen3", "hermes", "qwen3"), ("
 
 _IN_TEMPLATES = (
     (f"<{DSML}", "deepseek_v4"),
+    (f"tool['type'] + '<{_SEP}>'", "deepseek_v3"),
+    (f"<{_SEP}>", "deepseek_v31"),
     ("<function=", "qwen3_xml"),
     ("<tool_call>", "hermes"),
     ("[ARGS]", "mistral_args"),

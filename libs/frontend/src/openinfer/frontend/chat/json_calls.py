@@ -180,7 +180,7 @@ class JsonReader:
         self.offered = self.mended = False
         self._form, self._schemas, self._bare, self._marked = form, schemas, bare, marked
         self._json: JsonText | None = None
-        self._tail = False
+        self._tail, self._name = False, ""  # of a tool that is not on offer
 
     def run(self, final: bool) -> bool | None:
         """True: the call is whole, and `text` what follows it. None: more text is needed. False: what was handed out is
@@ -214,9 +214,12 @@ class JsonReader:
             self.parts.append(ToolCall(head[1], ""))
             self._json = JsonText(self._schemas[head[1]] or {})
             return True
+        if head is not None and self._form.end_call and not self._bare:
+            self._name, self.text, self._json = head[1], self.text[head.end() :], JsonText({})
+            return True
         begun = "".join(self.text[:MAX_HEAD].split()).lstrip("[" if self._form.listed else "")
         if self._bare or not self._form.wrapped:
-            start = '{"name":' if self._form.wrapped else ""
+            start = '{"name":' if self._form.wrapped else "".join(self._form.call.partition("{")[0].split())
             fits = begun.startswith(start) or start.startswith(begun)
             return head is None and fits and len(self.text) <= MAX_HEAD
         if begun[:1] not in ("", "{"):
@@ -234,6 +237,7 @@ class JsonReader:
         """A call whose head is not as usual, or of a tool that is not on offer; or a list of them."""
         try:
             found = decode(text)
+            found = {"name": self._name, "arguments": found} if self._name else found
             parts = [
                 self._call(one)
                 for one in (found if isinstance(found, list) and self._form.listed else [found])
@@ -257,15 +261,19 @@ class JsonReader:
         return ToolCall(call["name"], encode(fitted(arguments, schema, schema)))
 
     def _end(self, final: bool) -> bool | None:
-        """Other members and the brace behind the arguments."""
-        if not self.offered or not self._form.wrapped:
+        """Other members and the brace behind the arguments, or the mark that ends a call."""
+        wrapped, end = self._form.wrapped, self._form.end_call.lstrip()
+        if not (end or (self.offered and wrapped)):
             return True
         found = self._form.tail.match(self.text)
         if found is None or found.end() > MAX_HEAD:
-            waits = self.text.lstrip()[:1] in ("", ",") and len(self.text) <= MAX_HEAD
+            rest = self.text.lstrip()
+            waits = (end.startswith(rest) if end else rest[:1] in ("", ",")) and len(self.text) <= MAX_HEAD
             return None if waits and not final else True
         rest = self.text[found.end() :].lstrip()
-        if not self._marked:  # JSON in an answer may only show a call: an example is followed by more text
+        if (
+            not self._marked and wrapped
+        ):  # JSON in an answer may only show a call: an example is followed by more text
             ends = [self._form.closing or ";", "</think>", "{"]
             if not final and (not rest or any(mark.startswith(rest) for mark in ends)):
                 return None

@@ -85,8 +85,9 @@ class PythonReader:
             if not equals and not name.strip():  # none, or behind the last comma
                 continue
             name, text = name.strip(), text.strip()
-            arguments[name] = read_value(text)
-            if not name.isidentifier() or arguments[name] == text:  # which is no value
+            value = read_value(text)
+            if not name.isidentifier() or name in arguments or value == text:  # which is no value
                 raise Malformed
+            arguments[name] = value
         schema = self._schemas.get(self._name) or {}
         return ToolCall(self._name, encode(fitted(arguments, schema, schema)))
