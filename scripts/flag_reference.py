@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from importlib.metadata import entry_points
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,10 @@ def reference() -> str:
 
 
 def ours() -> list[Recipe[Any]]:
-    """The recipes of this project by name; those of other distributions are not among them."""
-    entries = sorted(entry_points(group="openinfer.recipes"), key=lambda entry: entry.name)
-    return [entry.load() for entry in entries if entry.value.startswith("openinfer.recipes.")]
+    """The recipes of this checkout by name, also those that an installation from before does not know."""
+    project = tomllib.loads((FILE.parents[1] / "recipes" / "pyproject.toml").read_text())["project"]
+    named = project["entry-points"]["openinfer.recipes"]
+    return [EntryPoint(name, value, "openinfer.recipes").load() for name, value in sorted(named.items())]
 
 
 def table(options: type[Options], names: set[str]) -> str:

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deepseek_v3_form import CHECKPOINT, CONFIG, HEADS, LATENT, ROTARY, C, tensors
+from deepseek_v3_form import CHECKPOINT, CONFIG, HEADS, LATENT, ROTARY, C, tensors, write_checkpoint
 from golden_rows import start_row
+from int4_packers import compressed, quantized
+from served_streams import check_greedy_tokens
 
+from openinfer.cli import recipes
 from openinfer.kernels import CpuPack
 from openinfer.kernels.formats.linear import Linear
 from openinfer.recipes.deepseek_v3 import RECIPE
@@ -21,7 +24,7 @@ from openinfer.recipes.deepseek_v3.weights import Mixture
 from openinfer.recipes.engine import SetupError, Source
 from openinfer.recipes.engine.testing import write_random_checkpoint
 from openinfer.recipes.engine.testing.checkpoint import write_tensors
-from openinfer.tensor import Checkpoint, Tensor
+from openinfer.tensor import Checkpoint, Tensor, bfloat16
 
 TOLERANCE = 1e-3
 MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
@@ -236,3 +239,71 @@ def test_a_checkpoint_without_the_layer_that_drafts_is_refused(tmp_path: Path) -
     config = {**CONFIG, "num_nextn_predict_layers": 0}
     with pytest.raises(SetupError, match="this checkpoint has no MTP layer; use method ngram"):
         RECIPE.blueprint(Source(config), RECIPE.options(speculative_config=MTP))
+
+
+def definition(w: dict[str, Any], prompt: list[int]) -> Any:
+    """Logits after the prompt, by the definition."""
+    x = w["model.embed_tokens.weight"][prompt]
+    for n in range(C["num_hidden_layers"]):
+        x = layer_of(w, n, x)
+    return normed(x[-1], w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+KIMI = {
+    "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "first_k_dense_replace": 2,
+    "num_nextn_predict_layers": 0, "rope_theta": 50000.0,
+    "rope_scaling": {**C["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0},
+}  # fmt: skip
+WEIGHTS = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "group",
+    "group_size": 32,
+    "symmetric": True,
+    "dynamic": False,
+}
+THINKING = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "kv_cache_scheme": None,
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": None}},
+    "ignore": [
+        "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
+}  # fmt: skip
+"""As config.json of Kimi-K2-Thinking says: INT4 experts in groups of 32, and nothing else packed."""
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "INT4 experts"])
+def test_kimi_k2_by_its_definition(
+    place: Any, golden: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packed: bool
+) -> None:
+    for key, value in KIMI.items():
+        monkeypatch.setitem(C, key, value)
+    arrays = {
+        name: one for name, one in tensors().items() if f".layers.{C['num_hidden_layers']}." not in name
+    }
+    w = {name: one.astype(np.float64) for name, one in arrays.items()}
+    for name in [name for name in arrays if packed and ".experts." in name]:
+        own = quantized(arrays.pop(name).astype(np.float32), True, bfloat16)
+        w[name] = own.values.astype(np.float64)
+        arrays |= {name.removesuffix("weight") + key: one for key, one in compressed(own, True).items()}
+    write_checkpoint(tmp_path, **({"quantization_config": THINKING} if packed else {}))
+    write_tensors(tmp_path / "model.safetensors", arrays)
+    model, prompt = place(RECIPE, tmp_path, [65]), golden.prompt(2)
+    start_row(model, prompt)
+    model.forward(CpuPack(), len(prompt), 1, len(prompt))
+    found = model.batch.logits.numpy()[0]
+    np.testing.assert_allclose(found, definition(w, prompt), atol=TOLERANCE, rtol=0)
+    monkeypatch.setitem(C, "routed_scaling_factor", 2.5)
+    assert np.abs(found - definition(w, prompt)).max() > 100 * TOLERANCE
+
+
+def test_greedy_tokens_over_http(golden: Any, start: Any) -> None:
+    check_greedy_tokens(start(CHECKPOINT, "-tp", "2", "--max-model-len", "352").url, golden)
+
+
+def test_published_names() -> None:
+    for name in ("deepseek-ai/DeepSeek-V3", "DeepSeek-V3.1", "deepseek-r1", "moonshotai/Kimi-K2-Instruct"):
+        recipe, config = recipes.published(name)
+        assert recipe.name == "deepseek_v3"
+        assert (config["model_type"] == "kimi_k2") == ("Kimi" in name)
+    assert recipes.published("DeepSeek-V4-Flash")[0].name == "deepseek_v4"

@@ -93,7 +93,9 @@ def test_the_memory_of_checkpoints_is_what_engines_plan(docs_pages: Any) -> None
     text = (ROOT / "docs" / "checkpoints.md").read_text()
     for recipe in (recipe for recipe in docs_pages.ours() if recipe.name != "deepseek_v4"):
         name, config = next(iter(recipe.published().items()))
-        assert f"| {' | '.join(docs_pages.row(recipe, name, config))} |" in text, "run scripts/docs_pages.py"
+        cells = re.escape(" | ".join(docs_pages.row(recipe, name, config)[1:]))
+        found = re.search(rf"^\| {re.escape(name)}(,[^|]*)? \| {cells} \|$", text, re.M)
+        assert found, "run scripts/docs_pages.py"
 
 
 @pytest.mark.slow

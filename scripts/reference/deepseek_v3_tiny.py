@@ -18,7 +18,7 @@ from deepseek_v3_form import CHECKPOINT, CONFIG, GOLDENS, NAME  # noqa: E402
 
 from openinfer.recipes.engine.testing.checkpoint import write_tensors  # noqa: E402
 
-LENGTHS, NEW, POSITIONS = (1, 7, 64, 150, 300), 16, 2
+LENGTHS, NEW, POSITIONS = (1, 7, 64, 150, 300), 32, 2
 """Of prompts; tokens that follow each; and the last positions whose logits are kept."""
 
 

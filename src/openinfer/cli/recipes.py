@@ -77,7 +77,7 @@ def published(name: str) -> tuple[Recipe, Mapping[str, Any]]:
     -Instruct or -Thinking do not count. Raises NoRecipe, which lists the names."""
     models = {}
     for recipe in installed():
-        family = recipe.name.rstrip("_0123456789")
+        family = re.split("[_0-9]", recipe.name)[0]
         for size, config in getattr(recipe, "published", dict)().items():
             whole = size.lower().startswith(family) or not config["model_type"].startswith(family)
             models[size if whole else f"{recipe.name}-{size}"] = recipe, config

@@ -16,7 +16,9 @@ SIZES: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""What config.json says otherwise than that of V3, by the short name. V3-0324, V3.1 and R1 are V3's."""
+"""What config.json says otherwise than that of V3, by the short name."""
+SAME = dict.fromkeys(("DeepSeek-V3-0324", "DeepSeek-V3.1", "DeepSeek-R1"), "DeepSeek-V3")
+"""Other names of the same sizes."""
 
 
 def config_json(name: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SIZES, config_json
+from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SAME, SIZES, config_json
 from openinfer.recipes.engine import Options, Recipe, SetupError, Source
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class DeepseekV3Recipe(Recipe[LatentOptions]):
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
         """The published sizes, in FP8."""
-        return {name: config_json(name) for name in SIZES}
+        return {name: config_json(SAME.get(name, name)) for name in (*SIZES, *SAME)}
 
 
 RECIPE = DeepseekV3Recipe()
