@@ -15,6 +15,7 @@ from int4_packers import compressed, quantized
 from served_streams import check_greedy_tokens
 
 from openinfer.cli import recipes
+from openinfer.cli.selftest import gate
 from openinfer.kernels import CpuPack
 from openinfer.kernels.formats.linear import Linear
 from openinfer.recipes.deepseek_v3 import RECIPE
@@ -22,6 +23,7 @@ from openinfer.recipes.deepseek_v3.config import Config
 from openinfer.recipes.deepseek_v3.published import config_json
 from openinfer.recipes.deepseek_v3.weights import Mixture
 from openinfer.recipes.engine import SetupError, Source
+from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import write_random_checkpoint
 from openinfer.recipes.engine.testing.checkpoint import write_tensors
 from openinfer.tensor import Checkpoint, Tensor, bfloat16
@@ -236,9 +238,32 @@ def test_the_definition_agrees_and_the_layer_that_drafts_is_it(place: Any, golde
 
 
 def test_a_checkpoint_without_the_layer_that_drafts_is_refused(tmp_path: Path) -> None:
-    config = {**CONFIG, "num_nextn_predict_layers": 0}
+    """By config.json, and where transformers has left the layer out."""
+    config, options = {**CONFIG, "num_nextn_predict_layers": 0}, RECIPE.options(speculative_config=MTP)
     with pytest.raises(SetupError, match="this checkpoint has no MTP layer; use method ngram"):
-        RECIPE.blueprint(Source(config), RECIPE.options(speculative_config=MTP))
+        RECIPE.blueprint(Source(config), options)
+    write_checkpoint(tmp_path)
+    few = {name: one for name, one in tensors().items() if not name.startswith("model.layers.3.")}
+    write_tensors(tmp_path / "model.safetensors", few)
+    with Checkpoint(tmp_path) as checkpoint:
+        with pytest.raises(SetupError, match="this checkpoint has no MTP layer"):
+            RECIPE.blueprint(Source(CONFIG, checkpoint=checkpoint), options)
+        assert RECIPE.blueprint(Source(CONFIG, checkpoint=checkpoint), RECIPE.options()) is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_accuracy_gate(ranks: int) -> None:
+    """Every path passes, and every control fails."""
+    wanted = gate.references(RECIPE, CHECKPOINT)
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512}
+    made = build(
+        RECIPE, CHECKPOINT, device="cpu", tensor_parallel_size=ranks, kv_cache_memory_bytes=64 << 20, **sizes
+    )
+    assert [str(one) for one in gate.run(made, wanted) if not one.passed] == []
+    controls = list(gate.negative_controls(made, wanted))
+    assert len(controls) == (5 if ranks == 1 else 8)
+    assert [str(one) for one in controls if one.passed] == []
+    made.engine.close()
 
 
 def definition(w: dict[str, Any], prompt: list[int]) -> Any:

@@ -1,6 +1,6 @@
 """Write a checkpoint of a published shape with seeded random weights, and a reference's results for it.
 
-    python scripts/reference {qwen3,qwen3_5,deepseek_v4} --shape 4b --out DIR [--quantize FORM] [--long] [...]
+    python scripts/reference {qwen3,qwen3_5,deepseek_v3,deepseek_v4} --shape 4b --out DIR [--quantize FORM] [...]
 
 This script makes test data. It needs torch and transformers, which no distribution of this project needs. DIR gets the
 checkpoint in the published format and reference.npz, which openinfer.cli.selftest.gate reads. reference.npz has token
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from common import FORCED, save
 
-FAMILIES = ("qwen3", "qwen3_5", "deepseek_v4")
+FAMILIES = ("qwen3", "qwen3_5", "deepseek_v3", "deepseek_v4")
 
 
 def main() -> None:
@@ -34,7 +34,9 @@ def main() -> None:
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--shape", default="4b", help="a published shape, or tiny; the module lists them")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--quantize", metavar="FORM", help="fp8 for qwen3_5; nvfp4 or int8 for qwen3")
+    parser.add_argument(
+        "--quantize", metavar="FORM", help="fp8 for qwen3_5 and deepseek_v3; nvfp4 or int8 for qwen3"
+    )
     parser.add_argument(
         "--long", action="store_true", help="qwen3: long prompts on the checkpoint that is there"
     )

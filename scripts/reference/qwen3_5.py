@@ -6,7 +6,7 @@ With --quantize fp8 the weights are quantised by the published scheme: e4m3, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import common
@@ -162,12 +162,12 @@ def meant(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(
-    config: dict[str, Any], weights: Mapping[str, torch.Tensor], form: str
+    config: dict[str, Any], weights: Mapping[str, torch.Tensor], form: str, never: Sequence[str] = NEVER_FP8
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The config and the tensors of a block-scaled checkpoint, and what these mean."""
+    """The config and the tensors of a block-scaled checkpoint, and what these mean. never: parts of names that stay."""
     small, same = {}, {}
     for name, tensor in weights.items():
-        if any(part in name for part in NEVER_FP8):
+        if any(part in name for part in never):
             small[name] = same[name] = tensor
             continue
         parts = (

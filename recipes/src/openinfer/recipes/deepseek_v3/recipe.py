@@ -51,7 +51,8 @@ class DeepseekV3Recipe(Recipe[LatentOptions]):
         config = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
         speculation = options.speculation()
         drafts = speculation is not None and speculation.proposes
-        if drafts and not config.mtp:
+        found, name = source.checkpoint, f"model.layers.{config.num_layers}.eh_proj.weight"
+        if drafts and (not config.mtp or (found is not None and name not in found)):
             raise SetupError("--speculative-config: this checkpoint has no MTP layer; use method ngram")
         if speculation is not None and speculation.quantization is not None:
             raise SetupError("--speculative-config: quantization is for Qwen3.5's MTP head; leave it out")

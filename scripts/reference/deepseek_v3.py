@@ -1,0 +1,99 @@
+"""DeepSeek-V3 and Kimi-K2, without the layer that drafts; give --layers for a model that a GPU holds.
+
+With --quantize fp8 the weights are quantised by the published scheme, and the reference runs on their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import common
+import qwen3_5
+import torch
+from common import Random
+
+from openinfer.recipes.deepseek_v3.published import config_json
+
+TINY = {
+    "hidden_size": 256, "num_hidden_layers": 4, "first_k_dense_replace": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+    "v_head_dim": 64, "intermediate_size": 384, "moe_intermediate_size": 128, "n_routed_experts": 16, "n_group": 4,
+    "topk_group": 2, "num_experts_per_tok": 4, "vocab_size": 1024,
+}  # fmt: skip
+SHAPES = {
+    "tiny": {**config_json("DeepSeek-V3"), **TINY},
+    "v3": config_json("DeepSeek-V3"),
+    "kimi-k2": config_json("Kimi-K2"),
+}
+FORMS = ("fp8",)
+shards, reference = common.halves, common.reference
+LENGTHS = (1, 5, 64, 129, 300, 1000, 2048, 8192)
+"""Prompt lengths; FORCED more tokens follow each."""
+NEVER_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+
+
+def config_of(shape: str, layers: int | None) -> dict[str, Any]:
+    """config.json."""
+    config = {**SHAPES[shape], "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 0}
+    del config["quantization_config"]
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    return {**config, "model_type": "deepseek_v3", "dtype": "bfloat16"}  # transformers has no kimi_k2
+
+
+def random_weights(c: dict[str, Any], device: str, seed: int) -> dict[str, torch.Tensor]:
+    """Tensors by the names that transformers has; the head is scaled for logits of standard deviation 2.5."""
+    r, h = Random(device, seed), c["hidden_size"]
+    std = common.LOGIT_STD / math.sqrt(h)
+    weights = {"model.embed_tokens.weight": r.normal(c["vocab_size"], h, std=std)}
+    for n in range(c["num_hidden_layers"]):
+        at = f"model.layers.{n}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{at}{name}.weight"] = r.normal(h, std=0.1, mean=1.0)
+        for name, tensor in (*attention(r, c), *mlp(r, c, dense=n < c["first_k_dense_replace"])):
+            # Later layers add less, as in trained models: with equal shares bf16's errors pile up over the layers.
+            outputs = "o_proj" in name or "down_proj" in name
+            weights[at + name] = tensor / (1 + n / 2) if outputs else tensor
+    weights["model.norm.weight"] = r.normal(h, std=0.1, mean=1.0)
+    weights["lm_head.weight"] = r.normal(c["vocab_size"], h, std=std)
+    return weights
+
+
+def attention(r: Random, c: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    h, heads, q, latent = c["hidden_size"], c["num_attention_heads"], c["q_lora_rank"], c["kv_lora_rank"]
+    plain, rotary, value, at = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"], "self_attn."
+    yield at + "q_a_proj.weight", r.linear(q, h)
+    yield at + "q_a_layernorm.weight", r.normal(q, std=0.1, mean=1.0)
+    yield at + "q_b_proj.weight", r.linear(heads * (plain + rotary), q)
+    yield at + "kv_a_proj_with_mqa.weight", r.linear(latent + rotary, h)
+    yield at + "kv_a_layernorm.weight", r.normal(latent, std=0.1, mean=1.0)
+    yield at + "kv_b_proj.weight", r.linear(heads * (plain + value), latent)
+    yield at + "o_proj.weight", r.linear(h, heads * value, gain=4.0)
+
+
+def mlp(r: Random, c: dict[str, Any], *, dense: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    h, width, at = c["hidden_size"], c["intermediate_size"], "mlp."
+    if not dense:
+        experts, inter, at = c["n_routed_experts"], c["moe_intermediate_size"], "mlp.shared_experts."
+        width = inter * c["n_shared_experts"]
+        # A sigmoid gives all chosen experts much the same weight, so one that bf16 lets in for another counts: experts
+        # add little (their weights' sum is routed_scaling_factor), so that runs can be compared.
+        yield "mlp.gate.weight", r.linear(experts, h, gain=2.0)
+        yield "mlp.gate.e_score_correction_bias", r.normal(experts, std=0.1).float()
+        yield "mlp.experts.gate_up_proj", r.linear(experts, 2 * inter, h)
+        yield "mlp.experts.down_proj", r.linear(experts, h, inter, gain=0.6)
+    yield at + "gate_proj.weight", r.linear(width, h)
+    yield at + "up_proj.weight", r.linear(width, h)
+    yield at + "down_proj.weight", r.linear(h, width, gain=2.0)
+
+
+def quantized(
+    config: dict[str, Any], weights: Mapping[str, torch.Tensor], form: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The config and the tensors of a block-scaled checkpoint, and what these mean."""
+    return qwen3_5.quantized(config, weights, form, NEVER_FP8)
+
+
+def token_range(config: Mapping[str, Any]) -> tuple[int, int]:
+    return 0, min(config["vocab_size"], 128000)
