@@ -111,6 +111,7 @@ FROZEN = [
     "mapped",
     "matmul_nt",
     "module_packing",
+    "new_tokens",
     "packed_in",
     "packing_of",
     "packing_text",

@@ -13,8 +13,8 @@ An `Op` is its arguments, a contract, a numpy reference, launches and a cost, an
    `aligned`, `power_of_two`, `Target`; tiles that fit: `shared_bytes`, `CONSUMER_SHARED_BYTES`, `depth`
  - parts of ops here that another op may launch: products (`Problem`, `linear_of`, `linear_launches`, `expect_bf16`,
    `expect_q8`), attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`,
-   `require_attention`, `expect_cache`, `cached_bytes`, `write_launch`, `QkvAttentionArgs`, `MERGED_AT_ONCE`,
-   `NEW_PAIRS`)
+   `require_attention`, `expect_cache`, `cached_bytes`, `write_launch`, `new_tokens`, `QkvAttentionArgs`,
+   `MERGED_AT_ONCE`, `NEW_PAIRS`)
  - sums of several ranks: `Communicator`, `sum_over` (references), `way_of`, `NCCL`, `sum_of_ranks`, `pushed_rows`
  - cost: `Cost`, `Workload`; calls that it is measured by: `OpCase`, `Memory`, `CaseRows`, `Commands`
 
@@ -32,7 +32,13 @@ Kernels themselves import Triton functions from the modules of openinfer.kernels
 openinfer.kernels.testing tests an op.
 """
 
-from openinfer.kernels.attention import MERGED_AT_ONCE, NEW_PAIRS, attention_launches, choose_attention
+from openinfer.kernels.attention import (
+    MERGED_AT_ONCE,
+    NEW_PAIRS,
+    attention_launches,
+    choose_attention,
+    new_tokens,
+)
 from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
 from openinfer.kernels.attention.kv_cache import (
     FP8_CACHE,
@@ -113,7 +119,7 @@ __all__ = [
     "attention_launches", "beside", "cached_bytes", "choose_attention", "depth", "e8m0", "expect",
     "expect_bf16", "expect_cache", "expect_columns", "expect_cos_sin", "expect_each", "expect_linear",
     "expect_max_q_len", "expect_q8", "expect_rows", "f32", "form_of", "hadamard", "launch", "leaves",
-    "linear_launches", "linear_of", "mapped", "matmul_nt", "module_packing", "packed_in", "packing_of",
+    "linear_launches", "linear_of", "mapped", "matmul_nt", "module_packing", "new_tokens", "packed_in", "packing_of",
     "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require", "require_attention",
     "rms_norm", "rounded", "scale_blocks", "shared_bytes", "silu", "sum_of_ranks", "sum_over", "tensors",
     "unpack_fp4", "way_of", "without_coding", "without_zero_points", "write_launch",

@@ -151,8 +151,13 @@ def new_tokens(
     new: Mapping[str, Arg],
     left_out: Mapping[str, None],
     eps: float,
+    *,
+    rotary: int,
+    gated: bool = False,
 ) -> Launch:
     """All of a decode step's attention: `new` has qkv, q_norm, k_norm and cos_sin; `left_out` the norms that are None.
+    rotary: the columns of a head that are rotated. gated: qkv has a gate behind each query head, whose
+    sigmoid multiplies the head's output.
 
     Rows that fill the GPU have a part each. If a row can be longer than a part, long ones share SPARE_PARTS more. Where
     rows do not fill it, each has its parts.
@@ -188,6 +193,8 @@ def new_tokens(
         **call.without,
         "PAIRS": choice.pairs,
         "RELEASE": choice.release,
+        "ROTARY": rotary,
+        "GATED": gated,
     }
     tile, grid = choice.short, (call.kv_heads, *items)
     beside_ring = choice.release and call.tokens <= RING_TOKENS

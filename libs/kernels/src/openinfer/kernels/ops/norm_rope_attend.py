@@ -116,7 +116,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     one = a.max_q_len == 1 and call.group <= NEW_PAIRS and not target.batch_invariant
     if one and choice.decode is None:
         new = tensors(a, "qkv", "q_norm", "k_norm", "cos_sin")
-        yield new_tokens(call, choice, new, left_out(a, "q_norm", "k_norm"), a.eps)
+        yield new_tokens(call, choice, new, left_out(a, "q_norm", "k_norm"), a.eps, rotary=dim)
         return
     yield write_launch(target, a.writing(q), early_behind=one and choice.decode is not None)
     yield from attention_launches(call, choice, a.max_q_len)

@@ -1,7 +1,7 @@
 """gated_attention: attention of a step from its qkv projection to the input of its output projection. sigmoid_gate: a
 gate alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
 
@@ -10,12 +10,9 @@ import numpy as np
 from openinfer.kernels import attend, norm_rope_attend, qk_norm_rope_write
 from openinfer.kernels.authoring import (
     FLOATS,
-    MERGED_AT_ONCE,
     NEW_PAIRS,
-    Arg,
     Array,
     AttentionCall,
-    AttentionChoice,
     Command,
     Cost,
     Op,
@@ -35,7 +32,7 @@ from openinfer.kernels.authoring import (
     expect_rows,
     f32,
     launch,
-    power_of_two,
+    new_tokens,
     require,
     require_attention,
     rounded,
@@ -154,57 +151,16 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     call = AttentionCall.of(a.attending(q, 0))
     choice = choose_attention(target, call)
     rotary = 2 * a.cos_sin.shape[2]
+    # With more programs than SMs nothing hides what a program does before its first page, and three kernels are faster.
     one_kernel = call.group <= NEW_PAIRS and call.rows * call.kv_heads <= target.num_sms
     if a.max_q_len == 1 and one_kernel and rotary >= 2 and not target.batch_invariant:
-        yield _decode(call, choice, tensors(a, "qkv", "q_norm", "k_norm", "cos_sin"), a.eps, rotary)
+        new = tensors(a, "qkv", "q_norm", "k_norm", "cos_sin")
+        yield new_tokens(call, choice, new, {}, a.eps, rotary=rotary, gated=True)
         return
     yield write_launch(target, a.writing(q))
     yield from attention_launches(call, choice, a.max_q_len)
     gates = GateArgs(out=a.out.reshape(*shape), gate=columns(a.qkv, dim, (shape[1], dim), (2 * dim, 1)))
     yield from sigmoid_gate.launches(target, gates)
-
-
-def _decode(
-    call: AttentionCall, choice: AttentionChoice, new: Mapping[str, Arg], eps: float, rotary: int
-) -> Command:
-    """All of a decode step's attention in one kernel.
-
-    This pays only where there are fewer programs than SMs. With more, the work of a program before its first page is
-    not hidden, and three separate kernels are faster. docs/lessons/attention.md has the times on an H200.
-    """
-    splits, group, tile = choice.splits, call.group, choice.short
-    merged = power_of_two(group)
-    heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, group)
-    args: dict[str, Arg] = {
-        "out": call.args["out"],
-        **call.cache,
-        **new,
-        **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
-        **{name: call.args[name] for name in ("table_width", "page_stride", "scale")},
-        "eps": eps,
-        "partial": Scratch((*parts, call.dim), float32),
-        "weight": Scratch(parts, float32),
-        "arrived": Scratch(heads, int32, zeroed=True),
-        "tokens": call.tokens,
-        "part_size": choice.part_size,
-    }
-    constants = {
-        **call.constants(tile),
-        "ROTARY": rotary,
-        "MR": merged,
-        "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
-        **call.without,
-        "PAIRS": choice.pairs,
-    }
-    return launch(
-        "openinfer.recipes.qwen3_5.device.gated_attention",
-        "attend_gated",
-        (*heads, splits),
-        args,
-        constants,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
 
 
 gated_attention = Op("gated_attention", _Args[Tensor], _check, _reference, _launches, norm_rope_attend.cost)
