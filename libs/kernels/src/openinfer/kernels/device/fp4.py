@@ -138,18 +138,26 @@ def experts_product_fp4(
 
 
 @triton.jit
+def _wide(nibble, scale, factor):
+    """The value of a code in float32. The product with its scale is exact."""
+    value = ((nibble & 7) << 22 | (nibble & 8) << 28).to(tl.float32, bitcast=True)
+    return value * scale * factor
+
+
+@triton.jit
 def dequantize_fp4(out, weight, scales, factors, N, K, BN: tl.constexpr, RUN: tl.constexpr):
     """out [N, K] = the values, rounded; weight uint8 [N, K / 2]. Grid (cdiv(N, BN), K / RUN)."""
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
-    run, byte = tl.program_id(1), tl.arange(0, RUN // 2)
-    wide = tl.minimum(row, N - 1).to(tl.int64)[:, None]
-    codes = tl.load(weight + wide * (K // 2) + run * (RUN // 2) + byte[None, :]).to(tl.int32)
-    of_row = wide * (K // 32 + 4)
-    low, high = _halves(tl.load(scales + of_row + run * (RUN // 32) + byte[None, :] // 16))
+    row = tl.program_id(0) * BN + tl.arange(0, BN)[:, None, None]
+    block = (
+        tl.program_id(1) * (RUN // 32) + tl.arange(0, RUN // 32)[None, :, None]
+    )  # of 32 columns: 16 bytes, a word
+    byte = tl.arange(0, 16)[None, None, :]
+    near = tl.minimum(row, N - 1).to(tl.int64)
+    codes = tl.load(weight + near * (K // 2) + block * 16 + byte).to(tl.int32)
+    of_row = near * (K // 32 + 4)
+    low, high = _halves(tl.load(scales + of_row + block))
     factor = tl.load(factors + of_row)
-    place = out + wide * K + run * RUN + (byte // 16 * 32 + byte % 16)[None, :]
-    inside = (row < N)[:, None]
-    tl.store(place, (_value(codes, low).to(tl.float32) * factor).to(out.dtype.element_ty), mask=inside)
-    tl.store(
-        place + 16, (_value(codes >> 4, high).to(tl.float32) * factor).to(out.dtype.element_ty), mask=inside
-    )
+    place = out + near * K + block * 32 + byte
+    inside = (row < N) & (byte >= 0)
+    tl.store(place, _wide(codes, low, factor).to(out.dtype.element_ty), mask=inside)
+    tl.store(place + 16, _wide(codes >> 4, high, factor).to(out.dtype.element_ty), mask=inside)

@@ -52,16 +52,18 @@ def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
     form, scales = weight.form, weight.scales
     if isinstance(form, Int8):
         assert scales is not None
-        constants = {"GROUP": form.group, "CHUNK": _chunk(form.group or weight.columns)}
+        constants: dict[str, int | bool] = {
+            "GROUP": form.group,
+            "CHUNK": _chunk(form.group or weight.columns),
+        }
         args: dict[str, Arg] = {"weight": weight.weight, "scales": scales}
         return FormKernels("int8", "openinfer.kernels.device.int8", args, constants)
     if isinstance(form, Fp4):
         assert isinstance(scales, Tensor)
         last = (*(slice(None) for _ in scales.shape[1:]), slice(scales.shape[-1] - FP4_TAIL, None))
         args = {"weight": weight.weight, "scales": scales, "factors": scales.view_as(float32)[last]}
-        return FormKernels(
-            "fp4", "openinfer.kernels.device.fp4", args, {"RUN": _chunk(weight.columns)}, paired=True
-        )
+        constants = {"RUN": _chunk(weight.columns, 256)}
+        return FormKernels("fp4", "openinfer.kernels.device.fp4", args, constants, paired=True)
     if isinstance(form, Int4Groups):
         assert scales is not None
         args, group = {"weight": weight.weight, "words": scales}, form.group
@@ -70,9 +72,9 @@ def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
     return None
 
 
-def _chunk(size: int) -> int:
+def _chunk(size: int, most: int = DEPTH) -> int:
     """Columns of a turn: a power of two that divides a group, or K."""
-    return min(DEPTH, size & -size)
+    return min(most, size & -size)
 
 
 def unpacks(form: object, k: int) -> bool:
@@ -122,8 +124,9 @@ def _widened(p: Problem) -> Iterator[Command | Problem]:
     assert own is not None
     columns = next(int(own.constants[name]) for name in ("CHUNK", "GROUP", "RUN") if name in own.constants)
     args: Mapping[str, Arg] = {"out": wide, **own.args, "N": p.rows, "K": Aligned(p.k)}
-    grid = (-(-p.rows // block), p.k // columns)
-    yield launch(own.device, f"dequantize_{own.name}", grid, args, {"BN": block, **own.constants})
+    grid, warps = (-(-p.rows // block), p.k // columns), 8 if columns == 256 else 4
+    constants = {"BN": block, **own.constants}
+    yield launch(own.device, f"dequantize_{own.name}", grid, args, constants, num_warps=warps)
     yield replace(p, weight=Linear(wide), choice=None)
 
 
