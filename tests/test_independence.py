@@ -211,13 +211,13 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4110, 2970),
-    "kernels": (19735, 9428),
+    "kernels": (19855, 9440),
     "graph": (4330, 2574),
     "kvpool": (6750, 5010),
     "sampler": (4770, 3940),
     "scheduler": (5022, 3462),
     "frontend": (13576, 11318),
-    "recipes": (16266, 3886),
+    "recipes": (16075, 3886),
     "cli": (6880, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -71,6 +71,18 @@ def test_few_pairs_have_a_tile_each(check_op, rng, normal, plan, tokens, monkeyp
     check_op(experts_add, {"x": BF16}, **args)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_very_few_pairs_of_float8_are_multiplied_row_by_row(arena, check_op, rng, normal, plan, tokens):
+    """Columns that are no power of two, and an expert of two tokens."""
+    functions = {
+        one.function for one in plan(experts_add, **null_call(arena, tokens, 40, 2, 384, 192, F8)).specs()
+    }
+    assert functions == {"rms_norm", "sort_pairs", "experts_rows", "add_chosen"}
+    args = mixture(rng, normal, tokens, 40, 2, 384, 192, scaled=True)
+    args["expert_ids"][:, 0] = 7
+    check_op(experts_add, {"x": BF16}, **args)
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_token_alone_has_the_bits_that_it_has_among_others(check_alone, rng, normal, scaled):
     """An expert has more pairs than a tile."""

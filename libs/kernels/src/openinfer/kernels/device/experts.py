@@ -85,7 +85,7 @@ def experts_product(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
+    FIRST: tl.constexpr, SCALED: tl.constexpr, FOLDED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Products of pairs with the weights of their experts. Grid (cdiv(N, BN), tiles).
 
@@ -112,11 +112,10 @@ def experts_product(
         for k in range(0, K, BK):
             value = tl.load(x + of_x[None, :] + (k + rk)[:, None])
             place = of_rows[:, None] + (k + rk)[None, :]
-            acc = add_product(acc, tl.load(of_expert + place), value, of_blocks + k // 128, SCALED)
+            of_k = of_blocks + k // 128
+            acc = add_product(acc, tl.load(of_expert + place), value, of_k, SCALED)
             if FIRST:
-                acc_up = add_product(
-                    acc_up, tl.load(up + place), value, of_blocks + blocks + k // 128, SCALED
-                )
+                acc_up = add_product(acc_up, tl.load(up + place), value, of_k + blocks, SCALED)
         acc = tl.trans(acc)
         acc_up = tl.trans(acc_up)
     else:
@@ -125,11 +124,10 @@ def experts_product(
         for k in range(0, K, BK):
             value = tl.load(x + of_x[:, None] + (k + rk)[None, :])
             place = of_rows[None, :] + (k + rk)[:, None]
-            acc = add_product_t(acc, value, tl.load(of_expert + place), of_blocks + k // 128, SCALED)
+            of_k = of_blocks + k // 128
+            acc = add_product_t(acc, value, tl.load(of_expert + place), of_k, SCALED, FOLDED)
             if FIRST:
-                acc_up = add_product_t(
-                    acc_up, value, tl.load(up + place), of_blocks + blocks + k // 128, SCALED
-                )
+                acc_up = add_product_t(acc_up, value, tl.load(up + place), of_k + blocks, SCALED, FOLDED)
     if FIRST:
         acc = gated(acc, acc_up, out.dtype.element_ty)
         target = rm
@@ -139,9 +137,52 @@ def experts_product(
 
 
 @triton.jit
-def add_product_t(acc, x, weight, scale, SCALED: tl.constexpr):
-    """acc + x @ weight; if SCALED, of float8 weights of one block."""
-    if SCALED:
+def experts_rows(
+    out, x, weight, scales, order, starts, N, K,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """experts_product of SCALED weights for very few pairs: a program loads all BK >= K columns of its rows at once,
+    and multiplies them with one pair after the other, without the tensor cores. BN divides 128."""
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    if begin >= end:
+        return
+    rows: tl.constexpr = 2 if FIRST else 1
+    RUN: tl.constexpr = min(BK, 128)  # columns of a scale
+    on = tl.program_id(0) * BN
+    rn, block = on + tl.arange(0, BN), tl.arange(0, BK // RUN)
+    column = block[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    real = column < K
+    of_expert = weight + expert.to(tl.int64) * rows * N * K
+    place = tl.minimum(rn, N - 1)[:, None, None] * K + column[None, :, :]
+    blocks = tl.cdiv(N, 128) * tl.cdiv(K, 128)
+    of_blocks = scales + expert * rows * blocks + on // 128 * tl.cdiv(K, 128) + block
+    gate = tl.load(of_expert + place, mask=real[None, :, :], other=0.0)
+    of_gate = tl.load(of_blocks, mask=block * RUN < K, other=0.0)
+    if FIRST:
+        up = tl.load(of_expert + N.to(tl.int64) * K + place, mask=real[None, :, :], other=0.0)
+        of_up = tl.load(of_blocks + blocks, mask=block * RUN < K, other=0.0)
+    for n in range(tl.minimum(BM, end - begin)):
+        at = begin + n
+        pair = tl.load(order + at)
+        source, target = at, pair
+        if FIRST:
+            source, target = pair // CHOSEN, at
+        row = tl.load(x + source.to(tl.int64) * K + column, mask=real, other=0.0).to(tl.float32)[None, :, :]
+        acc = tl.sum(tl.sum(gate.to(tl.float32) * row, 2) * of_gate[None, :], 1)
+        if FIRST:
+            acc_up = tl.sum(tl.sum(up.to(tl.float32) * row, 2) * of_up[None, :], 1)
+            acc = gated(acc, acc_up, out.dtype.element_ty)
+        tl.store(out + target.to(tl.int64) * N + rn, acc.to(out.dtype.element_ty), mask=rn < N)
+
+
+@triton.jit
+def add_product_t(acc, x, weight, scale, SCALED: tl.constexpr, FOLDED: tl.constexpr):
+    """acc + x @ weight; if SCALED, of float8 weights of one block. FOLDED: these are scaled and rounded first, so that
+    a product need not wait for the one ahead."""
+    if FOLDED:
+        acc = tl.dot(x, (weight.to(tl.float32) * tl.load(scale)).to(x.dtype), acc)
+    elif SCALED:
         acc += tl.dot(x, weight.to(x.dtype)) * tl.load(scale)
     else:
         acc = tl.dot(x, weight, acc)

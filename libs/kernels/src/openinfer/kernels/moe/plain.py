@@ -17,11 +17,15 @@ from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import Tensor
 
 _DEVICE = "openinfer.kernels.device.experts"
+ROW_NUMBERS, ROW_SHARE = 8192, 8
+"""Numbers of a float8 weight that a program of experts_rows keeps, twice as many in the first product; and how many
+experts there are for each pair, at least. With more pairs its sums take longer than the loads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """Rows of tokens, rows of weights and columns at a time; `tall`: the weights are the tall operand."""
+    """Rows of tokens, rows of weights and columns at a time. `tall`: the weights are the tall operand; `folded`: float8
+    weights are scaled and rounded before they are multiplied, so that products need not wait for each other."""
 
     bm: int
     bn: int
@@ -29,27 +33,28 @@ class ExpertTile:
     tall: bool
     warps: int = 4
     stages: int = 3
+    folded: bool = False
 
 
-def expert_tile(target: Target, pairs: int, experts: int, n: int, k: int, *, first: bool) -> ExpertTile:
+def expert_tile(
+    target: Target, pairs: int, experts: int, n: int, k: int, *, first: bool, scaled: bool
+) -> ExpertTile:
     """The tile for a product with [n, k] of each expert's weights, two of them in the `first` product.
 
-    Where experts get few rows each, reading the weights is all there is: many programs, small tiles. Twice the mean
-    fills a tile well enough, since the fullest experts get about that.
+    Where experts get few rows each, reading the weights is all there is: small tiles, and more stages where there are
+    few programs. Twice the mean fills a tile well enough, since the fullest experts get about that.
     """
     mean = -(-pairs // experts)
     consumer = shared_bytes(target.arch) < 128 << 10
     if target.batch_invariant:
         return ExpertTile(64, 64, depth(k, 64), False, 4, 2 if consumer else 3)
     if mean <= 32:
-        bn = 64
-        while bn > 16 and min(pairs, experts) * (n // bn) < 2 * target.num_sms:
-            bn //= 2
-        stages = 2 if consumer else 3 if bn == 64 else 5
-        return ExpertTile(max(16, power_of_two(2 * mean)), bn, depth(k, 128), True, 4, stages)
+        few = min(pairs, experts) * (n // 64) < 2 * target.num_sms
+        stages = 2 if consumer else 5 if few else 3
+        return ExpertTile(max(16, power_of_two(2 * mean)), 64, depth(k, 128), True, 4, stages)
     if consumer:
         return ExpertTile(64, 64, depth(k, 64), False, 4, 2)
-    return ExpertTile(128, 64 if first else 128, depth(k, 64), False, 8, 3)
+    return ExpertTile(128, 64 if first else 128, depth(k, 64), False, 4 if scaled else 8, 3, scaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,14 @@ class PlainExperts:
         mlp = Scratch((pairs.count, inter), self.x.dtype)
         yield self._product(pairs, self.first, mlp, self.hidden, self.gate_up)
         yield self._product(pairs, self.second, self.results, mlp, self.down)
+
+    def _rows(self, pairs: Pairs, weight: Linear[Tensor], k: int) -> ExpertTile | None:
+        """The tile of experts_rows, or None where its kernel does not pay."""
+        many = pairs.count * ROW_SHARE > pairs.experts
+        if weight.scales is None or self.target.batch_invariant or many or k > ROW_NUMBERS:
+            return None
+        columns = power_of_two(k)
+        return ExpertTile(16, min(128, ROW_NUMBERS // columns), columns, True, 4, 1)
 
     def add(self, pairs: Pairs) -> Launch:
         """The weighted results of a token, added up."""
@@ -135,9 +148,13 @@ class PlainExperts:
             module, kernel = kernels.device, f"experts_product_{kernels.name}"
             tile = ExpertTile(min(64, tile.bm), 64, 0, True)
             own, args = kernels.of_products(self.target, tile.warps), kernels.words()
+        elif (rows := self._rows(pairs, weight, k)) is not None:
+            assert scales is not None
+            module, kernel, tile = _DEVICE, "experts_rows", rows
+            own, args = {"BK": tile.bk}, {"weight": weight.weight, "scales": scales}
         else:
             module, kernel = _DEVICE, "experts_product"
-            own = {"BK": tile.bk, "SCALED": scales is not None, "TALL": tile.tall}
+            own = {"BK": tile.bk, "SCALED": scales is not None, "FOLDED": tile.folded, "TALL": tile.tall}
             args = {"weight": weight.weight, "scales": x if scales is None else scales}
         return launch(
             module,

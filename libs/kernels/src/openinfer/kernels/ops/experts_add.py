@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 import numpy as np
@@ -98,7 +99,8 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     require(a.x.dtype == bfloat16, f"x is {a.x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    if any(isinstance(one.form, Fp8) for one in _weights(a)):
+    scaled = any(isinstance(one.form, Fp8) for one in _weights(a))
+    if scaled:
         expect_float8(target)
     hidden: Tensor | Scratch = a.x
     if a.norm_weight is not None and a.eps is not None:
@@ -106,10 +108,10 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         yield norm(hidden, a.x, a.norm_weight, a.eps)
     experts, width, inter = *a.down.shape[:2], a.gate_up.shape[1] // 2
     pairs = Pairs.of(target, a.expert_ids, experts)
+    tile = partial(expert_tile, target, pairs.count, experts, scaled=scaled)
     kernels = PlainExperts(
         target, a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, *_weights(a),
-        adds=a.out is None, first=expert_tile(target, pairs.count, experts, inter, width, first=True),
-        second=expert_tile(target, pairs.count, experts, width, inter, first=False),
+        adds=a.out is None, first=tile(inter, width, first=True), second=tile(width, inter, first=False),
         results=Scratch((pairs.count, width), a.x.dtype),
     )  # fmt: skip
     yield from moe.mixture_launches(kernels, pairs)
