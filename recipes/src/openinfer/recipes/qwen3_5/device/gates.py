@@ -1,4 +1,4 @@
-"""The scalar functions of the delta rule's gates, in float32."""
+"""The scalar functions of the delta rule's gates, in float32, and the kernel of a layer's output gate."""
 
 # mypy: ignore-errors
 import triton
@@ -33,3 +33,21 @@ def gated_norm(o, z, weight, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
         scale = scale[:, None]
     unit = (o * scale).to(dtype).to(tl.float32)
     return ((unit * weight).to(dtype).to(tl.float32) * silu(z.to(tl.float32))).to(dtype)
+
+
+@triton.jit
+def sigmoid_gate(
+    out, gate, width, token_stride, head_stride, DIM: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out *= sigmoid(gate): out [T, width] of heads of DIM, a gate for each element (GATES = DIM) or one a head (1).
+    Grid (T, cdiv(width, BLOCK))."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    of_gate = gate + token * token_stride + column // DIM * head_stride
+    if GATES > 1:
+        of_gate += column % DIM
+    factor = sigmoid(tl.load(of_gate, mask=inside, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+    place = out + token * width + column
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float32) * factor.to(tl.float32)
+    tl.store(place, value.to(out.dtype.element_ty), mask=inside)

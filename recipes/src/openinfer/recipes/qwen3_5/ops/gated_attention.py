@@ -69,7 +69,7 @@ def _gate_reference(a: GateArgs[Array]) -> None:
 def _gate_launches(target: Target, a: GateArgs[Tensor]) -> Iterator[Command]:
     (tokens, heads, dim), block = a.out.shape, 1024
     yield launch(
-        "openinfer.recipes.qwen3_5.device.gate",
+        "openinfer.recipes.qwen3_5.device.gates",
         "sigmoid_gate",
         (tokens, -(-heads * dim // block)),
         {
