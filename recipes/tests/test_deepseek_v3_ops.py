@@ -16,7 +16,7 @@ import pytest
 from openinfer.kernels import ContractError, Op, Target
 from openinfer.kernels.testing import error, paged_places, paged_rows, run_reference
 from openinfer.recipes.deepseek_v3.ops import latent_attend, split_queries, write_latents
-from openinfer.tensor import bfloat16, float32
+from openinfer.tensor import Tensor, bfloat16, float32
 
 Array = np.ndarray[Any, Any]
 Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
@@ -67,6 +67,17 @@ def test_attention(run_both: Both, rng: np.random.Generator, heads: int, sms: in
     assert error(got["out"][live], want["out"][live]) < 5e-3
     other = run_reference(latent_attend, args | {"scale": 0.21})["out"].astype(float32)
     assert error(other[live], want["out"][live]) > 2e-2  # the bound notices another scale
+
+
+@pytest.mark.parametrize(("sms", "parts"), [(24, 12), (132, 47)])
+def test_a_long_context_in_many_parts(run_both: Both, rng: np.random.Generator, sms: int, parts: int) -> None:
+    """Two rows, of which one has no keys in most parts."""
+    args = attend_args(rng, [1, 1], [1500, 3])
+    target, op = Target(arch=90, num_sms=sms, interpreted=True), latent_attend
+    tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    assert [one.grid[0] for one in op.plan(target, op.args(**tensors))] == [parts, 2]
+    got, want = run_both(op, args, target)
+    assert error(got["out"], want["out"]) < 5e-3
 
 
 def test_the_absorbed_form_is_attention_over_made_keys_and_values(rng: np.random.Generator) -> None:

@@ -39,7 +39,7 @@ from openinfer.kernels.authoring import (
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v3.device.latents"
-MOST_PARTS = 16
+MOST_PARTS = 128
 """The most parts of a token's context. The bound is needed because all parts are merged at once."""
 
 
@@ -275,9 +275,9 @@ def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command
     )  # fmt: skip
     if splits > 1:
         yield launch(
-            _DEVICE, "merge_latents", (tokens, heads),
+            _DEVICE, "merge_latents", (tokens, heads, 4),
             {"out": a.out, "partial": partial, "weight": weight, **sees},
-            {**constants, "PARTS": power_of_two(splits)},
+            {**constants, "PARTS": power_of_two(splits)}, num_warps=4 if splits <= 32 else 8,
         )  # fmt: skip
 
 

@@ -152,9 +152,9 @@ def merge_latents(
     out, partial, weight, positions, token_slots, heads,
     C: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A head of a token from its parts; PARTS: a power of two, at least SPLITS. Grid (tokens, heads)."""
+    """A quarter of a head's numbers from its parts; PARTS: a power of two, at least SPLITS. Grid (tokens, heads, 4)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    part, column = tl.arange(0, PARTS), tl.arange(0, C)[None, :]
+    part, column = tl.arange(0, PARTS), (tl.program_id(2) * (C // 4) + tl.arange(0, C // 4))[None, :]
     real = (part < SPLITS) & (part * BN <= tl.load(positions + token)) & (tl.load(token_slots + token) != 0)
     own = (token * SPLITS + part) * heads + head
     logs = tl.load(weight + own, mask=real, other=LOW)
