@@ -64,13 +64,18 @@ EDITED, LEFT_OUT, ADDED = 0.25, 0.06, 0.06
 
 class Oracle:
     """A scheduler.Drafter of requests whose text is known: prompt, then answer, by the prompt's first token. right: the
-    chance that a draft is the known one."""
+    chance that a draft is the known one, drawn for each request by itself: rows that are right together would say no
+    more than one."""
 
     def __init__(self, right: float, texts: Sequence[Sequence[int]]) -> None:
-        self._right, self._texts, self._rng = right, texts, random.Random(0)
+        self._right, self._texts, self._rng = right, texts, random.Random()
+        self._seeded = False
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """See Drafter."""
+        if not self._seeded:
+            self._rng.seed(tokens[0])
+            self._seeded = True
         known = self._texts[tokens[0]][len(tokens) : len(tokens) + count]
         return [token if self._rng.random() < self._right else token + 1 for token in known]
 
