@@ -304,7 +304,10 @@ def test_a_grammar_that_becomes_too_costly_ends_its_own_request_only(url: str) -
     *chunks, last, done = [line for line in begun.text.split("\n\n") if line]
     assert done == "data: [DONE]"
     assert json.loads(last[6:])["error"]["code"] == "invalid_grammar"
-    assert len(chunks) > 20
+    text = "".join(
+        json.loads(chunk[6:])["choices"][0]["text"] for chunk in chunks
+    )  # a busy server joins chunks
+    assert len(text) > 20
     assert httpx.get(f"{url}/health").status_code == 200
 
 
