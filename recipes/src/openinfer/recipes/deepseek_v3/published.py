@@ -19,6 +19,14 @@ SIZES: dict[str, dict[str, Any]] = {
 """What config.json says otherwise than that of V3, by the short name."""
 SAME = dict.fromkeys(("DeepSeek-V3-0324", "DeepSeek-V3.1", "DeepSeek-R1"), "DeepSeek-V3")
 """Other names of the same sizes."""
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 2,
+    "topk_group": 1, "num_experts_per_tok": 2, "vocab_size": 1024, "max_position_embeddings": 8192,
+    "num_nextn_predict_layers": 0, "quantization_config": None, "rope_scaling": None,
+}  # fmt: skip
+"""What a small model's says otherwise, for checks at start."""
 
 
 def config_json(name: str) -> dict[str, Any]:

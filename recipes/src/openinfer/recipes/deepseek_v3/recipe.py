@@ -4,19 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SAME, SIZES, config_json
+from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SAME, SIZES, SMALL, config_json
 from openinfer.recipes.engine import Options, Recipe, SetupError, Source
 
 if TYPE_CHECKING:
     from openinfer.recipes.deepseek_v3.blueprint import DeepseekV3
-
-SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 2,
-    "topk_group": 1, "num_experts_per_tok": 2, "vocab_size": 1024, "max_position_embeddings": 8192,
-    "num_nextn_predict_layers": 0, "quantization_config": None, "rope_scaling": None,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
