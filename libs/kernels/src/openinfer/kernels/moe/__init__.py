@@ -18,7 +18,7 @@ from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
 
 SORT_BLOCK = 4096
-"""The most of them."""
+"""The most pairs that a sorting program looks at, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
