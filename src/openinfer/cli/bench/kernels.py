@@ -63,10 +63,13 @@ def modules() -> Iterator[ModuleType]:
             if error.name == name:
                 continue  # a recipe without ops of its own
             raise
-        for found in pkgutil.iter_modules(package.__path__, name + "."):
-            module = importlib.import_module(found.name)
-            if hasattr(module, "cases"):
-                yield module
+        if not hasattr(package, "__path__"):  # all ops of a recipe in one module
+            found = [package]
+        else:
+            found = [
+                importlib.import_module(m.name) for m in pkgutil.iter_modules(package.__path__, name + ".")
+            ]
+        yield from (module for module in found if hasattr(module, "cases"))
 
 
 def installed_cases(memory: Memory, ops: list[str]) -> Iterator[tuple[ModuleType, OpCase]]:
