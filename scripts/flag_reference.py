@@ -44,9 +44,7 @@ def reference() -> str:
     for recipe in ours():
         own = {field.name for field in dataclasses.fields(recipe.options)} - common
         refused = [
-            f"- `{flag_of(name)}` is not possible{where}: {why}"
-            for reasons, where in ((recipe.options.refused, ""), (recipe.options.refused_on_gpu, " on a GPU"))
-            for name, why in reasons.items()
+            f"- `{flag_of(name)}` is not possible: {why}" for name, why in recipe.options.refused.items()
         ]
         if own or refused:
             parts.append(f"## {recipe.name}\n")

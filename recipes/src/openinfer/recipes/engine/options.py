@@ -53,7 +53,6 @@ class Options:
         "quantization": "its weights are taken as they are published",
         "activation_quantization": "its checkpoints have no quantised activations",
     }
-    refused_on_gpu: ClassVar[Mapping[str, str]] = {}
     draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "suffix", "custom_class")
     lone_tokens: ClassVar[int] = 0
 

@@ -329,10 +329,6 @@ def options_target(options: Options, target: Target) -> Target:
         )
     if not options.batch_invariant:
         return target
-    if reason := options.refused_on_gpu.get("batch_invariant"):
-        raise SetupError(
-            f"--batch-invariant is not possible with this model on a GPU: {reason}; leave the flag out"
-        )
     return dataclasses.replace(target, batch_invariant=True, cublas=False)
 
 
