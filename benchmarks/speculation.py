@@ -68,16 +68,14 @@ class Oracle:
     more than one."""
 
     def __init__(self, right: float, texts: Sequence[Sequence[int]]) -> None:
-        self._right, self._texts, self._rng = right, texts, random.Random()
-        self._seeded = False
+        self._right, self._texts = right, texts
+        self._rng: random.Random | None = None
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """See Drafter."""
-        if not self._seeded:
-            self._rng.seed(tokens[0])
-            self._seeded = True
+        self._rng = rng = self._rng or random.Random(tokens[0])
         known = self._texts[tokens[0]][len(tokens) : len(tokens) + count]
-        return [token if self._rng.random() < self._right else token + 1 for token in known]
+        return [token if rng.random() < self._right else token + 1 for token in known]
 
 
 class Copyist:
