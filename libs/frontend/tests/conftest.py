@@ -194,8 +194,12 @@ class Process:
     def children(self, module: str = "") -> list[int]:
         """Its child processes that run the module."""
         pid = self.process.pid
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(one) for one in found if module in Path(f"/proc/{one}/cmdline").read_text()]
+        found = list[int]()
+        for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if module in Path(f"/proc/{one}/cmdline").read_text():
+                    found.append(int(one))
+        return found
 
     def end(self) -> tuple[int, str]:
         """The exit code, once it ends, and what it has said since it was ready."""
