@@ -157,13 +157,8 @@ class Model:
     def _attention(self, pack: Pack, read: Read, layer: Layer, index: int, t: int) -> Read:
         """x += latent attention of its norm. Returns the MLP's input. Queries become latents, and so do the results of
         attention leave it: no key and no value is ever made of a latent."""
-        c, b, a, heads = (
-            self.config,
-            self.buffers,
-            layer.attention,
-            self.config.part.of(self.config.num_heads),
-        )
-        positions = self.batch.positions[:t]
+        c, b, a = self.config, self.buffers, layer.attention
+        heads, positions = c.part.of(c.num_heads), self.batch.positions[:t]
         self._latents(pack, read, a, index, t)
         norm_linear(pack, out=b.q[:t], x=b.qr[:t], weight=a.q)
         plain, turned, latent_q, out = b.plain[:t], b.turned[:t], b.latent_q[:t], b.latent_out[:t]
@@ -190,13 +185,8 @@ class Model:
 
     def _mixture(self, pack: Pack, read: Read, m: Mixture, norm: Tensor | None, t: int) -> Read:
         """x += the experts of its norm, the shared one among them. Returns the input of the next layer."""
-        c, b, batch, ranks, count = (
-            self.config,
-            self.buffers,
-            self.batch,
-            self.config.part.ranks,
-            m.bias.shape[0],
-        )
+        c, b, batch = self.config, self.buffers, self.batch
+        ranks, count = c.part.ranks, m.bias.shape[0]
         x, ids, weights = b.x[:t], b.expert_ids[:t], b.expert_weights[:t]
         y = x if ranks == 1 else b.y[:t]
         norm_linear(pack, out=b.router[:t], **read, weight=m.router)
