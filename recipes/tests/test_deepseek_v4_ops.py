@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, CpuPack
+from openinfer.kernels import ContractError, CpuPack, index_topk
 from openinfer.kernels.op.rounding import hadamard, q4, q8
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre, sinkhorn
-from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.recipes.deepseek_v4.ops.streams import hc_post
 from openinfer.tensor import Tensor
@@ -249,6 +248,7 @@ def test_the_indexer_takes_the_best_and_the_first_of_equals() -> None:
         token_slots=cache.token_slots(counts),
         block_tables=cache.tables,
         scale=0.1,
+        window=4,
         quantized=False,
     )
     held = keys[cache.tables[1]].reshape(-1, DIM)

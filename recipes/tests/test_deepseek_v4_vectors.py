@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import NullPack, Op, Store, Target
+from openinfer.kernels import NullPack, Op, Store, Target, index_topk
 from openinfer.kernels.op.rounding import hadamard, q4, q8
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.testing import error
 from openinfer.recipes.deepseek_v4.ops.compress import compress
-from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
@@ -307,7 +306,8 @@ def null_step(tokens: int, rows: int, heads: int) -> dict[Op[Any], dict[str, Any
         },
         index_topk: by_token | {
             "selected": ints(tokens, 512), "q": alloc(tokens, 64, 128), "weights": az[:, 2560:],
-            "keys": alloc(40, 21, 32, 128)[:, 3], "block_tables": tables, "scale": 0.1, "quantized": True,
+            "keys": alloc(40, 21, 32, 128)[:, 3], "block_tables": tables, "scale": 0.1,
+            "window": 4, "quantized": True,
         },
         sparse_attend: by_token | {
             "out": alloc(tokens, heads * 512), "q": alloc(tokens, heads, 512), "kv": alloc(40, 43, 128, 512)[:, 3],

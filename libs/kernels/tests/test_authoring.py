@@ -123,6 +123,7 @@ FROZEN = [
     "require",
     "require_attention",
     "rms_norm",
+    "rotated_pairs",
     "rounded",
     "scale_blocks",
     "shared_bytes",

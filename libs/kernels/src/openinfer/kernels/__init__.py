@@ -49,6 +49,7 @@ from openinfer.kernels.ops.collectives import (
 from openinfer.kernels.ops.embed import embed, expand_rows, select_rows
 from openinfer.kernels.ops.experts import experts
 from openinfer.kernels.ops.experts_add import experts_add
+from openinfer.kernels.ops.index_topk import index_topk
 from openinfer.kernels.ops.kept_states import keep_states, take_states
 from openinfer.kernels.ops.linear_add import linear_add
 from openinfer.kernels.ops.norm_linear import gate_up_silu, norm_linear
@@ -75,7 +76,7 @@ __all__ = [
     "Store", "Target", "TensorMap", "UnsupportedQuantization", "UntrustedCache", "Workload", "add_lora",
     "all_gather", "all_reduce", "apply_writes", "attend", "beside", "copy_words", "cublas_available", "embed",
     "expand_rows", "experts", "experts_add", "gate_up_clamped", "gate_up_silu", "gather_columns",
-    "keep_states", "launch", "launch_cuda", "linear_add", "norm_linear", "norm_rope_attend", "norm_rows",
+    "index_topk", "keep_states", "launch", "launch_cuda", "linear_add", "norm_linear", "norm_rope_attend", "norm_rows",
     "one_of_each", "place_rope_table", "predictions", "project", "qk_norm_rope_write", "reduce_add",
     "reduce_scatter", "rope_frequencies", "rope_table", "route", "route_topk", "select_rows", "take_states",
     "usable_cores", "yarn_frequencies",

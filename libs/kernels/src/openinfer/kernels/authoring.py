@@ -7,7 +7,7 @@ An `Op` is its arguments, a contract, a numpy reference, launches and a cost, an
 
  - contract: `expect`, `expect_each`, `expect_columns`, `expect_linear`, `require`, `FLOATS`, `ContractError`; of the
    rows of a step and their positions `expect_rows`, `expect_max_q_len`, `expect_cos_sin`
- - reference: `Array`, `f32`, `rounded`, `matmul_nt`, `rms_norm`, `silu`; of rounded values `e8m0`,
+ - reference: `Array`, `f32`, `rounded`, `matmul_nt`, `rms_norm`, `rotated_pairs`, `silu`; of rounded values `e8m0`,
    `unpack_fp4`, `q8`, `q4`, `hadamard`, `SCALE_BLOCK`, `FP4_BLOCK`
  - launches: `launch`, `beside`, `Command`, `Launch`, `Matmul`, `Collective`, `Scratch`, `TensorMap`, `Aligned`, `Arg`,
    `aligned`, `power_of_two`, `Target`; tiles that fit: `shared_bytes`, `CONSUMER_SHARED_BYTES`, `depth`
@@ -99,7 +99,7 @@ from openinfer.kernels.op.launch import (
     power_of_two,
 )
 from openinfer.kernels.op.op import Cost, Op, Pack, T, Workload, leaves, mapped, tensors
-from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rotated_pairs, rounded, silu
 from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, e8m0, hadamard, q4, q8, unpack_fp4
 from openinfer.kernels.op.target import CONSUMER_SHARED_BYTES, Target, shared_bytes
 from openinfer.kernels.ops.attend import require_attention
@@ -121,6 +121,6 @@ __all__ = [
     "expect_max_q_len", "expect_q8", "expect_rows", "f32", "form_of", "hadamard", "launch", "leaves",
     "linear_launches", "linear_of", "mapped", "matmul_nt", "module_packing", "new_tokens", "packed_in", "packing_of",
     "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require", "require_attention",
-    "rms_norm", "rounded", "scale_blocks", "shared_bytes", "silu", "sum_of_ranks", "sum_over", "tensors",
-    "unpack_fp4", "way_of", "without_coding", "without_zero_points", "write_launch",
+    "rms_norm", "rotated_pairs", "rounded", "scale_blocks", "shared_bytes", "silu", "sum_of_ranks", "sum_over",
+    "tensors", "unpack_fp4", "way_of", "without_coding", "without_zero_points", "write_launch",
 ]  # fmt: skip

@@ -33,6 +33,7 @@ from openinfer.kernels.authoring import (
     power_of_two,
     require,
     rms_norm,
+    rotated_pairs,
     rounded,
     tensors,
 )
@@ -41,15 +42,6 @@ from openinfer.tensor import Tensor, bfloat16, float32, int32
 _DEVICE = "openinfer.recipes.deepseek_v3.device.latents"
 MOST_PARTS = 128
 """The most parts of a token's context. The bound is needed because all parts are merged at once."""
-
-
-def rotated_pairs(x: Array, cos_sin: Array, positions: Array) -> Array:
-    """Float32 x [T, ..., r] rotated in pairs (2i, 2i + 1) at `positions` [T]; cos_sin [P, 2, r / 2]."""
-    spread = (len(positions), *(1,) * (x.ndim - 2), x.shape[-1] // 2)
-    cos, sin = (cos_sin[positions, n].reshape(spread) for n in (0, 1))
-    out, even, odd = x.copy(), x[..., 0::2], x[..., 1::2]
-    out[..., 0::2], out[..., 1::2] = even * cos - odd * sin, odd * cos + even * sin
-    return out
 
 
 def expect_latents(kv: Tensor, block_tables: Tensor) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.authoring import Op, Pack, f32, hadamard, q4, rounded
-from openinfer.recipes.deepseek_v4.ops import PAGE, rope
+from openinfer.kernels.authoring import Op, Pack, f32, hadamard, q4, rotated_pairs, rounded
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.routing import chosen
@@ -116,14 +115,14 @@ def _of_indexer(args: Any, tokens: Array) -> Iterator[tuple[Array, Array]]:
     keys, positions = args.keys, args.positions.numpy()
     per_page = keys.shape[1]
     for token in tokens:
-        sees = int(positions[token] + 1) // (PAGE // per_page)
+        sees = int(positions[token] + 1) // args.window
         if not sees:
             continue
         table = args.block_tables[int(args.token_slots.numpy()[token])].numpy()
         held = f32(_rows(keys, table[: -(-sees // per_page)])).reshape(-1, keys.shape[2])[:sees]
         q = f32(_rows(args.q, [token]))
         turn = args.cos_sin[int(positions[token])].numpy()[None]
-        query = rounded(rope(q, turn, np.zeros(1, np.int32)), args.q.dtype)[0]
+        query = rounded(rotated_pairs(q, turn, np.zeros(1, np.int32)), args.q.dtype)[0]
         if args.quantized:
             query = q4(rounded(hadamard(query), args.q.dtype))
         weights = _rows(args.weights, [token])[0].astype(np.float64)

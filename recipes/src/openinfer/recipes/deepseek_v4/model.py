@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from openinfer.graph.runner import Batch, NoStates, States
-from openinfer.kernels import Pack, embed, experts, gate_up_clamped, project, route
+from openinfer.kernels import Pack, embed, experts, gate_up_clamped, index_topk, project, route
 from openinfer.kernels.authoring import Linear
 from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache
-from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.config import CSA, Config
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre
-from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.recipes.deepseek_v4.ops.streams import hc_post, spread
@@ -202,6 +201,7 @@ class Model:
             token_slots=batch.token_slots[:t],
             block_tables=batch.rows["entry_tables"],
             scale=(c.index_dim * c.index_heads) ** -0.5,
+            window=CSA,
             quantized=self.quantized,
         )
         return entries

@@ -1,4 +1,4 @@
-"""Attention and its indexer as commands: the division of a step's tokens and vectors among a GPU's programs."""
+"""Attention as commands: the division of a step's tokens and vectors among a GPU's programs."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,6 @@ from openinfer.kernels.authoring import (
     CONSUMER_SHARED_BYTES,
     Aligned,
     Arg,
-    Command,
     Launch,
     Scratch,
     T,
@@ -21,17 +20,13 @@ from openinfer.kernels.authoring import (
     shared_bytes,
 )
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.tensor import Tensor, bfloat16, float16, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float16, float32
 
 _ATTEND = "openinfer.recipes.deepseek_v4.device.sparse_attend"
 _HOPPER = "openinfer.recipes.deepseek_v4.device.sparse_attend_hopper"
-_INDEX = "openinfer.recipes.deepseek_v4.device.index_topk"
 
 MOST_PARTS = 16
 """The most parts of a token's vectors. The bound is needed because all parts are merged at once."""
-
-SCORES_BYTES = 64 << 20
-"""Bytes of the indexer's scores that are in memory at once; steps with more scores take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,171 +254,3 @@ class SparseAttendArgs(Generic[T]):
             constants | {"HEADS": block},
             num_warps=2 * block,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class IndexTuning:
-    """`block` keys at a time in `parts` of a token's; `segment`: the scores that a program selects from, `small`: those
-    of a token that sees few; `tokens` that have scores in memory at once."""
-
-    parts: int
-    tokens: int
-    segment: int = 8192
-    small: int = 1024
-    block: int = 128
-    stages: int = 2
-    warps: int = 4
-    select_warps: int = 8
-
-
-def index_tuning(target: Target, tokens: int, width: int) -> IndexTuning:
-    """For tokens that see at most `width` entries: four programs an SM."""
-    at_once = max(1, SCORES_BYTES // (4 * width))
-    at_once = min(
-        tokens, at_once // 16 * 16 or at_once
-    )  # slices of tensors start where addresses are aligned
-    parts = max(1, min(4 * target.num_sms // at_once, -(-width // 128)))
-    segment = max(16, min(8192, power_of_two(width)))
-    return IndexTuning(parts, at_once, segment, min(1024, segment // 2))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IndexTopkArgs(Generic[T]):
-    """selected[t] = the K entries with the largest scores among those that token t sees, in any order; where it sees
-    fewer, all of them first and then -1.
-
-    Token t is at position p = positions[t] of slot s = token_slots[t] (int32 [T], as expand_rows writes them). keys
-    [pages, E, d]: one layer of the entry pages, dense within a page, pages at any stride; entry w is at
-    block_tables[s, w // E], place w mod E (int32 [S, B]), and covers m = 128 / E tokens; the token sees the entries
-    w < (p + 1) // m. They are there already.
-
-        q' = q with the last r channels of each head rotated at positions[t] (pairs 2i, 2i + 1), rounded
-        quantized: q' = q4(hadamard(q') rounded), over d                                    (formats; keys are so too)
-        score[w] = sum over heads h of weights[t, h] * scale * relu(q'[h] . key_w)          float32
-
-    q [T, H, d] and keys of one float dtype; weights float32 [T, H], rows at any stride; cos_sin float32 [P, 2, r / 2];
-    selected int32 [T, K]. Of equal scores the lower entry comes first. Tokens of slot 0, the padding slot, get -1.
-    """
-
-    selected: T
-    q: T
-    weights: T
-    keys: T
-    cos_sin: T
-    positions: T
-    token_slots: T
-    block_tables: T
-    scale: float
-    quantized: bool
-
-    @property
-    def width(self: "IndexTopkArgs[Tensor]") -> int:
-        """Entries that a token sees, at most."""
-        return self.block_tables.shape[1] * self.keys.shape[1]
-
-    def tuning(self: "IndexTopkArgs[Tensor]", target: Target) -> IndexTuning:
-        return index_tuning(target, self.q.shape[0], self.width)
-
-    def require_kernel(self: "IndexTopkArgs[Tensor]") -> None:
-        """Raise ContractError for sizes that the kernels do not take."""
-        require(
-            self.q.dtype == bfloat16,
-            f"q is {self.q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)",
-        )
-
-    def launches(self: "IndexTopkArgs[Tensor]", tuning: IndexTuning) -> Iterator[Command]:
-        tokens, topk = self.selected.shape
-        size = min(tuning.tokens, tokens)
-        segments = -(-self.width // tuning.segment)
-        scores = Scratch((size, self.width), float32)
-        found = Scratch((size, segments, topk) if segments > 1 else (1,), int32)
-        order = Scratch(found.shape, int32)
-        for first in range(0, tokens, size):
-            part = slice(first, min(first + size, tokens))
-            if self.width > topk:
-                yield self._scores(tuning, scores, part)
-            yield from self._select(tuning, scores, found, order, part)
-
-    def _scores(self: "IndexTopkArgs[Tensor]", tuning: IndexTuning, scores: Scratch, part: slice) -> Launch:
-        _, heads, dim = self.q.shape
-        return launch(
-            _INDEX,
-            "index_scores",
-            (part.stop - part.start, tuning.parts),
-            {
-                "scores": scores,
-                "q": self.q[part],
-                "weights": self.weights[part],
-                "keys": self.keys,
-                "cos_sin": self.cos_sin,
-                "positions": self.positions[part],
-                "token_slots": self.token_slots[part],
-                "block_tables": self.block_tables,
-                "width": self.width,
-                "table_width": self.block_tables.shape[1],
-                "page_stride": Aligned(self.keys.strides[0]),
-                "weight_stride": self.weights.strides[0],
-                "heads": aligned(heads),
-                "topk": self.selected.shape[1],
-                "scale": self.scale,
-            },
-            {
-                "D": dim,
-                "ROTARY": 2 * self.cos_sin.shape[2],
-                "PAGE": PAGE,
-                "ENTRIES": self.keys.shape[1],
-                "HEADS": max(16, power_of_two(heads)),
-                "BN": tuning.block,
-                "QUANTIZED": self.quantized,
-            },
-            num_warps=tuning.warps,
-            num_stages=tuning.stages,
-        )
-
-    def _select(
-        self: "IndexTopkArgs[Tensor]",
-        tuning: IndexTuning,
-        scores: Scratch,
-        found: Scratch,
-        order: Scratch,
-        part: slice,
-    ) -> Iterator[Launch]:
-        tokens, topk = part.stop - part.start, self.selected.shape[1]
-        segments = -(-self.width // tuning.segment)
-        tensors: dict[str, Arg] = {
-            "found": found,
-            "found_order": order,
-            "positions": self.positions[part],
-            "token_slots": self.token_slots[part],
-        }
-        ratio = PAGE // self.keys.shape[1]
-        yield launch(
-            _INDEX,
-            "select_entries",
-            (tokens, segments),
-            {
-                "selected": self.selected[part],
-                "scores": scores,
-                **tensors,
-                "width": self.width,
-                "topk": topk,
-                "ratio": ratio,
-            },
-            {"BLOCK": tuning.segment, "SMALL": tuning.small, "FILL": power_of_two(topk)},
-            num_warps=tuning.select_warps,
-        )
-        if segments > 1:
-            yield launch(
-                _INDEX,
-                "select_found",
-                (tokens,),
-                {
-                    "selected": self.selected[part],
-                    **tensors,
-                    "topk": topk,
-                    "ratio": ratio,
-                    "segments": segments,
-                },
-                {"SEGMENT": tuning.segment, "BLOCK": power_of_two(segments * topk)},
-                num_warps=tuning.select_warps,
-            )

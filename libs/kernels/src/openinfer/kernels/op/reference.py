@@ -108,6 +108,18 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return rounded(unit * f32(weight), x.dtype)
 
 
+def rotated_pairs(x: Array, cos_sin: Array, positions: Array, *, back: bool = False) -> Array:
+    """Float32 x [T, ..., d] with its last r channels rotated in pairs (2i, 2i + 1) at `positions` [T]; `back`: by minus
+    the positions. cos_sin [P, 2, r / 2]."""
+    half = cos_sin.shape[2]
+    spread = (len(positions), *(1,) * (x.ndim - 2), half)
+    cos, sin = (cos_sin[positions, n].reshape(spread) for n in (0, 1))
+    sin = -sin if back else sin
+    out, even, odd = x.copy(), x[..., -2 * half :: 2], x[..., 1 - 2 * half :: 2]
+    out[..., -2 * half :: 2], out[..., 1 - 2 * half :: 2] = even * cos - odd * sin, odd * cos + even * sin
+    return out
+
+
 def normed(x: Array, weight: Array | None, eps: float | None) -> Array:
     """rms_norm of x; x itself without a weight."""
     return x if weight is None or eps is None else rms_norm(x, weight, eps)

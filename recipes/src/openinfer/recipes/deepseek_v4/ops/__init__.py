@@ -28,20 +28,6 @@ def live_rows(slots: Array, q_starts: Array, seq_lens: Array, alive: Array) -> I
             yield LiveRow(int(slot), first, last, int(seq_lens[slot]))
 
 
-def rope(x: Array, cos_sin: Array, positions: Array, *, back: bool = False) -> Array:
-    """Float32 x [T, ..., d] with its last r channels rotated in pairs (2i, 2i + 1) at `positions` [T]; `back`: by minus
-    the positions."""
-    half = cos_sin.shape[2]
-    cos, sin = cos_sin[positions, 0], cos_sin[positions, 1] * np.float32(-1 if back else 1)
-    spread = (len(positions), *(1,) * (x.ndim - 2), half)
-    cos, sin = cos.reshape(spread), sin.reshape(spread)
-    out = x.copy()
-    even, odd = x[..., -2 * half :: 2], x[..., 1 - 2 * half :: 2]
-    out[..., -2 * half :: 2] = even * cos - odd * sin
-    out[..., 1 - 2 * half :: 2] = odd * cos + even * sin
-    return out
-
-
 def unit(x: Array, eps: float) -> Array:
     """Float32 x / rms(x) over the last axis."""
     return np.asarray(x * (np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))))

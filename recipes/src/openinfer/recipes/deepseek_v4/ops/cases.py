@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels import index_topk
 from openinfer.kernels.authoring import Command, Commands, Memory, OpCase, Target, Workload
 from openinfer.recipes.deepseek_v4 import sparse
 from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.recipes.deepseek_v4.ops.compress import compress
-from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.tensor import Tensor, float32, int32
@@ -107,6 +107,7 @@ def _index(batch: _Batch) -> dict[str, Any]:
         "keys": memory.normal(batch.entry_pages, PAGE // 4, INDEX_DIM),
         "block_tables": batch.entry_tables,
         "scale": 0.01,
+        "window": 4,
         "quantized": True,
         **batch.by_token,
     }
@@ -175,7 +176,5 @@ def _attend_commands(
     return list(one.launches(tuning))
 
 
-def _index_commands(
-    target: Target, change: Mapping[str, int], one: sparse.IndexTopkArgs[Tensor]
-) -> list[Command]:
+def _index_commands(target: Target, change: Mapping[str, int], one: Any) -> list[Command]:
     return list(one.launches(dataclasses.replace(one.tuning(target), **change)))

@@ -29,10 +29,11 @@ from openinfer.kernels.authoring import (
     q4,
     require,
     rms_norm,
+    rotated_pairs,
     rounded,
     tensors,
 )
-from openinfer.recipes.deepseek_v4.ops import PAGE, LiveRow, live_rows, rope
+from openinfer.recipes.deepseek_v4.ops import PAGE, LiveRow, live_rows
 from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -228,7 +229,7 @@ def _reference(a: _Args[Array]) -> None:
             e = _merged(full[:, A_PREVIOUS], full[:, B]) if kinds == 3 else full[:, 0, 2] / full[:, 0, 1]
             w = low + np.arange(done)
             y = f32(rms_norm(e.astype(dtype), a.norm_weight, a.eps))
-            y = rounded(rope(y, a.cos_sin, w * window), dtype)
+            y = rounded(rotated_pairs(y, a.cos_sin, w * window), dtype)
             if a.rounding == "q8":
                 y = rounded_key(y, 2 * a.cos_sin.shape[2])
             elif a.rounding == "hadamard_q4":

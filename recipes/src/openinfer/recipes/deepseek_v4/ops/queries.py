@@ -26,10 +26,11 @@ from openinfer.kernels.authoring import (
     q8,
     require,
     rms_norm,
+    rotated_pairs,
     rounded,
     tensors,
 )
-from openinfer.recipes.deepseek_v4.ops import PAGE, rope
+from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 KV_BLOCK = 64
@@ -97,7 +98,7 @@ def _reference(a: _Args[Array]) -> None:
     live = np.flatnonzero(a.token_slots)
     position = a.positions[live]
     key = f32(rms_norm(a.qkv[live, width:], a.kv_norm, a.eps))
-    key = rounded(rope(key, a.cos_sin, position), a.kv.dtype)
+    key = rounded(rotated_pairs(key, a.cos_sin, position), a.kv.dtype)
     key = rounded_key(key, 2 * a.cos_sin.shape[2]) if a.quantized else key
     if a.block_tables is None:
         a.kv[live] = key

@@ -16,9 +16,10 @@ from openinfer.kernels.authoring import (
     expect_cos_sin,
     f32,
     require,
+    rotated_pairs,
     rounded,
 )
-from openinfer.recipes.deepseek_v4.ops import PAGE, rope, seen, unit
+from openinfer.recipes.deepseek_v4.ops import PAGE, seen, unit
 from openinfer.recipes.deepseek_v4.sparse import SparseAttendArgs
 from openinfer.tensor import Tensor, float32, int32
 
@@ -57,7 +58,7 @@ def _check(a: SparseAttendArgs[Tensor]) -> None:
 
 def _reference(a: SparseAttendArgs[Array]) -> None:
     dtype = a.q.dtype
-    turned = rounded(rope(rounded(unit(f32(a.q), a.eps), dtype), a.cos_sin, a.positions), dtype)
+    turned = rounded(rotated_pairs(rounded(unit(f32(a.q), a.eps), dtype), a.cos_sin, a.positions), dtype)
     o = np.zeros_like(turned)
     for token in np.flatnonzero(
         a.token_slots
@@ -81,7 +82,7 @@ def _reference(a: SparseAttendArgs[Array]) -> None:
         weights = np.exp(logits - top)
         total = weights.sum(axis=1, keepdims=True) + np.exp(a.sinks[:, None] - top)
         o[token] = rounded(rounded(weights, dtype) @ keys / total, dtype)
-    a.out[:] = rope(o, a.cos_sin, a.positions, back=True).reshape(a.out.shape)
+    a.out[:] = rotated_pairs(o, a.cos_sin, a.positions, back=True).reshape(a.out.shape)
 
 
 def _launches(target: Target, a: SparseAttendArgs[Tensor]) -> Iterator[Command]:

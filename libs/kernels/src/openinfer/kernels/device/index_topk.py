@@ -1,4 +1,4 @@
-"""The indexer: a score of every finished entry for every token, and the entries of the largest scores.
+"""An indexer: a score of every finished entry for every token, and the entries of the largest scores.
 
 The largest of n numbers are found by cutting the range of their bits in three, again and again; the bits have the order
 of the numbers. Where a token sees more entries than a program holds, several programs take a segment each. Another
@@ -129,20 +129,31 @@ def _select(to, to_order, scores, first, seen, topk, BLOCK: tl.constexpr, ORDER:
 
 @triton.jit
 def select_found(
-    selected, found, found_order, positions, token_slots, topk, ratio, segments,
+    selected, found, found_order, positions, token_slots, topk, ratio, segments, lists,
     SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """selected[t] from the candidates of a token that sees more than SEGMENT entries. BLOCK >= segments * topk is a
-    power of two. Grid (tokens,)."""
+    """selected[t] from the candidates of a token that sees more than SEGMENT entries. Grid (tokens,).
+
+    A program takes the candidates of `lists` segments at a time; BLOCK >= lists * topk is a power of two. The first
+    segment's place holds the best so far, which come before the others, so that of equals the lowest is larger.
+    """
     token = tl.program_id(0).to(tl.int64)
     seen = (tl.load(positions + token) + 1) // ratio
     if (tl.load(token_slots + token) == 0) | (seen <= SEGMENT):
         return
     i = tl.arange(0, BLOCK)
-    at = token * segments * topk + i
-    live = i < tl.cdiv(seen, SEGMENT) * topk
-    entry = tl.load(found + at, mask=live, other=-1)
-    live = live & (entry >= 0)
-    order = tl.load(found_order + at, mask=live, other=0)
-    place = _places(order, live, topk)
-    tl.store(selected + token * topk + place, entry, mask=place >= 0)
+    base, end = token * segments * topk, tl.cdiv(seen, SEGMENT) * topk
+    taken = tl.zeros((), tl.int32)  # candidates behind the first segment's that were looked at
+    while taken + topk < end:
+        number = i + tl.where(i < topk, 0, taken)
+        live = (i < lists * topk) & (number < end)
+        entry = tl.load(found + base + number, mask=live, other=-1)
+        live = live & (entry >= 0)
+        order = tl.load(found_order + base + number, mask=live, other=0)
+        place = _places(order, live, topk)
+        taken += (lists - 1) * topk
+        last = taken + topk >= end
+        tl.store(selected + token * topk + place, entry, mask=(place >= 0) & last)
+        tl.store(found + base + place, entry, mask=(place >= 0) & (last == 0))
+        tl.store(found_order + base + place, order, mask=(place >= 0) & (last == 0))
+        tl.debug_barrier()  # the next turn reads what other threads have stored
