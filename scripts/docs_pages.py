@@ -131,11 +131,7 @@ FORMS = [
         "load, as plain weights",
     ),
     ("deepseek-ai/DeepSeek-V3(-0324, -Base), -V3.1, -R1", "FP8 in blocks", "load; no GPU ran them"),
-    (
-        "moonshotai/Kimi-K2-\\*",
-        "FP8 in blocks",
-        "load with a tokenizer.json, which they lack; no GPU ran them",
-    ),
+    ("moonshotai/Kimi-K2-Instruct(-0905), -Thinking", "FP8 in blocks; INT4 experts", "load; no GPU ran them"),
     (
         "deepseek-ai/DeepSeek-V4-Flash, -Pro; -Base, -0731, -0813, -DSpark",
         "FP8, FP4",

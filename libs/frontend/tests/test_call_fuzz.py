@@ -67,6 +67,8 @@ class Writer:
     def quote(self) -> str:
         form = self.form
         marks = [form.opening, form.closing, "</think>", "<think>", '{"name": "write"', "\\u00e9", "日本"]
+        if isinstance(form, JsonFormat) and form.end_call:
+            marks += [form.start, form.call.partition("}")[2], form.end_call]
         if isinstance(form, TagFormat):
             marks += [
                 form.end_parameter,
@@ -87,7 +89,10 @@ class Writer:
         chosen = [key for key in properties if rng.random() < 0.7]
         values = {key: self.value(properties[key]) for key in chosen}
         if isinstance(form, JsonFormat):
-            head = form.call.replace("{name}", json.dumps(name) if form.wrapped else name)
+            head = form.call.replace(
+                "{id}", rng.choice(["functions.{name}:7", "{name}:0", "functions.{name}"])
+            )
+            head = head.replace("{name}", json.dumps(name) if form.wrapped else name)
             end = form.end_call or "}" * form.wrapped
             body = f"{head}{json.dumps(values, ensure_ascii=rng.random() < 0.5)}{end}"
             return f"{form.opening}{form.line}{'[' * form.listed}{body}{']' * form.listed}{form.line}{form.closing}"

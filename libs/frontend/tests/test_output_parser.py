@@ -47,14 +47,25 @@ V3, V31 = (
     f'{a}{{"city": "Köln", "days": 2}}{b}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     for a, b in (("function<｜tool▁sep｜>weather\n```json\n", "\n```"), ("weather<｜tool▁sep｜>", ""))
 )
-CALLS = {"hermes": HERMES, "qwen3_xml": XML, "deepseek_v4": DSML, "deepseek_v3": V3, "deepseek_v31": V31}
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Köln", "days": 2}<|tool_call_end|><|tool_calls_section_end|>'
+)
+CALLS = {
+    "hermes": HERMES,
+    "qwen3_xml": XML,
+    "deepseek_v4": DSML,
+    "deepseek_v3": V3,
+    "deepseek_v31": V31,
+    "kimi_k2": KIMI,
+}
 EXPECTED = ToolCall("weather", '{"city": "Köln", "days": 2}')
 EXPECTED_VALUES = {"city": "Köln", "days": "2"}
 FORMATS = sorted(CALLS)
 
 
 def read(pieces: Iterable[str], name: str | None, **options: object) -> list[Part]:
-    """All parts, neighbours of a kind joined."""
+    """All parts, neighbours of a kind joined, without the ids of calls."""
     tools = None if name is None else TOOL_FORMATS[name]
     parser = OutputParser(reasoning=True, tools=tools, schemas=SCHEMAS, **options)  # type: ignore[arg-type]
     raw = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
@@ -63,7 +74,7 @@ def read(pieces: Iterable[str], name: str | None, **options: object) -> list[Par
     for kind, group in itertools.groupby(raw, type):
         parts = list(group)
         if kind is ToolCall:
-            joined += parts
+            joined += [part._replace(id="") for part in parts]  # type: ignore[union-attr, call-arg]
         else:
             joined.append(kind("".join(part.text for part in parts)))  # type: ignore[union-attr, call-arg]
     return joined
@@ -227,7 +238,7 @@ def test_several_calls_and_text_between(name: str) -> None:
     assert read([f"{call}\n{call}"], name, max_calls=1) == [EXPECTED]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31", "deepseek_v4"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31", "deepseek_v4", "kimi_k2"])
 def test_several_calls_in_one_block(name: str) -> None:
     form = TOOL_FORMATS[name]
     body = CALLS[name].removeprefix(form.opening).removesuffix(form.closing)
@@ -263,6 +274,47 @@ def test_what_is_malformed_is_text(name: str, body: str) -> None:
     form = TOOL_FORMATS[name]
     text = f"x {form.opening}{body}{form.closing} y"
     assert read([text], name) == [Content(text)]
+
+
+OPEN, CLOSE = TOOL_FORMATS["kimi_k2"].opening, TOOL_FORMATS["kimi_k2"].closing
+
+
+def kimi(head: str, arguments: str = '{"days": 1}', end: str = "<|tool_call_end|>") -> str:
+    return f"<|tool_call_begin|>{head}<|tool_call_argument_begin|>{arguments}{end}"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"{OPEN}{kimi('functions.weather:3')}{CLOSE}", ["functions.weather:3"]),
+        (f"a{OPEN}\n{kimi(' weather:12 ', ' {} ')}\n{CLOSE}", [Content("a"), "functions.weather:12"]),  # no prefix
+        (f"{OPEN}{kimi('functions.weather')}{CLOSE}", [""]),  # nor a number
+        (f"{OPEN}{kimi('functions.weather:0') * 3}{CLOSE}", ["functions.weather:0", "", ""]),
+        (
+            f"{OPEN}{kimi('functions.weather:0')}{CLOSE}b{OPEN}{kimi('functions.other:1')}{CLOSE}c",
+            ["functions.weather:0", Content("b"), "functions.other:1", Content("c")],
+        ),
+        (f"<think>a{OPEN}{kimi('functions.weather:0')}{CLOSE}b</think>c",
+         [Reasoning("a"), "functions.weather:0", Reasoning("b"), Content("c")]),
+        (f"{OPEN}{kimi('functions.weather:0', end='')}{CLOSE}a", ["functions.weather:0", Content("a")]),
+        (f"{OPEN}{kimi('functions.weather:0')}", ["functions.weather:0"]),
+        (f"{kimi('functions.weather:0')}{CLOSE}", ["functions.weather:0"]),
+        *((text, [Content(text)]) for text in (
+            f"{OPEN}{kimi('functions.other:0', '[1]')}{CLOSE}", f"{OPEN}{kimi('functions.weather:0', '3')}{CLOSE}",
+        )),
+        (f"<think>{OPEN}{kimi('functions.other:0')}", [Reasoning(f"{OPEN}{kimi('functions.other:0')}")]),
+    ],
+)  # fmt: skip
+def test_calls_that_models_name_by_ids(text: str, found: list[object]) -> None:
+    for pieces in ([text], [*text]):
+        parser = OutputParser(reasoning=True, tools=TOOL_FORMATS["kimi_k2"], schemas=SCHEMAS)
+        parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
+        calls = [part.id if isinstance(part, ToolCall) else part for part in parts]
+        joined: list[object] = []
+        for kind, group in itertools.groupby(calls, type):
+            same = list(group)
+            joined += same if kind is str else [kind("".join(part.text for part in same))]  # type: ignore[union-attr]
+        assert joined == found
 
 
 def test_arguments_written_as_a_string_of_json() -> None:
@@ -367,6 +419,7 @@ def test_defaults_by_model_type() -> None:
             ("deepseek_v3", "qwen3"),
         ),
         ("{{ tool['function']['name'] + '<｜tool▁sep｜>' }}</think>", ("deepseek_v31", "qwen3")),
+        ("{% if tools %}<|im_system|>tool_declare<|im_middle|>{% endif %}", ("kimi_k2", None)),
         ("{% if tools %}[TOOL_CALLS]{{ n }}[ARGS]{{ a }}{% endif %}", ("mistral_args", None)),
         ('{% if tools %}{"name": "{{ n }}", "parameters": {{ a }}}{% endif %}', ("llama3_json", None)),
         ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", ("pythonic", None)),

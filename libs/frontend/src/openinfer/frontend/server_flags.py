@@ -16,6 +16,7 @@ TOOL_PARSERS = (
     "deepseek_v31",
     "deepseek_v4",
     "hermes",
+    "kimi_k2",
     "llama3_json",
     "mistral",
     "mistral_args",
@@ -23,7 +24,7 @@ TOOL_PARSERS = (
     "qwen3_coder",
     "qwen3_xml",
 )
-REASONING_PARSERS = ("deepseek_v4", "qwen3")
+REASONING_PARSERS = ("deepseek_v4", "kimi_k2", "qwen3")
 """The formats of `chat` by name, which is not imported for a help text."""
 
 

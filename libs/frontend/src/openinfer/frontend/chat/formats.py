@@ -17,7 +17,7 @@ from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.lark import Lark
 
 DSML = "｜DSML｜"
-NAME, TEXT = "{name}", "{text}"
+NAME, TEXT, ID = "{name}", "{text}", "{id}"
 _MEMBER = r'\s*,\s*"(?:id|type|index)"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)'
 
 
@@ -28,6 +28,7 @@ class JsonFormat:
     opening, closing: around a call, or a list of calls. head: what stands before the arguments. wrapped: it opens an
     object, which is closed behind them. listed: the calls between the markers are a JSON list. bare: a call may begin a
     line without an opening. end_call: what stands behind the arguments where all calls of a turn stand in one block.
+    A head has `{name}`, or `{id}`, which is `functions.{name}:` and a number.
     """
 
     opening: str
@@ -49,7 +50,18 @@ class JsonFormat:
                 (r"[\s\[]*" if self.listed else r"\s*")
                 + r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
             )
-        return re.compile(re.escape(self.call).replace(re.escape(NAME), r"\s*([\w.-]+)") + r"\s*(?=\{)")
+        head = re.escape(self.call).replace(re.escape(NAME), r"\s*([\w.-]+)")
+        head = head.replace(re.escape(ID), r"\s{0,9}(?:functions\.)?([\w.-]{1,128})(:\d{1,9})?\s{0,9}")
+        return re.compile(r"\s{0,9}" + head + r"\s*(?=\{)")
+
+    @cached_property
+    def start(self) -> str:
+        """What a head begins with, before the name."""
+        return self.call.partition("{")[0]
+
+    def call_id(self, head: re.Match[str]) -> str:
+        """The id that a head gives its call, as the model was trained to write it; empty where it gives none."""
+        return f"functions.{head[1]}{head[2]}" if ID in self.call and head[2] else ""
 
     @cached_property
     def tail(self) -> re.Pattern[str]:
@@ -66,7 +78,7 @@ class JsonFormat:
     @cached_property
     def bare_start(self) -> str:
         """What such a call begins with."""
-        return self.call.partition(NAME)[0] if self.end_call else "{"
+        return self.start if self.end_call else "{"
 
     @cached_property
     def between(self) -> re.Pattern[str]:
@@ -88,9 +100,16 @@ class JsonFormat:
         With `many` any number of further calls may follow, in as many blocks as the format takes. Raises
         InvalidGrammar for a schema that cannot be forced."""
         end = self.end_call or "}" * self.wrapped + self.line + self.closing
+
+        def head(name: str) -> str:
+            call = self.line + self.call.replace(NAME, json.dumps(name) if self.wrapped else name)
+            before, numbered, after = call.partition(ID)
+            if not numbered:
+                return lark.text(call)
+            return f"{lark.text(f'{before}functions.{name}:')} /[0-9]{{1,3}}/ {lark.text(after)}"
+
         calls = [
-            f"{lark.text(self.line + self.call.replace(NAME, json.dumps(name) if self.wrapped else name))} "
-            f"{any_arguments(lark, name, schema)} {lark.text(end)}"
+            f"{head(name)} {any_arguments(lark, name, schema)} {lark.text(end)}"
             for name, schema in schemas.items()
         ]
         call, again = lark.any_of(calls), ", " if self.listed else self.line + self.opening
@@ -240,7 +259,7 @@ class TagFormat:
 class PythonFormat:
     """Calls as a list of Python's, `[f(a=1), g(b="x")]`, at the beginning of a line or behind a marker."""
 
-    opening, closing, bare_start = "<|python_start|>", "", "["
+    opening, closing, bare_start, call, end_call = "<|python_start|>", "", "[", "", ""
     bare = re.compile(r"^[ \t]*(?=\[)", re.MULTILINE)
     between, end = re.compile(r"\s*"), re.compile(r"(?!)")
 
@@ -304,6 +323,13 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             shared=True,
         ),
         "hermes": _HERMES,
+        "kimi_k2": JsonFormat(
+            opening="<|tool_calls_section_begin|>",
+            closing="<|tool_calls_section_end|>",
+            line="",
+            call=f"<|tool_call_begin|>{ID}<|tool_call_argument_begin|>",
+            end_call="<|tool_call_end|>",
+        ),
         "llama3_json": JsonFormat(opening="<|python_tag|>", line="", call='{"name": {name}, "parameters": '),
         "mistral": JsonFormat(opening="[TOOL_CALLS]", line="", listed=True),
         "mistral_args": JsonFormat(opening="[TOOL_CALLS]", line="", call="{name}[ARGS]"),
@@ -314,7 +340,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
 )
 """--tool-call-parser: name to format, under the names that users of vLLM know."""
 
-REASONING_FORMATS = ("deepseek_v4", "qwen3")
+REASONING_FORMATS = ("deepseek_v4", "kimi_k2", "qwen3")
 """--reasoning-parser: all of them are `<think>...</think>` at the start, opened by the prompt or by the model."""
 
 _OF_QWEN = {"hermes", "qwen3_xml"}
@@ -325,6 +351,7 @@ _IN_TEMPLATES = (
     (f"<{DSML}", "deepseek_v4"),
     (f"tool['type'] + '<{_SEP}>'", "deepseek_v3"),
     (f"<{_SEP}>", "deepseek_v31"),
+    ("<|im_system|>tool_declare", "kimi_k2"),
     ("<function=", "qwen3_xml"),
     ("<tool_call>", "hermes"),
     ("[ARGS]", "mistral_args"),

@@ -180,7 +180,7 @@ class JsonReader:
         self.offered = self.mended = False
         self._form, self._schemas, self._bare, self._marked = form, schemas, bare, marked
         self._json: JsonText | None = None
-        self._tail, self._name = False, ""  # of a tool that is not on offer
+        self._tail, self._name, self._id = False, "", ""  # the name of a tool that is not on offer
 
     def run(self, final: bool) -> bool | None:
         """True: the call is whole, and `text` what follows it. None: more text is needed. False: what was handed out is
@@ -211,15 +211,16 @@ class JsonReader:
         head = self._form.head.match(self.text)
         if head is not None and head[1] in self._schemas:
             self.offered, self.text = True, self.text[head.end() :]
-            self.parts.append(ToolCall(head[1], ""))
+            self.parts.append(ToolCall(head[1], "", self._form.call_id(head)))
             self._json = JsonText(self._schemas[head[1]] or {})
             return True
         if head is not None and self._form.end_call and not self._bare:
-            self._name, self.text, self._json = head[1], self.text[head.end() :], JsonText({})
+            self._name, self._id = head[1], self._form.call_id(head)
+            self.text, self._json = self.text[head.end() :], JsonText({})
             return True
         begun = "".join(self.text[:MAX_HEAD].split()).lstrip("[" if self._form.listed else "")
         if self._bare or not self._form.wrapped:
-            start = '{"name":' if self._form.wrapped else "".join(self._form.call.partition("{")[0].split())
+            start = '{"name":' if self._form.wrapped else "".join(self._form.start.split())
             fits = begun.startswith(start) or start.startswith(begun)
             return head is None and fits and len(self.text) <= MAX_HEAD
         if begun[:1] not in ("", "{"):
@@ -258,7 +259,7 @@ class JsonReader:
         if not isinstance(arguments, dict):
             raise Malformed
         schema = self._schemas.get(call["name"]) or {}
-        return ToolCall(call["name"], encode(fitted(arguments, schema, schema)))
+        return ToolCall(call["name"], encode(fitted(arguments, schema, schema)), self._id)
 
     def _end(self, final: bool) -> bool | None:
         """Other members and the brace behind the arguments, or the mark that ends a call."""

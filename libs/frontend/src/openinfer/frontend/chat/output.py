@@ -50,7 +50,7 @@ class OutputParser:
         """Whether what came so far has thoughts, or goes on with those of the prompt."""
         self.cut: set[int] = set()
         """Which of the calls, in the order in which they were given, ended before they were whole."""
-        self._given = 0
+        self._given, self._ids = 0, set[str]()
         self._thinking = self.thought
         self._held = ""
         self._parts: list[Part] = []
@@ -258,19 +258,22 @@ class OutputParser:
                 self._end_whole()
                 self._dropped = self._calls_left == 0
                 self._calls_left = self._calls_left and self._calls_left - 1
+                if part.id in self._ids:  # a result could not say which call it is of
+                    part = part._replace(id="")
+                self._ids.add(part.id)
             if self._dropped:
                 continue
             self._given += isinstance(part, ToolCall)
             if self._streams:
                 self._parts.append(part)
             elif isinstance(part, ToolCall):
-                self._whole = [part.name, part.arguments]
+                self._whole = [part.name, part.id, part.arguments]
             elif isinstance(part, Arguments):
                 self._whole.append(part.text)
         parts.clear()
 
     def _end_whole(self) -> None:
         if self._whole:
-            name, *arguments = self._whole
-            self._parts.append(ToolCall(name, "".join(arguments)))
+            name, identity, *arguments = self._whole
+            self._parts.append(ToolCall(name, "".join(arguments), identity))
             self._whole = []

@@ -62,10 +62,12 @@ class Content(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """One call; arguments is the JSON text of an object, or its beginning where Arguments follow."""
+    """One call; arguments is the JSON text of an object, or its beginning where Arguments follow. id: the one that the
+    model gave it, if it does so; its template shows results by it."""
 
     name: str
     arguments: str
+    id: str = ""
 
 
 class Arguments(NamedTuple):

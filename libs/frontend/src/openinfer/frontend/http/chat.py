@@ -133,6 +133,8 @@ def _message(message: Mapping[str, Any], where: str, warnings: list[str], result
         if not isinstance(reasoning, str):
             raise APIError(f"{where}.reasoning must be a string", param="messages")
         checked["reasoning"] = checked["reasoning_content"] = reasoning  # templates use either name
+    else:  # a null would be written as None
+        checked.pop("reasoning", None), checked.pop("reasoning_content", None)
     return checked
 
 

@@ -12,6 +12,7 @@ from tokenizers.decoders import ByteLevel
 from openinfer.frontend.contract import TokenTable
 from openinfer.frontend.errors import APIError, ModelFilesError, one_line
 from openinfer.frontend.http.text.detokenizer import ByteDetokenizer, Detokenizer, TextDetokenizer
+from openinfer.frontend.http.tiktoken import byte_letters, load_tiktoken
 from openinfer.frontend.model_files import read_json
 
 LONG_TEXT_CHARS = 8192
@@ -41,8 +42,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int = 0) -> "Tokenizer":
-        """Read tokenizer.json and tokenizer_config.json. Raises ModelFilesError naming the file at fault."""
-        path = model_dir / "tokenizer.json"
+        """Read tokenizer.json, or tiktoken.model where it is missing, and tokenizer_config.json. Raises ModelFilesError
+        naming the file at fault."""
+        path, config_path = model_dir / "tokenizer.json", model_dir / "tokenizer_config.json"
+        config = read_json(config_path) if config_path.exists() else {}
+        if not path.exists() and (model_dir / "tiktoken.model").exists():
+            return cls(load_tiktoken(model_dir / "tiktoken.model", config), config, vocab_size)
         if not path.is_file():
             raise ModelFilesError(
                 f"{path} does not exist: put the checkpoint's tokenizer.json there, "
@@ -56,8 +61,7 @@ class Tokenizer:
             BaseException
         ) as error:  # the Rust side raises plain Exceptions; a panic is only a BaseException
             raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
-        config_path = model_dir / "tokenizer_config.json"
-        return cls(core, read_json(config_path) if config_path.exists() else {}, vocab_size)
+        return cls(core, config, vocab_size)
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -177,12 +181,9 @@ def _kept(status: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """For str.translate: GPT-2's printable stand-ins to chr(byte), all else to a character latin-1 lacks."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {code: "\uffff" for code in range(0x100) if code not in printable}
-    table |= {code: chr(code) for code in printable}
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return table | {0x100 + index: chr(byte) for index, byte in enumerate(others)}
+    """For str.translate: stand-ins for bytes to chr(byte), all else to a character latin-1 lacks."""
+    letters = {ord(letter): chr(byte) for byte, letter in byte_letters().items()}
+    return dict.fromkeys(range(0x100), "\uffff") | letters
 
 
 def _token_bytes(token: str, alphabet: dict[int, str]) -> bytes:

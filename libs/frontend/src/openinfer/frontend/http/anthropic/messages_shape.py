@@ -165,8 +165,8 @@ def _words(error: APIError) -> str:
 
 def _block(part: ToolCall | Content | Reasoning) -> dict[str, Any]:
     match part:
-        case ToolCall(name):
-            identity = f"toolu_{uuid.uuid4().hex[:24]}"
+        case ToolCall(name, _, given):
+            identity = given or f"toolu_{uuid.uuid4().hex[:24]}"
             return {"type": "tool_use", "id": identity, "name": name, "input": {}}
         case Content(text):
             return {"type": "text", "text": text}

@@ -161,7 +161,8 @@ class ChatShape:
             if isinstance(part, ToolCall):
                 place = self._calls.get(index, 0)
                 self._calls[index] = place + 1
-                calls.append(_Call(_Function(part.arguments, part.name), new_call_id(), "function", place))
+                identity = part.id or new_call_id()
+                calls.append(_Call(_Function(part.arguments, part.name), identity, "function", place))
             elif isinstance(part, Arguments) and calls:
                 calls[-1].function.arguments += part.text
             elif isinstance(part, Arguments):  # of a call that was begun before

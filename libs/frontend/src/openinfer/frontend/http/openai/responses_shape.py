@@ -120,8 +120,8 @@ class ResponsesShape:
         self._text = []
         item: dict[str, Any]
         match part:
-            case ToolCall(name, arguments):
-                item = {"type": "function_call", "id": _new("fc"), "call_id": new_call_id()}
+            case ToolCall(name, arguments, identity):
+                item = {"type": "function_call", "id": _new("fc"), "call_id": identity or new_call_id()}
                 item |= self._names.get(name, {"name": name})
                 item |= {"arguments": arguments, "status": "in_progress"}
                 shown = {**item, "arguments": ""}

@@ -141,7 +141,8 @@ class ChatFormat:
 
     def markers(self) -> str:
         """All the markers a parser may look for: special tokens among them must not be skipped."""
-        tools = f"{self.tools.opening} {self.tools.closing}" if self.tools else ""
+        form = self.tools
+        tools = f"{form.opening} {form.call} {form.end_call} {form.closing}" if form else ""
         return f"{tools} <think> </think>" if self.reasoning else tools
 
     def _tools_on_offer(self, chat: Chat) -> Sequence[Mapping[str, Any]]:
