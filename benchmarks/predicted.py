@@ -10,6 +10,7 @@
     ops      the lines of single ops (`openinfer.kernels.GPUS`), fitted to ledgers: calls of one op, replayed alone.
              The steps of Qwen3-4B and Qwen3.5-4B give how much longer an op takes in a step than alone. An entry of
              a ledger has the mean time of all layers' calls, but the cost of the first.
+    products the lines of products with packed weights, one for each format, from recorded steps of Qwen3-4B
 
 Without --write the tables are printed, and plans says what changed. Tests compare files and page with this checkout.
 """
@@ -21,7 +22,7 @@ import functools
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,9 @@ from openinfer.cli.plan.text import name_of
 from openinfer.cli.tune import speed as tune_speed
 from openinfer.kernels import GPUS, H200, Cost, Figures, Lines, Parts, Speed
 from openinfer.kernels.measure.speed_fit import MeasuredCalls, errors, fit_lines, fit_speed
-from openinfer.kernels.measure.speeds import FOLDER, dump_lines
+from openinfer.kernels.measure.speeds import FOLDER, PRODUCT, dump_lines
+from openinfer.recipes.engine import Source
+from openinfer.recipes.qwen3.published import AWQ, FP8
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -438,6 +441,121 @@ def pace() -> tuple[Pace, list[float]]:
     return Pace(*map(float, found * scale)), [float(one) for one in shares @ (found * scale) - 1]
 
 
+class Packed(NamedTuple):
+    """Recorded steps of Qwen3-4B in a packed format, {point: milliseconds}. `alone`: microseconds of a layer's four
+    products by themselves, for a number of tokens, by the format's kernels or by the nearest that were measured."""
+
+    format: str
+    quantization: dict[str, Any]
+    steps: dict[str, float]
+    alone: Callable[[int], list[float]]
+
+
+LAYER = ("qkv", "o", "gate_up", "down")
+"""A layer's products in their order."""
+
+
+NEWEST, OLDER = "few-bits-drafts-mixtures-2026-11-29-h200.json", "{}/2026-11-24-h200-step.json"
+INTEGERS = {"symmetric": True, "num_bits": 8, "type": "int"}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**INTEGERS, "strategy": "channel"},
+            "input_activations": {**INTEGERS, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+def packed() -> Iterator[Packed]:
+    """What was measured of each format. INT4 and FP4 share rings and clusters; INT8 has FP8's kernels by token."""
+    newest = json.loads((RESULTS / NEWEST).read_text())["qwen3_4b_ms"]
+    for name, quantization, key, older, alone in (
+        ("INT4", AWQ, "int4", "qwen3-4b-int4", _clusters),
+        ("FP4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", "", _clusters),
+        ("INT8", INT8, "int8 (W8A8)", "", functools.partial(_codes, "token", 8)),
+        ("FP8", FP8, "", "qwen3-4b-fp8", functools.partial(_codes, "block", 1)),
+    ):
+        steps = _device_ms(OLDER.format(older)) if older else {}
+        steps |= {point: ms["device"] for point, ms in newest.get(key, {}).items()}
+        if (
+            name == "FP4"
+        ):  # no longer prompt was recorded: bf16's, and what a prompt of 1,024 tokens takes more
+            more = steps["prefill:1024"] - newest["bf16"]["prefill:1024"]["device"]
+            steps["prefill:4096"] = _device_ms(DENSE_STEPS["qwen3-4B"][0])["prefill:4096"] + more
+        yield Packed(name, quantization, steps, alone)
+
+
+def _device_ms(file: str) -> dict[str, float]:
+    """The steps of a file by their points."""
+    found = json.loads((RESULTS / file).read_text())["results"]
+    return {step["point"]: step["device_ms"] for step in found if "device_ms" in step}
+
+
+def _codes(kind: str, fewest: int, tokens: int) -> list[float]:
+    """The best of each product in a table of tiles; fewest: the least tokens with kernels of this kind. The table ends
+    with 1,024 tokens."""
+    rows = json.loads((RESULTS / "kernels-codes-qwen3-4b-2026-11-23-h200.json").read_text())["results"]
+    best = {row["name"]: min(us for us, _ in row["found"]) for row in rows
+            if (row["kind"], row["tokens"]) == (kind, min(max(fewest, tokens), 1024))}  # fmt: skip
+    return [best[name] for name in LAYER]
+
+
+def _clusters(tokens: int) -> list[float]:
+    """INT4's, by a ring for one token, by clusters for up to 256."""
+    if tokens == 1:
+        rings = json.loads((RESULTS / "ring-codes-int4-qwen3-4b-2026-11-23-h200.json").read_text())["alone"]
+        return [min(ring["early"] for key, ring in rings.items() if key.split()[0] == name and "early" in ring)
+                for name in LAYER]  # fmt: skip
+    for day in ("2026-11-23", "many-2026-11-24"):
+        found = json.loads((RESULTS / f"packed-clusters-int4-{day}-h200.json").read_text())
+        if clusters := found.get(f"{tokens} clusters"):
+            return [clusters[name]["us"] for name in LAYER]
+    return _codes("int4", 1, tokens)
+
+
+@functools.cache
+def packed_outline(format: str) -> Outline:
+    """Qwen3-4B in a format."""
+    _, asked = recipe_flags.parse(["qwen3-4B"], "plan", __doc__, lambda parser: None, named=True)
+    (quantization,) = (one.quantization for one in packed() if one.format == format)
+    source = Source({**asked.source().config, "quantization_config": quantization})
+    return Outline(asked.recipe, source, asked.options, H200)
+
+
+def packed_lines() -> dict[str, Lines]:
+    """The lines of products with packed weights: what other ops leave of each step is theirs, in the shares that they
+    have alone. So the time of a call and that of its bytes are told apart."""
+    found, own = {}, GPUS[H200.gpu]
+    for format, _, steps, alone in packed():
+        made, calls = packed_outline(format), []
+        for point, ms in steps.items():
+            products = [group for group in groups(made, point) if group.kind.endswith(f", {format}")]
+            for step, workload in tune_speed.point_steps(made, point):
+                others = [call for call in step if not call.kind.endswith(f", {format}")]
+                ms -= 1e3 * sum(Parts.of(others, workload, own))
+            shares = alone(products[0].tokens)
+            for group, share in zip(products, shares, strict=True):
+                seconds = 1e-3 * ms * share / sum(shares)
+                calls.append(MeasuredCalls(group.tokens, group.calls, group.cost, seconds))
+        found[PRODUCT + format] = fit_lines(calls, own.fitted)
+    return found
+
+
+def packed_table() -> str:
+    """Steps beside what the lines that there are give, in Markdown."""
+    table = ["| format | step | predicted / measured (ms) |", "| --- | --- | --- |"]
+    for one in packed():
+        for point, ms in one.steps.items():
+            guess = predicted(packed_outline(one.format), point, 1, GPUS[H200.gpu])
+            table.append(f"| {one.format} | {point} | {Figure('step p50', guess, ms)} |")
+    return "\n".join(table)
+
+
 def lines() -> dict[str, Lines]:
     """The lines by op."""
     return {**fitted(LEDGERS), **fitted(DENSE_LEDGERS, pace()[0])}
@@ -475,7 +593,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=("rows", "tiers", "plans", "speeds", "ops"))
+    parser.add_argument("name", choices=("rows", "tiers", "plans", "speeds", "ops", "products"))
     parser.add_argument("--write", action="store_true", help="write it where it belongs")
     args = parser.parse_args()
     if args.name == "speeds":
@@ -490,9 +608,15 @@ def main() -> int:
         return int(bool(changed) and not args.write)
     elif args.name == "ops":
         if args.write:
-            LINES.write_text(dump_lines(lines()))
+            own = {op: found for op, found in GPUS[H200.gpu].ops.items() if op.startswith(PRODUCT)}
+            LINES.write_text(dump_lines({**own, **lines()}))
         else:
             print(ops_table())
+    elif args.name == "products":
+        if args.write:
+            LINES.write_text(dump_lines({**GPUS[H200.gpu].ops, **packed_lines()}))
+        else:
+            print(packed_table())
     else:
         made = {"rows": rows_table, "steps": steps_table} if args.name == "rows" else {"tiers": tiers_table}
         for name, table in made.items():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from openinfer.graph import Shape
-from openinfer.kernels import H200, NullPack, Target, predictions
+from openinfer.kernels import GPUS, H200, NullPack, Prediction, Target, predictions
 from openinfer.kernels.authoring import mapped
 from openinfer.kernels.packs.null import Call
 from openinfer.recipes import deepseek_v4, qwen3, qwen3_5
@@ -32,6 +32,22 @@ QWEN3_5: list[Point] = [
     (1, 1024, 0, 2.77), (8, 1024, 0, 3.24), (64, 1024, 0, 5.66), (256, 512, 0, 12.84),
     (0, 0, 128, 3.94), (0, 0, 1024, 14.6), (0, 0, 2048, 28.5),
 ]  # fmt: skip
+
+INT8 = {"symmetric": True, "num_bits": 8, "type": "int"}
+FORMATS: dict[str, Json] = {
+    "INT4": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "INT8": {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"], "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {**INT8, "strategy": "channel"},
+                    "input_activations": {**INT8, "strategy": "token", "dynamic": True}}}},
+    "FP8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+PACKED: dict[tuple[str, str], tuple[float, ...]] = {
+    ("qwen3", "INT4"): (2.166, 2.519, 3.709, 15.483), ("qwen3", "NVFP4"): (2.329, 2.647, 3.827, 17.576),
+    ("qwen3", "INT8"): (2.496, 2.845, 3.703, 14.542), ("qwen3", "FP8"): (2.119, 2.581, 3.673, 10.666),
+    ("qwen3_5", "FP8"): (1.959, 2.656, 3.737, 11.851),  # no line was fitted to these
+}  # fmt: skip
+"""Of 4B, by recipe and format: milliseconds of 1, 8 and 32 rows at 1,024 tokens, and of a prompt of 1,024."""
 
 
 class Planned:
@@ -81,6 +97,22 @@ def test_predictions_are_near_what_was_measured(recipe: Recipe[Any], size: str, 
         shape = planned.shape(rows + prompt, rows + bool(prompt))
         seconds = found[shape].seconds(rows * context + prompt, pairs)
         assert seconds * 1e3 == pytest.approx(measured, rel=0.25), (rows, context, prompt)
+
+
+@pytest.mark.parametrize(("name", "format"), PACKED)
+def test_predictions_of_packed_weights_are_nearer(name: str, format: str) -> None:
+    """A control: with the lines of plain weights a row is far off."""
+    recipe: Recipe[Any] = {"qwen3": qwen3.RECIPE, "qwen3_5": qwen3_5.RECIPE}[name]
+    config = {**recipe.published()["4B"], "quantization_config": FORMATS[format]}
+    planned, own = Planned(recipe, config), GPUS[H200.gpu]
+    found = predictions(planned.plan.steps, H200)
+    for rows, measured in zip((1, 8, 32, 0), PACKED[name, format], strict=True):
+        tokens, pairs = (rows, rows * 1024) if rows else (1024, 1024 * 1025 // 2)
+        seconds = found[planned.shape(tokens, max(1, rows))].seconds(max(1, rows) * 1024, pairs)
+        assert seconds * 1e3 == pytest.approx(measured, rel=0.15), rows
+    plain = own._replace(ops={op: lines for op, lines in own.ops.items() if not op.startswith("product, ")})
+    one = Prediction.of(planned.plan.steps[planned.shape(1, 1)], 1, 1, plain)
+    assert one.seconds(1024, 1024) * 1e3 < 0.85 * PACKED[name, format][0]
 
 
 @pytest.mark.parametrize(

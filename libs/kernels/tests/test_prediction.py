@@ -77,6 +77,13 @@ def test_an_op_with_lines_takes_its_own_by_its_tokens():
     assert figures.speed("norm_linear", 8, 3) == pytest.approx(SPEED._replace(kernel_s=15e-6))
     assert figures.speed("embed", 1, 3) == figures.speed("embed", 8, 3) == lines[0][1]
     assert figures.speed("embed", 512, 3) == figures.speed("embed", 4096, 3) == lines[1][1]
+    figures = figures._replace(ops={"product, FP4": lines, "embed": lines[:1]})
+    assert (
+        figures.speed("linear_add, FP4", 512, 3) == figures.speed("norm_linear, FP4", 512, 3) == lines[1][1]
+    )
+    assert figures.speed("embed, FP8", 512, 3) == figures.speed("embed, decode", 512, 3) == lines[0][1]
+    assert figures.speed("linear_add, FP8", 8, 3).kernel_s == pytest.approx(15e-6)
+    figures = figures._replace(ops={"embed": lines})
     middle = (2**0.5 * 1e12, 200e12, 2**0.5 * 20e-6)
     assert figures.speed("embed", 64, 3) == pytest.approx(middle)
     decode = figures._replace(ops={"embed": lines, "embed, decode": lines[1:]})

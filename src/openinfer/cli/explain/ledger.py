@@ -58,8 +58,7 @@ def ledger_key(op: Op[Any], args: Any, workload: Workload) -> str:
     weight = getattr(args, "weight", None)
     if weight is not None:
         own = linear_of(weight)
-        packed = f" in {str(own.form).split()[0].lower()}"  # "in int4", "in fp8", "in nvfp4"
-        parts.append(f"weight{_shape(own.weight)}" + packed * (own.scales is not None))
+        parts.append(f"weight{_shape(own.weight)}" + f" in {own.packed.lower()}" * bool(own.packed))
     if getattr(args, "kv_scales", None) is not None:
         parts.append("cache in fp8")
     if getattr(args, "window", 0):

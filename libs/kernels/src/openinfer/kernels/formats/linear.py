@@ -89,6 +89,11 @@ class Linear(Generic[T_co]):
         return next(form for kind in FORMS if (form := kind.of(self.weight, self.scales)) is not None)
 
     @property
+    def packed(self) -> str:
+        """The short name of a packed format; "" for plain numbers."""
+        return "" if isinstance(self.form, Plain) else str(self.form).split()[0]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weight and its scales."""
         tensors: tuple[Any, ...] = (self.weight, self.scales)

@@ -8,10 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from openinfer.kernels.packs.null import DECODE
-
 FOLDER = Path(__file__).parent / "speeds_of_ops"
-"""Lines of single ops by GPU; `benchmarks/predicted.py ops --write` writes them."""
+"""Lines by GPU; `benchmarks/predicted.py` writes them: with `ops --write` of single ops, with `products --write` of
+products with packed weights."""
+PRODUCT = "product, "
+"""Begins the name of the lines of dense products with weights of a packed format; the format's short name ends it."""
 
 
 class Speed(NamedTuple):
@@ -54,10 +55,12 @@ class Figures(NamedTuple):
     host_s: float = 0.0
 
     def speed(self, op: str, tokens: int, kernels: int) -> Speed:
-        """The speed of a call of an op, or of a kind of it (`Call.kind`), which may have lines of its own.
+        """The speed of a call of an op, or of a kind of it (`Call.kind`), which may have lines of its own: as an op, or
+        as all products of a packed format (PRODUCT).
 
         `kernel_s` is the time of the call besides."""
-        lines = self.ops.get(op) or self.ops.get(op.removesuffix(DECODE))
+        name, _, kind = op.partition(", ")
+        lines = self.ops.get(op) or self.ops.get(PRODUCT + kind) or self.ops.get(name)
         if lines is None:
             return self.fitted._replace(kernel_s=kernels * self.fitted.kernel_s)
         at = bisect_left(lines, tokens, key=lambda line: line[0])

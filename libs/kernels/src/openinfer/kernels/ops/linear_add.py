@@ -48,6 +48,11 @@ class _Args(Generic[T]):
     eps: float | None = None
     lora: Lora[T] | None = None
 
+    @property
+    def packed(self) -> str:
+        """As of Linear. Products of a packed format have the same kernels in all ops."""
+        return linear_of(self.weight).packed
+
 
 def _check(a: _Args[Tensor]) -> None:
     expect("x", a.x, (-1, -1), *FLOATS)

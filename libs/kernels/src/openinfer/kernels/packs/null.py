@@ -48,7 +48,10 @@ class Call:
 
     @property
     def kind(self) -> str:
-        """The name of its op, and DECODE where each row has few tokens: such calls have kernels of their own."""
+        """The name of its op, and DECODE where each row has few tokens: such calls have kernels of their own. So
+        have dense products with packed weights: the format's short name ends theirs."""
+        if packed := getattr(self.args, "packed", ""):
+            return f"{self.op.name}, {packed}"
         few = 0 < getattr(self.args, "max_q_len", 0) <= FEW_TOKENS
         return self.op.name + DECODE if few else self.op.name
 
