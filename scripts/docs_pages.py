@@ -130,17 +130,17 @@ FORMS = [
         "Q4_0 to Q8_0, Q4_K to Q6_K, F16, BF16",
         "load, as plain weights",
     ),
-    ("deepseek-ai/DeepSeek-V3(-0324, -Base), -V3.1, -R1", "FP8 in blocks", "load; no GPU ran them"),
+    ("deepseek-ai/DeepSeek-V3\\*, -R1; zai-org/GLM-5\\*", "FP8 in blocks, BF16", "load; no GPU ran them"),
     ("moonshotai/Kimi-K2-Instruct(-0905), -Thinking", "FP8 in blocks; INT4 experts", "load; no GPU ran them"),
     (
-        "deepseek-ai/DeepSeek-V4-Flash, -Pro; -Base, -0731, -0813, -DSpark",
+        "deepseek-ai/DeepSeek-V4\\*",
         "FP8, FP4",
         "load; drafts by DSpark ran on CPUs only",
     ),
     ("nvidia/DeepSeek-V4-\\*-NVFP4", "", "refused: `moe_quant_algo`"),
     ("\\*-bnb-4bit, exl3, MLX; W4A8, MXFP8, asymmetric INT8", "", "refused by the key"),
     (
-        "Llama 3, Mistral, Qwen/Qwen2.5-\\*(-Instruct), -Coder, -Math; DeepSeek-R1-Distill-\\*",
+        "Llama 3, Mistral, Qwen/Qwen2.5-\\*; DeepSeek-R1-Distill-\\*",
         "BF16",
         "load with `examples/llama`",
     ),
@@ -165,21 +165,20 @@ def checkpoints() -> str:
     )
     return f"""# Checkpoints and their memory
 
-[The recipes](../recipes/README.md) say which checkpoints they take. This table has the published sizes on one GPU,
-with the default flags and {SHARE:.0%} of the GPU's memory. "Beside them" are the batch, activations, workspace (up to
-0.4 GB more on other cards than an H100 or H200), and what the driver takes. The cache is in tokens of all sequences
-together, beside the recurrent states, which take at most half of the room. 0: too little for one.
+The published sizes of [the recipes](../recipes/README.md) on one GPU, with the default flags and {SHARE:.0%} of its
+memory. "Beside them" are the batch, activations, workspace (up to 0.4 GB more on other cards than an H100 or H200), and
+what the driver takes. The cache is in tokens of all sequences, beside recurrent states (at most half of the room).
 
 `--max-num-seqs`, `--max-num-batched-tokens` and `--max-model-len` make room; Qwen3.5 keeps a state for each of
 `--max-num-seqs` rows. `openinfer explain MODEL_DIR --gpu-memory 80` counts for your flags and your GPU.
-The columns are plans. Engines ran on an H100 of 80 GB and on H200s, and never on a card of 16 or 24 GB.
+The columns are plans; engines ran on H100s of 80 GB and on H200s only.
 
 {table}
 
 ## Published forms
 
-`openinfer check MODEL` reads headers and says whether a checkpoint loads. None of these was at hand: tests have small
-ones of each form.
+`openinfer check MODEL` reads headers and says whether a checkpoint loads. None of these was at hand; tests have small
+ones.
 
 {forms}
 

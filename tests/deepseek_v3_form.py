@@ -1,6 +1,7 @@
-"""The golden DeepSeek-V3: its checkpoint, whose weights are made of a seed, because tracked files are to stay small.
+"""The golden DeepSeek-V3, V3.2 and GLM-5: their checkpoints, whose weights are made of a seed, because tracked files
+are to stay small.
 
-tests/goldens/deepseek_v3-tiny has what transformers makes of it (scripts/reference/deepseek_v3_tiny.py).
+tests/goldens has folders of their names with what transformers makes of them (scripts/reference/deepseek_v3_tiny.py).
 """
 
 from __future__ import annotations
@@ -35,6 +36,16 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }  # fmt: skip
 C = CONFIG
+INDEX = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 32}
+SPARSE: dict[str, dict[str, Any]] = {
+    "deepseek_v32-tiny": {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **INDEX},
+    "glm_moe_dsa-tiny": {
+        "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1,
+        "rope_theta": 1e6, "rope_scaling": None, "index_topk_freq": 2, "index_skip_topk_offset": 1, **INDEX,
+    },
+}  # fmt: skip
+"""What models whose tokens choose what they see say otherwise. The second layer of GLM's shares the choice of the
+first."""
 HIDDEN, HEADS, LATENT, ROTARY = (
     C["hidden_size"],
     C["num_attention_heads"],
@@ -61,8 +72,19 @@ class Numbers:
         return (1 + self(size, std=0.1)).astype(bfloat16)
 
 
-def tensors(seed: int = 0) -> dict[str, Array]:
-    """All tensors of the checkpoint, those of the MTP layer last."""
+def indexer(make: Numbers, at: str) -> dict[str, Array]:
+    heads, dim = INDEX["index_n_heads"], INDEX["index_head_dim"]
+    return {
+        at + "wq_b.weight": make.matrix(heads * dim, C["q_lora_rank"], 1.5),
+        at + "wk.weight": make.matrix(dim, HIDDEN),
+        at + "k_norm.weight": make.norm(dim),
+        at + "k_norm.bias": make(dim, std=0.2).astype(bfloat16),
+        at + "weights_proj.weight": make.matrix(heads, HIDDEN),
+    }
+
+
+def tensors(seed: int = 0, name: str = NAME) -> dict[str, Array]:
+    """All tensors of a checkpoint, those of the MTP layer last."""
     make, vocab, layers = Numbers(seed), C["vocab_size"], C["num_hidden_layers"]
     found = {
         "model.embed_tokens.weight": make(vocab, HIDDEN, std=1.0).astype(bfloat16),
@@ -96,6 +118,9 @@ def tensors(seed: int = 0) -> dict[str, Array]:
         found |= mlp(make, at + "mlp.shared_experts.", width * C["n_shared_experts"])
         for expert in range(experts):
             found |= mlp(make, f"{at}mlp.experts.{expert}.", width)
+    for n in range(layers + 1) if name in SPARSE else ():
+        if name != "glm_moe_dsa-tiny" or n != 1:
+            found |= indexer(make, f"model.layers.{n}.self_attn.indexer.")
     at = f"model.layers.{layers}."
     return found | {
         at + "eh_proj.weight": make.matrix(HIDDEN, 2 * HIDDEN),
@@ -115,16 +140,16 @@ def mlp(make: Numbers, at: str, width: int) -> dict[str, Array]:
     }
 
 
-def write_checkpoint(folder: Path, **changes: Any) -> Path:
-    """The checkpoint, with other values of these keys of config.json."""
+def write_checkpoint(folder: Path, name: str = NAME, **changes: Any) -> Path:
+    """A checkpoint, with other values of these keys of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
-    write_tensors(folder / "model.safetensors", tensors())
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(GOLDENS / "qwen3-tiny" / name, folder / name)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **SPARSE.get(name, {}), **changes}))
+    write_tensors(folder / "model.safetensors", tensors(name=name))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GOLDENS / "qwen3-tiny" / file, folder / file)
     return folder
 
 
 FOLDER = tempfile.TemporaryDirectory(prefix="openinfer-v3-")
 CHECKPOINT = Path(FOLDER.name) / NAME
-write_checkpoint(CHECKPOINT)
+CHECKPOINTS = {name: write_checkpoint(Path(FOLDER.name) / name, name) for name in (NAME, *SPARSE)}

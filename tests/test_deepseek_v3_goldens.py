@@ -1,4 +1,4 @@
-"""The DeepSeek-V3 recipe against what transformers makes of the golden checkpoint, and models that are wrong."""
+"""The DeepSeek-V3 recipe against what transformers makes of the golden checkpoints, and models that are wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deepseek_v3_form import CHECKPOINT, CONFIG, HEADS, LATENT, ROTARY, C, tensors, write_checkpoint
+from deepseek_v3_form import (
+    CHECKPOINT,
+    CHECKPOINTS,
+    CONFIG,
+    HEADS,
+    LATENT,
+    ROTARY,
+    SPARSE,
+    C,
+    tensors,
+    write_checkpoint,
+)
 from golden_rows import start_row
 from int4_packers import compressed, quantized
 from served_streams import check_greedy_tokens
@@ -34,7 +45,7 @@ PUBLISHED = config_json("DeepSeek-V3")
 
 
 def logits(place: Any, golden: Any, index: int, change: Any = lambda model: model) -> Any:
-    model, prompt = change(place(RECIPE, CHECKPOINT, [65])), golden.prompt(index)
+    model, prompt = change(place(RECIPE, CHECKPOINTS[golden.facts["name"]], [65])), golden.prompt(index)
     start_row(model, prompt)
     model.forward(CpuPack(), len(prompt), 1, len(prompt))
     return model.batch.logits.numpy()[0]
@@ -107,6 +118,70 @@ def test_the_gates_own_controls_are_noticed(place: Any, golden: Any) -> None:
 
         wrong = logits(place, golden, 3, changed) - golden.numbers["p3.logits_fp32"][-1]
         assert np.abs(wrong).max() > 100 * TOLERANCE, name
+
+
+@pytest.fixture(scope="module", params=SPARSE)
+def sparse(request: Any, golden_of: Any) -> Any:
+    return golden_of(request.param)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_logits_of_chosen_tokens(place: Any, sparse: Any, index: int) -> None:
+    expected = sparse.numbers[f"p{index}.logits_fp32"][-1]
+    np.testing.assert_allclose(logits(place, sparse, index), expected, atol=TOLERANCE, rtol=0)
+
+
+def wrongly_chosen(model: Any, fault: str) -> Any:
+    """The model with a fault of the choice of tokens."""
+    c, layers = model.config, model.weights.layers
+    match fault:
+        case "one token less" | "all tokens":
+            count = c.index.topk - 1 if fault == "one token less" else 512
+            selected = Tensor.from_numpy(np.zeros((512, count), np.int32))
+            return replace(model, buffers=replace(model.buffers, selected=selected))
+        case "the other rotation":
+            place = np.arange(c.index.dim)
+            place[-c.rope_dim :] = place[-c.rope_dim :].reshape(2, -1).T.ravel()
+            for own in [layer.attention.indexer for layer in layers if layer.attention.indexer]:
+                own.norm.numpy()[:] = own.norm.numpy()[:, place]
+    for own in [layer.attention.indexer for layer in layers if layer.attention.indexer]:
+        if fault == "keys without a bias":
+            own.norm.numpy()[1] = 0
+        if fault == "heads of one weight":
+            own.weights.weight.numpy()[:] = own.weights.weight.numpy()[:1]
+    return model
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["one token less", "all tokens", "the other rotation", "keys without a bias", "heads of one weight"],
+)
+def test_a_wrong_choice_of_tokens_is_noticed(place: Any, sparse: Any, fault: str) -> None:
+    expected = sparse.numbers["p2.logits_fp32"][-1]
+    wrong = logits(place, sparse, 2, lambda model: wrongly_chosen(model, fault)) - expected
+    assert np.abs(wrong).max() > 20 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 4},
+        {"max_num_batched_tokens": 16},
+        {"speculative_config": MTP},
+    ],
+    ids=["2 ranks", "4 ranks", "chunks", "drafts"],
+)
+def test_greedy_tokens_of_chosen_tokens(session: Any, sparse: Any, flags: dict[str, Any]) -> None:
+    """Ranks, cuts of a prompt, a cached prefix and drafts change no token."""
+    asked = session(CHECKPOINTS[sparse.facts["name"]], max_model_len=352, **flags)
+    for round in range(2):
+        for index in (1, 2):
+            expected = sparse.numbers[f"p{index}.greedy_ids"].tolist()
+            one = asked.submit(sparse.prompt(index), len(expected), ignore_eos=True)
+            asked.finish()
+            assert asked.outcomes[one].tokens == expected
+            assert (asked.outcomes[one].cached > 0) == (round == 1)
 
 
 def in_fp8(folder: Path) -> tuple[Path, Path]:

@@ -1,21 +1,23 @@
-"""config.json of DeepSeek-V3 and Kimi-K2: the published sizes, and what is refused by name."""
+"""config.json of DeepSeek-V3, Kimi-K2 and GLM-5: the published sizes, and what is refused by name."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from openinfer.recipes.deepseek_v3 import RECIPE
-from openinfer.recipes.deepseek_v3.config import Config
+from openinfer.recipes.deepseek_v3.config import Config, Indexing
 from openinfer.recipes.deepseek_v3.published import config_json
-from openinfer.recipes.deepseek_v3.weights import Weights
+from openinfer.recipes.deepseek_v3.weights import Weights, index_order
 from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.recipes.engine.limits import decide
 from openinfer.tensor import Arena, Device, bfloat16
 
-V3, KIMI = config_json("DeepSeek-V3"), config_json("Kimi-K2")
+V3, KIMI, V32 = (config_json(name) for name in ("DeepSeek-V3", "Kimi-K2", "DeepSeek-V3.2"))
+GLM, GLM_FP8, NEXT_GLM = (config_json(name) for name in ("GLM-5", "GLM-5-FP8", "GLM-5.2-FP8"))
 
 
 def test_published_settings() -> None:
@@ -31,7 +33,76 @@ def test_published_settings() -> None:
     assert plain.scale == 192**-0.5
 
 
-@pytest.mark.parametrize(("raw", "billions"), [(V3, 671), (KIMI, 1026)], ids=["V3", "Kimi-K2"])
+def test_published_choices_of_tokens() -> None:
+    v32, glm, after = (Config.parse(raw) for raw in (V32, GLM, NEXT_GLM))
+    assert v32.index == Indexing(64, 128, 2048, False, (True,) * 61)
+    assert glm.index == Indexing(32, 128, 2048, True, (True,) * 78)
+    assert (glm.scale, glm.rope_scale, glm.max_positions, glm.rms_norm_eps) == (256**-0.5, 1.0, 202752, 1e-5)
+    assert (glm.groups, glm.dense_layers, glm.mtp, glm.eos_token_ids[0]) == (1, 3, True, 154820)
+    assert after.index is not None
+    full = [n for n, one in enumerate(after.index.layers) if one]
+    assert full == [0, 1, *range(2, 78, 4)]
+    assert after.index.chooses(78)  # the layer that drafts
+    types = ["full" if n in full else "shared" for n in range(78)]
+    for same in ({"indexer_types": types}, {"index_topk_pattern": "".join(one[0].upper() for one in types)}):
+        assert Config.parse({**GLM, **same}).index == after.index
+    newer = {
+        "rope_scaling": None,
+        "rope_theta": None,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    }
+    more = {
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
+        "layer_types": ["indexed_attention"] * 78,
+        "head_dim": 192,
+    }
+    again = Config.parse({**GLM, **newer, **more, "qk_head_dim": 256})
+    assert (again.inv_freq == glm.inv_freq).all()
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_the_order_of_an_indexers_rows_changes_no_score(pairs: bool) -> None:
+    """Pairs of V3.2 are of both halves, those of GLM-5 are (2i, 2i + 1); ours are the last numbers of a head."""
+    rng, dim, rotary = np.random.default_rng(0), 32, 16
+    q, k = rng.standard_normal((2, dim))
+    turn = np.exp(1j * rng.uniform(0, 6, (2, rotary // 2)))
+
+    def rotated(x: Any, n: int, first: Any, second: Any) -> Any:
+        out, both = x.copy(), (x[first] + 1j * x[second]) * turn[n]
+        out[first], out[second] = both.real, both.imag
+        return out
+
+    half = np.arange(rotary // 2)
+    published = (2 * half, 2 * half + 1) if pairs else (half, half + rotary // 2)
+    ours = (dim - rotary + 2 * half, dim - rotary + 2 * half + 1)
+    order = index_order(Indexing(1, dim, 1, pairs, (True,)), rotary)
+    assert sorted(order) == list(range(dim))
+    want = rotated(q, 0, *published) @ rotated(k, 1, *published)
+    assert rotated(q[order], 0, *ours) @ rotated(k[order], 1, *ours) == pytest.approx(want)
+    assert abs(rotated(q, 0, *ours) @ rotated(k, 1, *ours) - want) > 0.1
+
+
+def test_the_rows_of_an_indexer_come_in_blocks_of_scales() -> None:
+    """FP8 codes and plain numbers change their places; scales stay, and a head over two blocks is refused."""
+    for raw in (V32, GLM_FP8):
+        weights = Weights.allocate(
+            Config.parse({**raw, "num_hidden_layers": 4}), Arena(Device("null"), None), bfloat16
+        )
+        expected = weights.places.expected()
+        heads, at = raw["index_n_heads"], "model.layers.3.self_attn.indexer."
+        assert expected[at + "wq_b.weight"][0] == (heads * 128, raw["q_lora_rank"])
+        assert [one.name for one in expected[at + "wk.weight"][1]] == ["float8_e4m3fn"]
+        assert expected[at + "wk.weight_scale_inv"][0] == (1, raw["hidden_size"] // 128)
+        assert expected[at + "k_norm.bias"][0] == (128,)
+        assert "float32" in [one.name for one in expected[at + "weights_proj.weight"][1]]
+    with pytest.raises(UnsupportedModel, match=r"indexer.wq_b: its scales are of parts of heads of 256 rows"):
+        Weights.allocate(Config.parse({**V32, "index_head_dim": 256}), Arena(Device("null"), None), bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("raw", "billions"), [(V3, 671), (V32, 672), (KIMI, 1026), (GLM, 744), (GLM_FP8, 744), (NEXT_GLM, 743)],
+    ids=["V3", "V3.2", "Kimi-K2", "GLM-5", "GLM-5-FP8", "GLM-5.2"],
+)  # fmt: skip
 def test_published_sizes_have_their_parameters(raw: dict[str, Any], billions: int) -> None:
     weights = Weights.allocate(Config.parse(raw), Arena(Device("null"), None), bfloat16)
     expected = weights.places.expected()
@@ -39,9 +110,11 @@ def test_published_sizes_have_their_parameters(raw: dict[str, Any], billions: in
     assert round(count / 1e9) == billions
     shape, dtypes = expected["model.layers.60.self_attn.kv_b_proj.weight"]
     heads = raw["num_attention_heads"]
-    assert shape == (heads * 256, 512)
-    assert [one.name for one in dtypes] == ["float8_e4m3fn"]
-    assert expected["model.layers.60.self_attn.kv_b_proj.weight_scale_inv"][0] == (heads * 2, 4)
+    assert shape == (heads * (raw["qk_nope_head_dim"] + raw["v_head_dim"]), 512)
+    packed = raw["quantization_config"] is not None
+    assert ("float8_e4m3fn" in [one.name for one in dtypes]) == packed
+    if packed:
+        assert expected["model.layers.60.self_attn.kv_b_proj.weight_scale_inv"][0] == (shape[0] // 128, 4)
     assert expected["model.layers.60.mlp.gate.e_score_correction_bias"][0] == (raw["n_routed_experts"],)
     assert "model.layers.0.mlp.gate_proj.weight" in expected
 
@@ -52,13 +125,28 @@ def test_a_token_takes_1152_bytes_a_layer() -> None:
         blueprint = RECIPE.blueprint(Source(V3), options, ranks=ranks)
         (group,) = blueprint.groups(decide(options, Device("cpu"), blueprint))
         assert group.block_bytes == 61 * 16 * 2 * 576
+    for raw, layers, choosing in ((V32, 61, 61), (NEXT_GLM, 78, 21)):  # and the keys of indexers
+        blueprint = RECIPE.blueprint(Source(raw), options)
+        (group,) = blueprint.groups(decide(options, Device("cpu"), blueprint))
+        assert group.block_bytes == 16 * 2 * (layers * 576 + choosing * 128)
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model_type": "deepseek_v32"}, "model_type is 'deepseek_v32'; this recipe runs 'deepseek_v3' and 'kimi_k2'"),
-        ({"index_topk": 2048}, "index_topk is 2048; every published model has None"),
+        ({"model_type": "deepseek_v2"}, "model_type is 'deepseek_v2'; this recipe runs 'deepseek_v3' and 'kimi_k2'"),
+        ({"index_topk": 2048}, "index_topk is 2048; every published model of this type has None"),
+        ({"model_type": "deepseek_v32"}, "index_n_heads is None"),
+        ({**V32, "index_topk": 0}, "index_topk is 0"),
+        ({**V32, "index_head_dim": 96}, "index_head_dim is 96; it must be a power of two"),
+        ({**V32, "index_head_dim": 32}, "index_head_dim is 32; it must be a power of two from 32 and qk_rope_head_dim"),
+        ({**V32, "layer_types": ["full_attention"] * 61}, "layer_types is a list of 61; it must name indexed_"),
+        ({**GLM, "index_topk_pattern": "S" + "F" * 77}, "the first layer shares the choice of the layer before"),
+        ({**GLM, "index_topk_pattern": "F" * 77}, "index_topk_pattern is a list of 77"),
+        ({**GLM, "indexer_types": ["half"] * 78}, "indexer_types is a list of 78; it must name full or shared"),
+        ({**GLM, "mlp_layer_types": ["sparse"] * 78}, "first_k_dense_replace says that the first 3 are dense"),
+        ({**GLM, "qk_head_dim": 192}, "qk_head_dim is 192"),
+        ({**GLM, "rope_interleave": False}, "rope_interleave is False"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
         ({"norm_topk_prob": False}, "norm_topk_prob is False"),

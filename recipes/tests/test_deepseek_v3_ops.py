@@ -80,6 +80,30 @@ def test_a_long_context_in_many_parts(run_both: Both, rng: np.random.Generator, 
     assert error(got["out"], want["out"]) < 5e-3
 
 
+@pytest.mark.parametrize("sms", [1, 132], ids=["one part", "parts"])
+def test_attention_to_chosen_tokens(run_both: Both, rng: np.random.Generator, sms: int, request: Any) -> None:
+    """Of 40: rows that see fewer, as many and more, in any order; behind a row's choice there may be anything."""
+    args = attend_args(rng, [5, 1, 1, 1, 1], [70, 0, 39, 129, 3], 20, tokens=11, dead=[4])
+    chosen = np.full((11, 40), 1 << 30, np.int32)
+    for token, position in enumerate(args["positions"]):
+        some = rng.permutation(position + 1)[:40]
+        chosen[token, : len(some)] = some
+    target = None if "gpu" in request.node.name else Target(arch=90, num_sms=sms, interpreted=True)
+    got, want = run_both(latent_attend, args | {"selected": chosen}, target)
+    live = args["token_slots"] > 0
+    assert np.isfinite(got["out"].astype(float32)).all()
+    assert error(got["out"][live], want["out"][live]) < 5e-3
+    token, heads = 0, 20  # by hand: a token that sees 71
+    slot, held = args["token_slots"][token], chosen[token]
+    keys = args["kv"][args["block_tables"][slot, held // 16], held % 16].astype(np.float64)
+    q = [args[name][token].reshape(heads, -1).astype(np.float64) for name in ("q", "turned")]
+    e = np.exp(0.2 * np.concatenate(q, axis=1) @ keys.T)
+    by_hand = (e / e.sum(axis=1, keepdims=True)) @ keys[:, :LATENT]
+    assert error(want["out"][token].reshape(heads, -1), by_hand) < 5e-3
+    other = run_reference(latent_attend, args | {"selected": chosen[:, :39].copy()})["out"]
+    assert error(other[live], want["out"][live]) > 2e-2
+
+
 def test_the_absorbed_form_is_attention_over_made_keys_and_values(rng: np.random.Generator) -> None:
     heads, value, count, slot = 3, 24, 40, 2
     latent, turned_key = rng.standard_normal((count, LATENT)), rng.standard_normal((count, ROTARY))
@@ -103,8 +127,9 @@ def test_the_absorbed_form_is_attention_over_made_keys_and_values(rng: np.random
     )
 
 
-@pytest.mark.parametrize("width", [32, 48])
-def test_latents_are_written(run_both: Both, rng: np.random.Generator, width: int) -> None:
+@pytest.mark.parametrize(("width", "dim"), [(32, 0), (48, 0), (48, 32)])
+def test_latents_are_written(run_both: Both, rng: np.random.Generator, width: int, dim: int) -> None:
+    """dim: of an indexer's keys."""
     args = step(rng, [5, 1, 2], [13, 40, 0], tokens=10, dead=[2])
     tokens, columns = len(args["positions"]), width + LATENT + ROTARY
     args |= {
@@ -116,10 +141,16 @@ def test_latents_are_written(run_both: Both, rng: np.random.Generator, width: in
         "eps": 1e-6,
     }
     args["kv"][:] = np.nan
+    if dim:
+        args |= {
+            "index_key": (3 + 2 * rng.standard_normal((tokens, dim + 9))).astype(bfloat16)[:, 1 : dim + 1],
+            "index_norm": rng.uniform(0.5, 2, (2, dim)).astype(float32),
+            "index_pages": np.full((len(args["kv"]), 2, 16, dim), np.nan, bfloat16)[:, 1],
+        }
     got, want = run_both(write_latents, args)
-    for name in ("qr", "kv"):
+    for name in ("qr", "kv", "index_pages")[: 3 if dim else 2]:
         np.testing.assert_array_equal(
-            np.isnan(got[name][name == "kv" :]), np.isnan(want[name][name == "kv" :])
+            np.isnan(got[name][name != "qr" :]), np.isnan(want[name][name != "qr" :])
         )
         assert error(np.nan_to_num(got[name][1:]), np.nan_to_num(want[name][1:])) < 4e-3
     token = 3  # by hand: the key of one token
@@ -128,6 +159,15 @@ def test_latents_are_written(run_both: Both, rng: np.random.Generator, width: in
     turn = (x[0::2] + 1j * x[1::2]) * (args["cos_sin"][p, 0] + 1j * args["cos_sin"][p, 1])
     key = want["kv"][args["block_tables"][slot, p // 16], p % 16, LATENT:].astype(float32)
     np.testing.assert_allclose(key[0::2] + 1j * key[1::2], turn, atol=2e-2)
+    if dim:
+        x = args["index_key"][token].astype(np.float64)
+        x = (x - x.mean()) / np.sqrt(x.var() + 1e-6) * args["index_norm"][0] + args["index_norm"][1]
+        turn = (x[-ROTARY::2] + 1j * x[1 - ROTARY :: 2]) * (
+            args["cos_sin"][p, 0] + 1j * args["cos_sin"][p, 1]
+        )
+        x[-ROTARY::2], x[1 - ROTARY :: 2] = turn.real, turn.imag
+        found = want["index_pages"][args["block_tables"][slot, p // 16], p % 16].astype(float32)
+        np.testing.assert_allclose(found, x, atol=2e-2)
 
 
 @pytest.mark.parametrize("heads", [2, 17])
@@ -154,6 +194,7 @@ def test_queries_are_split(run_both: Both, rng: np.random.Generator, heads: int)
         (latent_attend, {"turned": np.zeros((6, 3 * ROTARY), bfloat16)}, "together they are heads of 80"),
         (latent_attend, {"kv": np.zeros((9, 12, LATENT + ROTARY), bfloat16)}, "pages have 12 tokens"),
         (latent_attend, {"token_slots": np.zeros(7, np.int32)}, "token_slots"),
+        (latent_attend, {"selected": np.zeros((5, 9), np.int32)}, "selected has shape"),
     ],
 )
 def test_wrong_calls_are_refused(

@@ -1,5 +1,6 @@
-"""What transformers makes of the golden DeepSeek-V3, in float32: `python scripts/reference/deepseek_v3_tiny.py` writes
-tests/goldens/deepseek_v3-tiny. The checkpoint is that of tests/deepseek_v3_form.py."""
+"""What transformers makes of the golden DeepSeek-V3, V3.2 and GLM-5, in float32: `python
+scripts/reference/deepseek_v3_tiny.py` writes tests/goldens/deepseek_v3-tiny and its kin. The checkpoints are those of
+tests/deepseek_v3_form.py."""
 
 from __future__ import annotations
 
@@ -14,33 +15,36 @@ import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-from deepseek_v3_form import CHECKPOINT, CONFIG, GOLDENS, NAME  # noqa: E402
+from deepseek_v3_form import CHECKPOINTS, CONFIG, GOLDENS, NAME  # noqa: E402
 
 from openinfer.recipes.engine.testing.checkpoint import write_tensors  # noqa: E402
 
 LENGTHS, NEW, POSITIONS = (1, 7, 64, 150, 300), 32, 2
 """Of prompts; tokens that follow each; and the last positions whose logits are kept."""
+FEW = (7, 64, 300), 32, 1
+"""The same of V3.2 and GLM-5."""
 
 
-def main() -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+def write(name: str) -> None:
+    lengths, new, kept = (LENGTHS, NEW, POSITIONS) if name == NAME else FEW
+    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS[name], dtype=torch.float32)
     model.eval()
     rng = np.random.default_rng(0)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     facts: dict[str, Any] = {
-        "name": NAME, "versions": {"torch": torch.__version__, "transformers": transformers.__version__}, "prompts": [],
+        "name": name, "versions": {"torch": torch.__version__, "transformers": transformers.__version__}, "prompts": [],
     }  # fmt: skip
-    for index, length in enumerate(LENGTHS):
+    for index, length in enumerate(lengths):
         ids = rng.integers(3, CONFIG["vocab_size"], length)
         tokens, margins = list(map(int, ids)), []
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0]
-            for _ in range(NEW):
+            for _ in range(new):
                 last = model(torch.tensor([tokens])).logits[0, -1]
                 best = torch.topk(last, 2).values
                 margins.append(float(best[0] - best[1]))
                 tokens.append(int(last.argmax()))
-        positions = list(range(max(0, length - POSITIONS), length))
+        positions = list(range(max(0, length - kept), length))
         arrays |= {
             f"p{index}.ids": ids.astype(np.int32),
             f"p{index}.greedy_ids": np.array(tokens[length:], np.int32),
@@ -50,12 +54,14 @@ def main() -> None:
             {"length": length, "logit_positions": positions, "logits_std": float(logits.std()),
              "greedy_margin_min": min(margins)}
         )  # fmt: skip
-    folder = GOLDENS / NAME
+    folder = GOLDENS / name
     folder.mkdir(exist_ok=True)
     write_tensors(folder / "golden.safetensors", arrays)
-    (folder / "golden.json").write_text(json.dumps(facts, indent=1) + "\n")
+    text = json.dumps(facts, indent=1) if name == NAME else json.dumps(facts, separators=(",", ":"))
+    (folder / "golden.json").write_text(text + "\n")
     print(json.dumps(facts, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    for one in sys.argv[1:] or CHECKPOINTS:
+        write(one)

@@ -1,6 +1,7 @@
 """A DeepSeek-V3 before it has memory: the pages of latents, allocation and loading."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tens
 
 @dataclass(frozen=True, slots=True)
 class DeepseekV3(Blueprint[Model]):
-    """engine.Blueprint of a DeepSeek-V3. Its pool has one group: pages with the latents of all layers."""
+    """engine.Blueprint of a DeepSeek-V3. Its pool has one group: pages with the latents of all layers, and the keys of
+    their indexers."""
 
     config: Config
     page_size: int
@@ -38,10 +40,13 @@ class DeepseekV3(Blueprint[Model]):
         whole = Weights.allocate(self.config.whole, arena, limits.dtype, drafts=self.drafts)
         validate(checkpoint, self.config, whole)
 
-    def _page(self, limits: Limits) -> tuple[tuple[int, ...], int]:
-        """The shape of a page, and its bytes."""
-        shape = (self.config.num_layers + self.drafts, self.page_size, self.config.latent_size)
-        return shape, int(np.prod(shape)) * limits.dtype.itemsize
+    def _page(self, limits: Limits) -> tuple[list[tuple[int, ...]], int]:
+        """The shapes of a page's latents and of its indexers' keys, where there are any, and the bytes of all."""
+        c, size, more = self.config, self.page_size, int(self.drafts)
+        shapes: list[tuple[int, ...]] = [(c.num_layers + more, size, c.latent_size)]
+        if c.index is not None:
+            shapes.append((sum(c.index.layers) + more, size, c.index.dim))
+        return shapes, sum(math.prod(shape) for shape in shapes) * limits.dtype.itemsize
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
         return (room.pages(limits, self._page(limits)[1]),)
@@ -61,13 +66,14 @@ class DeepseekV3(Blueprint[Model]):
             max_drafts=limits.max_drafts, proposes=limits.proposes,
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, limits.dtype, limits.step_tokens)
-        kv = arena.alloc((pages, *self._page(limits)[0]), limits.dtype, "latents")
-        if arena.device.kind == "cuda":
-            kv.zero_(stream)
-        return Model(c, weights, kv, cos_sin, batch, buffers)
+        kv, *keys = (arena.alloc((pages, *shape), limits.dtype, "latents") for shape in self._page(limits)[0])
+        model = Model(c, weights, kv, keys[0] if keys else None, cos_sin, batch, buffers)
+        for tensor in model.pages if arena.device.kind == "cuda" else []:
+            tensor.zero_(stream)
+        return model
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
-        return [[model.kv]]
+        return [model.pages]
 
     @property
     def cache_is_alike(self) -> bool:
@@ -95,6 +101,10 @@ class DeepseekV3(Blueprint[Model]):
         mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, Mixture)]
         yield from of_halves("one MLP", (mixtures[-1].shared if mixtures else layers[-1].mlp).gate_up.weight)
         yield from of_scales(layers[-1].attention.o)
+        index = layers[0].attention.indexer
+        if index is not None:
+            least = 2 * model.buffers.selected.shape[1]
+            yield Control("another choice of tokens", [(index.norm, -np.array(index.norm.numpy()))], least)
         for bias in [one.bias for one in mixtures][:1]:
             yield Control("another choice of experts", [(bias, np.roll(bias.numpy(), 1))])
         experts = [mixtures[-1].gate_up, mixtures[-1].down] if mixtures else []

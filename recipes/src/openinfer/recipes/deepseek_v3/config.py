@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openinfer.recipes.deepseek_v3.published import MODEL_TYPES
+from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SPARSE_TYPES
 from openinfer.recipes.engine.config_fields import FP8_BLOCK, WHOLE, Fields, Part, eos_ids, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.experts import Experts
@@ -15,10 +15,27 @@ from openinfer.tensor import Checkpoint
 
 WANTED: Mapping[str, Any] = {
     "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1, "rope_interleave": True,
-    "index_topk": None, "sliding_window": None,
+    "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1, "rope_interleave": True, "mlp_bias": False,
+    "sliding_window": None,
 }  # fmt: skip
 """Keys that have this value, or are missing, in every published model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Indexing:
+    """How tokens are chosen for attention: a token sees the `topk` whose keys have the largest scores, by `heads` heads
+    of `dim` numbers, the first of which rotate: in pairs (2i, 2i + 1), or of both halves. layers: which layers choose;
+    others take the choice of the last one that did."""
+
+    heads: int
+    dim: int
+    topk: int
+    pairs: bool
+    layers: tuple[bool, ...]
+
+    def chooses(self, layer: int) -> bool:
+        """Whether a layer has an indexer; the layer that drafts, which comes after all, has."""
+        return layer == len(self.layers) or self.layers[layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +45,8 @@ class Config:
     dense_layers: the first layers, which have an MLP in place of experts. nope_dim, rope_dim: elements of a head's
     query that are not rotated, and that are. groups, top_groups: of experts, and how many of them a token chooses from.
     scale: the factor on attention's scores. inv_freq, rope_scale, max_positions: see Rope. mtp: there is a layer that
-    drafts. packing: how projections are packed. part: which heads, experts and columns a rank has; all other fields are
-    the whole model's.
+    drafts. index: None: a token sees all before it. packing: how projections are packed. part: which heads, experts and
+    columns a rank has; all other fields are the whole model's.
     """
 
     hidden_size: int
@@ -55,6 +72,7 @@ class Config:
     max_positions: int
     mtp: bool
     eos_token_ids: tuple[int, ...]
+    index: Indexing | None = None
     unfused_experts: bool = True
     packing: AnyPacking | None = None
     part: Part = WHOLE
@@ -102,9 +120,14 @@ class Config:
         nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
         count, width = fields.size("n_routed_experts"), fields.size("moe_intermediate_size")
         shared = fields.size("n_shared_experts")
+        dense = fields.count("first_k_dense_replace", default=0, most=layers)
+        kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
+        if fields.strings("mlp_layer_types", ("dense", "sparse"), layers) not in (None, kinds):
+            raise fields.wrong(
+                "mlp_layer_types", f"first_k_dense_replace says that the first {dense} are dense"
+            )
         config = cls(
-            hidden_size=fields.size("hidden_size"), num_layers=layers,
-            dense_layers=fields.count("first_k_dense_replace", default=0, most=layers),
+            hidden_size=fields.size("hidden_size"), num_layers=layers, dense_layers=dense,
             num_heads=fields.size("num_attention_heads"), q_lora_rank=fields.size("q_lora_rank"),
             kv_lora_rank=fields.size("kv_lora_rank"), nope_dim=nope_dim, rope_dim=rope_dim,
             value_dim=fields.size("v_head_dim"), intermediate_size=fields.size("intermediate_size"),
@@ -117,6 +140,7 @@ class Config:
             **rope_of(fields, rope_dim, default=1e4)._asdict(),
             mtp=fields.count("num_nextn_predict_layers", default=0, most=1) == 1,
             eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
+            index=_index(fields, layers),
             unfused_experts=checkpoint is None or not any(".mlp.experts.gate_up_proj" in name for name in checkpoint),
             packing=packing(fields, quantization, coded, checkpoint),
         )  # fmt: skip
@@ -129,12 +153,46 @@ def _refuse(fields: Fields) -> None:
     if fields.get("model_type") not in MODEL_TYPES:
         raise fields.wrong("model_type", f"this recipe runs {' and '.join(map(repr, MODEL_TYPES))}")
     fields.is_all(WANTED, "every published model has")
-    heads = fields.size("num_attention_heads")
+    heads, plain, rotary = map(fields.size, ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     fields.is_all({"num_key_value_heads": heads}, "latents are of all heads, so it is num_attention_heads,")
-    fields.is_all({"head_dim": fields.size("qk_rope_head_dim")}, "where it is given it is qk_rope_head_dim,")
+    fields.is_all(
+        {"qk_head_dim": plain + rotary}, "where it is given it is qk_nope_head_dim + qk_rope_head_dim,"
+    )
+    if fields.get("model_type") != "glm_moe_dsa" or fields.get("head_dim") != plain:  # as GLM-5.2's is
+        fields.is_all({"head_dim": rotary}, "where it is given it is qk_rope_head_dim,")
     quantization = fields.fields("quantization_config")
     if quantization.get("scale_fmt") not in (None, "float", "ue8m0"):
         raise quantization.wrong("scale_fmt", "'float' and 'ue8m0' are possible")
+
+
+def _index(fields: Fields, layers: int) -> Indexing | None:
+    """The indexer of a model whose attention is sparse."""
+    kind = fields.get("model_type")
+    if kind not in SPARSE_TYPES:
+        fields.is_all({"index_topk": None}, "every published model of this type has")
+        return None
+    fields.strings("layer_types", ("indexed_attention",), layers)
+    types = fields.strings("indexer_types", ("full", "shared"), layers)
+    pattern = fields.get("index_topk_pattern")
+    if types is None and pattern is not None:
+        letters = {"F": "full", "S": "shared"}
+        spelt = [letters.get(one, one) for one in pattern] if isinstance(pattern, str | list) else pattern
+        types = Fields({"index_topk_pattern": spelt}).strings(
+            "index_topk_pattern", ("full", "shared"), layers
+        )
+    if types is None:
+        every = fields.size("index_topk_freq", default=1)
+        first = fields.count("index_skip_topk_offset", default=2, most=layers) - 1
+        types = ["shared" if max(n - first, 0) % every else "full" for n in range(layers)]
+    if types[0] == "shared":
+        raise UnsupportedModel(
+            "config.json: the first layer shares the choice of the layer before; there is none"
+        )
+    return Indexing(
+        heads=fields.size("index_n_heads"), dim=fields.size("index_head_dim"), topk=fields.size("index_topk"),
+        pairs=fields.flag("indexer_rope_interleave", default=kind == "glm_moe_dsa"),
+        layers=tuple(one == "full" for one in types),
+    )  # fmt: skip
 
 
 def _check_sizes(c: Config) -> None:
@@ -145,6 +203,10 @@ def _check_sizes(c: Config) -> None:
         raise UnsupportedModel(
             f"config.json: num_experts_per_tok is {chosen}, of {count} n_routed_experts in topk_group {c.top_groups} "
             f"of n_group {c.groups}; groups have two experts or more, as many each, and all that a token takes"
+        )
+    if c.index is not None and (c.index.dim & (c.index.dim - 1) or c.index.dim < max(32, c.rope_dim)):
+        raise UnsupportedModel(
+            f"config.json: index_head_dim is {c.index.dim}; it must be a power of two from 32 and qk_rope_head_dim"
         )
     multiples = {
         "hidden_size": c.hidden_size, "q_lora_rank": c.q_lora_rank, "kv_lora_rank": c.kv_lora_rank,

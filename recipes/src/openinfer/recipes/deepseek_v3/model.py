@@ -15,16 +15,17 @@ from openinfer.kernels import (
     embed,
     experts_add,
     gate_up_silu,
+    index_topk,
     linear_add,
     norm_linear,
     norm_rows,
     project,
     route,
 )
-from openinfer.kernels.authoring import Linear
-from openinfer.recipes.deepseek_v3.config import Config
+from openinfer.kernels.authoring import Linear, padded_rows
+from openinfer.recipes.deepseek_v3.config import Config, Indexing
 from openinfer.recipes.deepseek_v3.ops import latent_attend, split_queries, write_latents
-from openinfer.recipes.deepseek_v3.weights import Attention, Layer, Mixture, Mlp, Weights
+from openinfer.recipes.deepseek_v3.weights import Attention, Indexer, Layer, Mixture, Mlp, Weights
 from openinfer.tensor import Arena, Stream, Tensor, float32, int32
 
 
@@ -33,7 +34,7 @@ class Buffers:
     """Activations, allocated once for the largest step; a smaller step uses their first rows."""
 
     x: Tensor  # [T, H]
-    into: Tensor  # [T, Q + C + r, padded]
+    into: Tensor  # [T, D + Q + C + r, padded]
     qr: Tensor  # [T, Q]
     q: Tensor  # [T, A (n + r)]
     plain: Tensor  # [T, A n]
@@ -47,6 +48,10 @@ class Buffers:
     expert_weights: Tensor  # [T, K]
     y: Tensor  # [T, H]: of one of several ranks
     drafting: tuple[Tensor, ...]  # two [T, H], of the layer that drafts
+    index_q: Tensor  # [T, I D]: these four of one size where nothing chooses tokens
+    index_key: Tensor  # [T, D]
+    index_weights: Tensor  # float32 [T, I, padded]
+    selected: Tensor  # int32 [T, K of tokens]
 
     @classmethod
     def allocate(
@@ -54,13 +59,14 @@ class Buffers:
     ) -> "Buffers":
         """For steps of at most max_tokens tokens."""
         heads, layer = c.part.of(c.num_heads), weights.layers[-1]
+        into, index = weights.layers[0].attention.into, c.index or Indexing(1, 1, 1, True, ())
         router = layer.mlp.router.weight.shape[0] if isinstance(layer.mlp, Mixture) else 1
 
         def by_token(width: int, kind: np.dtype[Any] = dtype) -> Tensor:
             return arena.alloc((max_tokens, width), kind)
 
         return cls(
-            x=by_token(c.hidden_size), into=by_token(layer.attention.into.weight.shape[0]), qr=by_token(c.q_lora_rank),
+            x=by_token(c.hidden_size), into=by_token(into.weight.shape[0]), qr=by_token(c.q_lora_rank),
             q=by_token(heads * (c.nope_dim + c.rope_dim)), plain=by_token(heads * c.nope_dim),
             turned=by_token(heads * c.rope_dim), latent_q=by_token(heads * c.kv_lora_rank),
             latent_out=by_token(heads * c.kv_lora_rank), heads=by_token(heads * c.value_dim),
@@ -68,17 +74,21 @@ class Buffers:
             expert_ids=by_token(c.experts.chosen, int32), expert_weights=by_token(c.experts.chosen),
             y=by_token(c.hidden_size if c.part.ranks > 1 else 1),
             drafting=tuple(by_token(c.hidden_size) for _ in range(2 if weights.mtp else 0)),
+            index_q=by_token(index.heads * index.dim), index_key=by_token(index.dim),
+            index_weights=by_token(padded_rows(index.heads), float32), selected=by_token(index.topk, int32),
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """Weights, cache and buffers. kv [pages, L, page_size, C + r]: a latent and a rotated key of each token, the same
-    on all ranks. cos_sin float32 [max_model_len, 2, r / 2]."""
+    on all ranks. keys [pages, layers that choose, page_size, D]: those of indexers. cos_sin float32
+    [max_model_len, 2, r / 2]."""
 
     config: Config
     weights: Weights
     kv: Tensor
+    keys: Tensor | None
     cos_sin: Tensor
     batch: Batch
     buffers: Buffers
@@ -89,6 +99,11 @@ class Model:
     def vocab_size(self) -> int:
         """Columns of the logits."""
         return self.config.vocab_size
+
+    @property
+    def pages(self) -> list[Tensor]:
+        """The tensors of the pool's pages."""
+        return [self.kv] if self.keys is None else [self.kv, self.keys]
 
     @property
     def hidden(self) -> Tensor:
@@ -145,13 +160,40 @@ class Model:
         self._logits(pack, num_rows, self.weights.mtp.norm)
 
     def _latents(self, pack: Pack, read: Read, a: Attention, index: int, t: int) -> None:
-        """The latents of t tokens into their pages, and qr = the queries' low-rank vectors."""
-        c, b, batch = self.config, self.buffers, self.batch
-        norm_linear(pack, out=b.into[:t], **read, weight=a.into)
+        """The latents of t tokens, and their indexer's keys, into the pages; qr = the queries' low-rank vectors."""
+        c, b, batch, own = self.config, self.buffers, self.batch, a.indexer
+        into = _flat(b.into, t, a.into.weight.shape[0])
+        norm_linear(pack, out=into, **read, weight=a.into)
+        keys: dict[str, Any] = {}
+        if own is not None:
+            dim = own.norm.shape[1]
+            key, into = (into[:, :dim], into[:, dim:]) if own.key is None else (b.index_key[:t], into)
+            if own.key is not None:
+                norm_linear(pack, out=key, **read, weight=own.key)
+            keys = {"index_key": key, "index_norm": own.norm, "index_pages": self._keys(index)}
         write_latents(
-            pack, qr=b.qr[:t], kv=self.kv[:, index], qkv=b.into[:t], q_norm=a.q_norm, kv_norm=a.kv_norm,
+            pack, qr=b.qr[:t], kv=self.kv[:, index], qkv=into, q_norm=a.q_norm, kv_norm=a.kv_norm,
             cos_sin=self.cos_sin, positions=batch.positions[:t], token_slots=batch.token_slots[:t],
-            block_tables=batch.rows["block_tables"], eps=c.rms_norm_eps,
+            block_tables=batch.rows["block_tables"], eps=c.rms_norm_eps, **keys,
+        )  # fmt: skip
+
+    def _keys(self, index: int) -> Tensor:
+        """The indexer's keys of a layer."""
+        assert self.config.index is not None
+        assert self.keys is not None
+        return self.keys[:, sum(self.config.index.layers[:index])]
+
+    def _select(self, pack: Pack, read: Read, own: Indexer, index: int, t: int) -> None:
+        """selected = the tokens that t tokens attend to, by a layer's indexer."""
+        b, batch, dim = self.buffers, self.batch, own.norm.shape[1]
+        count = own.q.shape[0] // dim
+        norm_linear(pack, out=b.index_q[:t], x=b.qr[:t], weight=own.q)
+        norm_linear(pack, out=b.index_weights[:t], **read, weight=own.weights)
+        index_topk(
+            pack, selected=b.selected[:t], q=b.index_q[:t].reshape(t, count, dim), weights=b.index_weights[:t, :count],
+            keys=self._keys(index), cos_sin=self.cos_sin, positions=batch.positions[:t],
+            token_slots=batch.token_slots[:t], block_tables=batch.rows["block_tables"], scale=(count * dim) ** -0.5,
+            window=1,
         )  # fmt: skip
 
     def _attention(self, pack: Pack, read: Read, layer: Layer, index: int, t: int) -> Read:
@@ -160,6 +202,8 @@ class Model:
         c, b, a = self.config, self.buffers, layer.attention
         heads, positions = c.part.of(c.num_heads), self.batch.positions[:t]
         self._latents(pack, read, a, index, t)
+        if a.indexer is not None:
+            self._select(pack, read, a.indexer, index, t)
         norm_linear(pack, out=b.q[:t], x=b.qr[:t], weight=a.q)
         plain, turned, latent_q, out = b.plain[:t], b.turned[:t], b.latent_q[:t], b.latent_out[:t]
         split_queries(pack, plain=plain, turned=turned, q=b.q[:t], cos_sin=self.cos_sin, positions=positions)
@@ -168,6 +212,7 @@ class Model:
         latent_attend(
             pack, out=out, q=latent_q, turned=turned, kv=self.kv[:, index], positions=positions,
             token_slots=self.batch.token_slots[:t], block_tables=self.batch.rows["block_tables"], scale=c.scale,
+            selected=b.selected[:t] if c.index is not None else None,
         )  # fmt: skip
         project(pack, out=b.heads[:t], x=out, weight=a.values, **apart)
         return self._add(pack, a.o, b.heads[:t], layer.post_norm, t)
@@ -177,9 +222,8 @@ class Model:
         return self._add(pack, mlp.down, self._gate_up(pack, read, mlp.gate_up, t), norm, t)
 
     def _gate_up(self, pack: Pack, read: Read, weight: Linear[Tensor], t: int) -> Tensor:
-        """The hidden layer of a gated MLP, at the beginning of the buffer's memory."""
-        width = weight.shape[0] // 2
-        out = self.buffers.mlp.reshape(-1)[: t * width].reshape(t, width)
+        """The hidden layer of a gated MLP."""
+        out = _flat(self.buffers.mlp, t, weight.shape[0] // 2)
         gate_up_silu(pack, out=out, **read, weight=weight)
         return out
 
@@ -219,4 +263,10 @@ class Model:
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page."""
-        self.kv[:1].zero_(stream)
+        for pages in self.pages:
+            pages[:1].zero_(stream)
+
+
+def _flat(buffer: Tensor, t: int, width: int) -> Tensor:
+    """[t, width] at the beginning of a buffer's memory."""
+    return buffer.reshape(-1)[: t * width].reshape(t, width)

@@ -1,7 +1,7 @@
 """The ops of latent attention. Of a token are cached a latent of C numbers and r rotated ones, of all heads.
 
-write_latents: a token's latent into its page, beside the query's low-rank vector. split_queries: the heads' queries.
-latent_attend: attention of all heads to one vector a token, whose first numbers are its value too.
+write_latents: a token's latent into its page, beside the query's low-rank vector, and the indexer's key. split_queries:
+the heads' queries. latent_attend: attention of all heads to one vector a token, whose first numbers are its value too.
 """
 
 import math
@@ -40,6 +40,8 @@ from openinfer.kernels.authoring import (
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v3.device.latents"
+KEY_EPS = 1e-6
+"""Of the LayerNorm of the indexer's keys, whatever config.json says of other norms."""
 MOST_PARTS = 128
 """The most parts of a token's context. The bound is needed because all parts are merged at once."""
 
@@ -56,13 +58,17 @@ def expect_latents(kv: Tensor, block_tables: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WriteArgs(Generic[T]):
-    """Split qkv [T, >= Q + C + r], rows at any stride, into the query's low-rank vector, the latent and the key.
+    """Split qkv [T, >= Q + C + r], rows at any stride, into the query's low-rank vector, the latent and the key; and
+    write the key of an indexer, where there is one.
 
     qr [T, Q] = q_norm * q / rms(q), rounded. The cache gets kv_norm * c / rms(c), rounded, and the key rotated in pairs
     (2i, 2i + 1), rounded: kv [pages, page_size, C + r], one layer of the pages (expect_latents); position p of slot s
     is at block_tables[s, p // page_size], place p mod page_size. All of one float dtype; q_norm float32 [Q], kv_norm
     float32 [C], cos_sin float32 [P, 2, r / 2]; positions, token_slots int32 [T]. Slot 0's table names page 0, which no
     row reads, so tokens of slot 0 may write there or not at all.
+
+    index_key [T, D], rows at any stride: index_pages [pages, page_size, D] get its LayerNorm (KEY_EPS; index_norm
+    float32 [2, D] is weight and bias), with the last r numbers rotated, rounded once.
     """
 
     qr: T
@@ -75,6 +81,9 @@ class _WriteArgs(Generic[T]):
     token_slots: T
     block_tables: T
     eps: float
+    index_key: T | None = None
+    index_norm: T | None = None
+    index_pages: T | None = None
 
 
 def _write_check(a: _WriteArgs[Tensor]) -> None:
@@ -93,6 +102,15 @@ def _write_check(a: _WriteArgs[Tensor]) -> None:
         f"{rotary}, a query {width}",
     )
     require(a.eps > 0, f"eps is {a.eps}; it must be positive")
+    if a.index_key is None or a.index_norm is None or a.index_pages is None:
+        require(a.index_key is a.index_norm is a.index_pages is None, "an indexer's key has a norm and pages")
+        return
+    dim = a.index_norm.shape[-1]
+    expect("index_norm", a.index_norm, (2, dim), float32)
+    expect_columns("index_key", a.index_key, (tokens, dim), a.kv.dtype)
+    expect("index_pages", a.index_pages, (*a.kv.shape[:2], dim), a.kv.dtype, dense=False)
+    expect("index_pages[0]", a.index_pages[0], (a.kv.shape[1], dim))
+    require(dim >= rotary, f"an indexer's keys have {dim} numbers, of which {rotary} rotate")
 
 
 def _write_reference(a: _WriteArgs[Array]) -> None:
@@ -103,6 +121,11 @@ def _write_reference(a: _WriteArgs[Array]) -> None:
     page = a.block_tables[a.token_slots[live], position // a.kv.shape[1]], position % a.kv.shape[1]
     key = rotated_pairs(f32(own[:, latent:]), a.cos_sin, position)
     a.kv[page] = np.concatenate([f32(rms_norm(own[:, :latent], a.kv_norm, a.eps)), key], axis=1)
+    if a.index_key is not None and a.index_norm is not None and a.index_pages is not None:
+        x = f32(a.index_key[live])
+        x = x - x.mean(axis=1, keepdims=True)
+        x = x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(KEY_EPS))
+        a.index_pages[page] = rotated_pairs(x * a.index_norm[0] + a.index_norm[1], a.cos_sin, position)
 
 
 def _write_launches(target: Target, a: _WriteArgs[Tensor]) -> Iterator[Command]:
@@ -111,18 +134,28 @@ def _write_launches(target: Target, a: _WriteArgs[Tensor]) -> Iterator[Command]:
         a.kv.dtype == bfloat16, f"kv is {a.kv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
     )
     require(latent == power_of_two(latent), f"latents have {latent} numbers; on a GPU a power of two")
+    key, pages = a.index_key or a.qkv, a.index_pages or a.kv
+    dim = 0 if a.index_key is None else a.index_key.shape[1]
+    require(
+        dim == 0 or dim == power_of_two(dim), f"an indexer's keys have {dim} numbers; on a GPU a power of two"
+    )
     yield launch(
-        _DEVICE, "write_latents", (tokens, 2),
+        _DEVICE, "write_latents", (tokens, 3 if dim else 2),
         {
-            **tensors(a), "width": aligned(width), "qkv_stride": aligned(a.qkv.strides[0]),
-            "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0]), "eps": a.eps,
+            **tensors(a), "index_key": key, "index_norm": a.index_norm or a.kv_norm, "index_pages": pages,
+            "width": aligned(width), "qkv_stride": aligned(a.qkv.strides[0]), "key_stride": aligned(key.strides[0]),
+            "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0]),
+            "key_page_stride": Aligned(pages.strides[0]), "eps": a.eps, "key_eps": KEY_EPS,
         },
-        {"BLOCK": power_of_two(width), "C": latent, "ROTARY": 2 * a.cos_sin.shape[2], "PAGE": a.kv.shape[1]},
+        {
+            "BLOCK": power_of_two(width), "C": latent, "ROTARY": 2 * a.cos_sin.shape[2], "PAGE": a.kv.shape[1],
+            "KEY": dim,
+        },
     )  # fmt: skip
 
 
 def _write_cost(workload: Workload, a: _WriteArgs[Tensor]) -> Cost:
-    columns = a.qr.shape[1] + a.kv.shape[2]
+    columns = a.qr.shape[1] + a.kv.shape[2] + (0 if a.index_pages is None else a.index_pages.shape[2])
     return Cost(2 * workload.tokens * columns * a.kv.itemsize, 8 * workload.tokens * columns)
 
 
@@ -186,7 +219,7 @@ split_queries = Op(
 class _AttendArgs(Generic[T]):
     """out[t, h] = sum of p_j c_j over the positions j <= p that token t sees, with p_j = softmax of
     scale * (q[t, h] . c_j + turned[t, h] . k_j): c_j, k_j are the latent and the rotated key of position j, of all
-    heads.
+    heads. With `selected` int32 [T, K] it sees the first min(K, p + 1) of selected[t] instead, each once.
 
     Token t is at position p = positions[t] of slot s = token_slots[t] (int32 [T]); its own is there already. kv
     [pages, page_size, C + r]: one layer of the pages; position j is at block_tables[s, j // page_size], place j mod
@@ -203,6 +236,7 @@ class _AttendArgs(Generic[T]):
     token_slots: T
     block_tables: T
     scale: float
+    selected: T | None = None
 
     @property
     def heads(self: "_AttendArgs[Tensor] | _AttendArgs[Array]") -> int:
@@ -221,6 +255,8 @@ def _attend_check(a: _AttendArgs[Tensor]) -> None:
         f"q and turned have {width} and {a.turned.shape[1]} columns; together they are heads of {a.kv.shape[2]}",
     )
     expect_each(a, (tokens,), int32, "positions", "token_slots")
+    if a.selected is not None:
+        expect("selected", a.selected, (tokens, -1), int32)
     require(a.scale > 0, f"scale is {a.scale}; it must be positive")
 
 
@@ -230,7 +266,8 @@ def _attend_reference(a: _AttendArgs[Array]) -> None:
     q = np.concatenate([a.q.reshape(tokens, a.heads, -1), a.turned.reshape(tokens, a.heads, -1)], axis=2)
     a.out[a.token_slots == 0] = 0
     for token in np.flatnonzero(a.token_slots):  # one at a time: the result must not depend on the chunk
-        seen = np.arange(a.positions[token] + 1)
+        end = a.positions[token] + 1
+        seen = np.arange(end) if a.selected is None else a.selected[token, :end]
         keys = f32(a.kv[a.block_tables[a.token_slots[token], seen // size], seen % size])
         logits = (f32(q[token]) @ keys.T) * np.float32(a.scale)
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -249,7 +286,8 @@ def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command
         sizes_fit, f"latents of {latent} and keys of {rotary}; on a GPU powers of two from 64 and from 16"
     )
     rows, block = max(16, min(64, power_of_two(heads))), 32 if target.arch == 90 else 16
-    programs, blocks = tokens * -(-heads // rows), -(-a.block_tables.shape[1] * size // block)
+    most = 0 if a.selected is None else a.selected.shape[1]
+    programs, blocks = tokens * -(-heads // rows), -(-(most or a.block_tables.shape[1] * size) // block)
     splits = 1 if target.batch_invariant else max(1, min(target.num_sms // programs, blocks, MOST_PARTS))
     partial = Scratch((tokens, splits, heads, latent), float32) if splits > 1 else a.out
     weight = Scratch((tokens, splits, heads), float32) if splits > 1 else a.positions
@@ -258,11 +296,12 @@ def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command
     yield launch(
         _DEVICE, "latent_attend", (splits, tokens, -(-heads // rows)),
         {
-            "out": a.out, "q": a.q, "turned": a.turned, "kv": a.kv, "block_tables": a.block_tables, "partial": partial,
-            "weight": weight, **sees, "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0]),
+            "out": a.out, "q": a.q, "turned": a.turned, "kv": a.kv, "selected": a.selected or a.positions,
+            "block_tables": a.block_tables, "partial": partial, "weight": weight, **sees,
+            "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0]),
             "scale": a.scale * math.log2(math.e),
         },
-        {**constants, "ROTARY": rotary, "PAGE_BITS": size.bit_length() - 1, "BM": rows},
+        {**constants, "ROTARY": rotary, "PAGE_BITS": size.bit_length() - 1, "BM": rows, "MOST": most},
         num_warps=8, num_stages=2,
     )  # fmt: skip
     if splits > 1:
@@ -276,9 +315,10 @@ def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command
 def _attend_cost(workload: Workload, a: _AttendArgs[Tensor]) -> Cost:
     """A row's context counts once, and each pair of a token and one that it sees in every head."""
     width = a.q.shape[1]
-    moved = int(workload.kv_tokens) * a.kv.shape[2] * a.kv.itemsize
+    most = workload.qk_pairs if a.selected is None else workload.tokens * a.selected.shape[1]
+    moved = int(min(workload.kv_tokens, most)) * a.kv.shape[2] * a.kv.itemsize
     moved += workload.tokens * (2 * width + a.turned.shape[1]) * a.q.itemsize
-    return Cost(moved, int(2 * workload.qk_pairs * (2 * width + a.turned.shape[1])))
+    return Cost(moved, int(2 * min(workload.qk_pairs, most) * (2 * width + a.turned.shape[1])))
 
 
 latent_attend = Op(

@@ -2,9 +2,23 @@
 
 from typing import Any
 
-MODEL_TYPES = ("deepseek_v3", "kimi_k2")
+SPARSE_TYPES = ("deepseek_v32", "glm_moe_dsa")
+MODEL_TYPES = ("deepseek_v3", "kimi_k2", *SPARSE_TYPES)
+INDEX = {"index_head_dim": 128, "index_topk": 2048}
+GLM = {
+    "model_type": "glm_moe_dsa", "vocab_size": 154880, "hidden_size": 6144, "num_hidden_layers": 78,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
+    "v_head_dim": 256, "intermediate_size": 12288, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 202752, "rope_theta": 1e6, "rope_scaling": None, "index_n_heads": 32, **INDEX,
+    "eos_token_id": [154820, 154827, 154829],
+}  # fmt: skip
+NEXT_GLM = {
+    **GLM, "max_position_embeddings": 1048576, "rope_theta": 8e6, "index_topk_freq": 4, "index_skip_topk_offset": 3,
+}  # fmt: skip
+PLAIN = {"quantization_config": None}
 SIZES: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": {},
+    "DeepSeek-V3.2": {"model_type": "deepseek_v32", "index_n_heads": 64, **INDEX},
     "Kimi-K2": {
         "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
         "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827,
@@ -15,9 +29,14 @@ SIZES: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         },
     },
+    "GLM-5": {**GLM, **PLAIN}, "GLM-5-FP8": GLM, "GLM-5.2": {**NEXT_GLM, **PLAIN}, "GLM-5.2-FP8": NEXT_GLM,
 }  # fmt: skip
 """What config.json says otherwise than that of V3, by the short name."""
-SAME = dict.fromkeys(("DeepSeek-V3-0324", "DeepSeek-V3.1", "DeepSeek-R1"), "DeepSeek-V3")
+SAME = {
+    **dict.fromkeys(("DeepSeek-V3-0324", "DeepSeek-V3.1", "DeepSeek-R1"), "DeepSeek-V3"),
+    **dict.fromkeys(("DeepSeek-V3.2-Exp", "DeepSeek-V3.2-Speciale"), "DeepSeek-V3.2"),
+    "GLM-5.1": "GLM-5", "GLM-5.1-FP8": "GLM-5-FP8",
+}  # fmt: skip
 """Other names of the same sizes."""
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2,

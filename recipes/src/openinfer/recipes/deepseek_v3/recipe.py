@@ -23,13 +23,13 @@ class LatentOptions(Options):
 
 
 class DeepseekV3Recipe(Recipe[LatentOptions]):
-    """Serves DeepSeek-V3 (V3-0324, V3.1, R1) and Kimi-K2 checkpoints."""
+    """Serves DeepSeek-V3 (V3-0324, V3.1, R1), V3.2, Kimi-K2 and GLM-5 checkpoints."""
 
     name, options = "deepseek_v3", LatentOptions
     small: Mapping[str, Any] = {**config_json("DeepSeek-V3"), **SMALL}
 
     def matches(self, config: Mapping[str, Any]) -> bool:
-        """Whether config.json is a DeepSeek-V3's or a Kimi-K2's."""
+        """Whether config.json is a DeepSeek-V3's or that of its kin."""
         return config.get("model_type") in MODEL_TYPES
 
     def blueprint(
@@ -51,7 +51,7 @@ class DeepseekV3Recipe(Recipe[LatentOptions]):
         return DeepseekV3(config.of_rank(rank, ranks), options.block_size, drafts)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
-        """The published sizes, in FP8."""
+        """The published sizes, in FP8 but for GLM's own."""
         return {name: config_json(SAME.get(name, name)) for name in (*SIZES, *SAME)}
 
 

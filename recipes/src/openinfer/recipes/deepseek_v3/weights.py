@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,25 @@ from openinfer.kernels.authoring import (
     padded_rows,
     scale_blocks,
 )
-from openinfer.recipes.deepseek_v3.config import Config
+from openinfer.recipes.deepseek_v3.config import Config, Indexing
 from openinfer.recipes.engine.config_fields import FP8_BLOCK
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.experts import expert_places
-from openinfer.tensor import Arena, Checkpoint, Conversion, Tensor, float8_e4m3fn
+from openinfer.tensor import Arena, Checkpoint, Conversion, Tensor, dtypes, float8_e4m3fn, float32
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """What chooses the tokens that a layer attends to: I heads of D numbers, of which the last r rotate in pairs. The
+    rows of published weights come in another order, which changes no product of a query and a key. All ranks have it
+    whole."""
+
+    q: Linear[Tensor]  # [I D, Q]
+    weights: Linear[Tensor]  # [I, padded, H]
+    norm: Tensor  # float32 [2, D]: weight and bias
+    key: Linear[Tensor] | None  # [D, H]: where its packing is not that of Attention.into, which has it then
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +46,14 @@ class Attention:
     not rotated, v of a value. keys and values are the halves of kv_b_proj, in the model's dtype. Keys are transposed:
     they make a latent of a query, so that no key is made of a latent."""
 
-    into: Linear[Tensor]  # [Q + C + r, padded, H]: q_a_proj and kv_a_proj_with_mqa
+    into: Linear[Tensor]  # [D + Q + C + r, padded, H]: an indexer's wk, q_a_proj and kv_a_proj_with_mqa
     q_norm: Tensor  # float32 [Q]
     kv_norm: Tensor  # float32 [C]
     q: Linear[Tensor]  # [A (n + r), Q]
     keys: Tensor  # [A C, n]
     values: Tensor  # [A v, C]
     o: Linear[Tensor]  # [H, A v]
+    indexer: Indexer | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +128,14 @@ class Weights:
         return cls(embed, tuple(linked), norm, head, mtp, arena.used - before, p)
 
 
+def index_order(index: Indexing, rotary: int) -> Array:
+    """The rows of a published head of the indexer in the order of ours: the rotated ones last, and in pairs."""
+    turned = np.arange(rotary)
+    return np.concatenate(
+        [np.arange(rotary, index.dim), turned if index.pairs else turned.reshape(2, -1).T.ravel()]
+    )
+
+
 def validate(checkpoint: Checkpoint, config: Config, weights: Weights) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly these tensors. Where the layer that drafts is not
     loaded it is ignored, and always its copies of the embedding and of the head."""
@@ -131,12 +153,34 @@ class _Places(LinearPlaces):
         """The weight of a norm in float32: it multiplies before the one rounding."""
         return self.converted(module + ".weight", size, convert=lambda w: w.astype(np.float32))
 
-    def stack(self, *parts: WeightPart, columns: int, pad: int = 0) -> Linear[Tensor]:
-        """Projections in one weight, with `pad` rows of zeros after them."""
+    def stack(
+        self, *parts: WeightPart, columns: int, pad: int = 0, order: Array | None = None
+    ) -> Linear[Tensor]:
+        """Projections in one weight, with `pad` rows of zeros after them. order: of the rows of each head of the first
+        one; a block of FP8 has whole heads, so its scale is theirs in any order."""
+        loads, conversions = len(self.loads), len(self.conversions)
         try:
-            return self.linear(*parts, columns=columns, packing=self.c.packing, pad=pad)
+            linear = self.linear(*parts, columns=columns, packing=self.c.packing, pad=pad)
         except UnsupportedQuantization as error:
             raise UnsupportedModel(str(error)) from None
+        if order is None:
+            return linear
+        own, rows = parts[0].module + ".", parts[0].rows
+        for load in [load for load in self.loads[loads:] if load.name.startswith(own)]:
+            self.loads.remove(load)
+            self.conversions.append(Conversion((load.name,), load.dst, np.asarray, (load.source,)))
+            kind = load.dst.dtype
+            self.dtypes.setdefault(load.name, dtypes.WEIGHTS if kind in dtypes.WEIGHTS else (kind,))
+        for n, one in list(enumerate(self.conversions))[conversions:]:
+            if one.names[0].startswith(own) and one.dst.shape[0] == rows:
+                self.conversions[n] = one._replace(convert=partial(_reordered, one.convert, order))
+            elif one.names[0].startswith(own) and (
+                FP8_BLOCK % len(order) or one.dst.shape[0] != scale_blocks(rows)
+            ):
+                raise UnsupportedModel(
+                    f"{parts[0].module}: its scales are of parts of heads of {len(order)} rows, which are reordered"
+                )
+        return linear
 
     def back(self, module: str, columns: int) -> Linear[Tensor]:
         """A projection back to the hidden size, of which each rank has as many columns."""
@@ -179,7 +223,7 @@ def _layer(p: _Places, c: Config, at: str, number: int) -> Layer:
     dense = number < c.dense_layers
     return Layer(
         input_norm=p.gain(at + "input_layernorm", c.hidden_size),
-        attention=_attention(p, c, at + "self_attn."),
+        attention=_attention(p, c, at + "self_attn.", number),
         post_norm=p.gain(at + "post_attention_layernorm", c.hidden_size),
         mlp=_mlp(p, c, at + "mlp.", c.intermediate_size) if dense else _mixture(p, c, at + "mlp."),
     )
@@ -192,19 +236,45 @@ def _mtp(p: _Places, c: Config, at: str) -> Mtp:
     return Mtp(of_embedding, of_hidden, norms[0], norms[1], _layer(p, c, at, c.num_layers), norms[2])
 
 
-def _attention(p: _Places, c: Config, at: str) -> Attention:
+def _reordered(convert: Callable[..., Array], order: Array, *arrays: Array) -> Array:
+    made = convert(*arrays)
+    return made.reshape(-1, len(order), *made.shape[1:])[:, order].reshape(made.shape)
+
+
+def _indexer(p: _Places, c: Config, index: Indexing, at: str, order: Array, *, key: bool) -> Indexer:
+    dim, heads = index.dim, index.heads
+    norm, names = p.arena.alloc((2, dim), float32, at + "k_norm"), (at + "k_norm.weight", at + "k_norm.bias")
+    p.conversions.append(
+        Conversion(names, norm, lambda *both: np.stack(both)[:, order], ((slice(0, dim),),) * 2)
+    )
+    return Indexer(
+        q=p.stack(WeightPart(at + "wq_b", heads * dim), columns=c.q_lora_rank, order=order),
+        weights=p.linear((at + "weights_proj", heads), columns=c.hidden_size, pad=padded_rows(heads) - heads),
+        norm=norm,
+        key=p.stack(WeightPart(at + "wk", dim), columns=c.hidden_size, order=order) if key else None,
+    )
+
+
+def _attention(p: _Places, c: Config, at: str, number: int) -> Attention:
     heads, own = c.part.of(c.num_heads), c.nope_dim + c.rope_dim
-    rows, latent, kv_b = c.q_lora_rank + c.latent_size, c.kv_lora_rank, at + "kv_b_proj"
-    into = WeightPart(at + "q_a_proj", c.q_lora_rank), WeightPart(at + "kv_a_proj_with_mqa", c.latent_size)
+    latent, kv_b, order, indexer = c.kv_lora_rank, at + "kv_b_proj", None, None
+    into = [WeightPart(at + "q_a_proj", c.q_lora_rank), WeightPart(at + "kv_a_proj_with_mqa", c.latent_size)]
+    if c.index is not None and c.index.chooses(number):
+        key, order = WeightPart(at + "indexer.wk", c.index.dim), index_order(c.index, c.rope_dim)
+        apart = module_packing(c.packing, key.module) != module_packing(c.packing, into[0].module)
+        indexer = _indexer(p, c, c.index, at + "indexer.", order, key=apart)
+        into, order = (into, None) if apart else ([key, *into], order)
+    rows = sum(part.rows for part in into)
     q = WeightPart(at + "q_b_proj", heads * own, c.part.first(c.num_heads) * own)
     return Attention(
-        into=p.stack(*into, columns=c.hidden_size, pad=padded_rows(rows) - rows),
+        into=p.stack(*into, columns=c.hidden_size, pad=padded_rows(rows) - rows, order=order),
         q_norm=p.gain(at + "q_a_layernorm", c.q_lora_rank),
         kv_norm=p.gain(at + "kv_a_layernorm", latent),
         q=p.stack(q, columns=c.q_lora_rank),
         keys=p.half(kv_b, lambda w: w[:, : c.nope_dim].transpose(0, 2, 1), heads * latent, c.nope_dim),
         values=p.half(kv_b, lambda w: w[:, c.nope_dim :], heads * c.value_dim, latent),
         o=p.back(at + "o_proj", heads * c.value_dim),
+        indexer=indexer,
     )
 
 

@@ -1,5 +1,6 @@
-"""A token's latent into its page, beside the norm of the query's low-rank vector; the heads' queries, split; and
-attention to the latents of a context: a latent is key and value of all heads, beside a rotated key.
+"""A token's latent into its page, beside the norm of the query's low-rank vector and an indexer's key; the heads'
+queries, split; and attention to the latents of a context, or to those that an indexer chose: a latent is key and value
+of all heads, beside a rotated key.
 
 A program of attention has BM heads of a token, so that a latent is read once for them. The blocks of BN positions are
 dealt to the token's parts in turn. The softmax is online, in base 2 and float32; `scale` holds log2(e). The C numbers
@@ -24,11 +25,12 @@ def _normed(x, gain, width, eps):
 
 @triton.jit
 def write_latents(
-    qr, kv, qkv, q_norm, kv_norm, cos_sin, positions, token_slots, block_tables,
-    width, qkv_stride, table_width, page_stride, eps,
-    BLOCK: tl.constexpr, C: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,
+    qr, kv, qkv, q_norm, kv_norm, cos_sin, positions, token_slots, block_tables, index_key, index_norm, index_pages,
+    width, qkv_stride, key_stride, table_width, page_stride, key_page_stride, eps, key_eps,
+    BLOCK: tl.constexpr, C: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, 2): the query's `width` <= BLOCK columns, and the C + ROTARY of the cache."""
+    """Grid (tokens, 2): the query's `width` <= BLOCK columns, and the C + ROTARY of the cache; 3: an indexer's
+    key of KEY numbers, too."""
     token = tl.program_id(0).to(tl.int64)
     source = qkv + token * qkv_stride
     if tl.program_id(1) == 0:
@@ -43,6 +45,16 @@ def write_latents(
             return
         position = tl.load(positions + token)
         page = tl.load(block_tables + slot * table_width + position // PAGE).to(tl.int64)
+        if KEY > 0:  # noqa: SIM102 - tl.arange(0, 0) is none
+            if tl.program_id(1) == 2:
+                each = tl.arange(0, KEY)[None, :]
+                x = tl.load(index_key + token * key_stride + each).to(tl.float32)
+                x -= tl.sum(x, 1)[:, None] / KEY
+                x = _normed(x, tl.load(index_norm + each), KEY, key_eps) + tl.load(index_norm + KEY + each)
+                x = rotated(x, cos_sin, position, 1.0, KEY, ROTARY)
+                to = index_pages + page * key_page_stride + position % PAGE * KEY
+                tl.store(to + each, x.to(to.dtype.element_ty))
+                return
         to = kv + page * page_stride + position % PAGE * (C + ROTARY)
         number, turn = tl.arange(0, C)[None, :], tl.arange(0, ROTARY)[None, :]
         latent = tl.load(source + width + number).to(tl.float32)
@@ -73,17 +85,21 @@ def split_queries(
 
 @triton.jit
 def latent_attend(
-    out, q, turned, kv, block_tables, partial, weight, positions, token_slots, heads, table_width, page_stride, scale,
+    out, q, turned, kv, selected, block_tables, partial, weight, positions, token_slots, heads, table_width,
+    page_stride, scale,
     C: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, ROTARY: tl.constexpr, PAGE_BITS: tl.constexpr,
-    BM: tl.constexpr,
+    BM: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, tokens, cdiv(heads, BM)). A page has 2^PAGE_BITS positions of C + ROTARY numbers. With SPLITS > 1
-    it writes what `merge_latents` reads, in float32: partial [tokens, SPLITS, heads, C], weight the same less C."""
+    """Grid (SPLITS, tokens, cdiv(heads, BM)). A page has 2^PAGE_BITS positions of C + ROTARY numbers. MOST: the columns
+    of `selected`; 0: all positions are seen. With SPLITS > 1 it writes what `merge_latents` reads, in float32: partial
+    [tokens, SPLITS, heads, C], weight the same less C."""
     QUARTER: tl.constexpr = C // 4
     part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, i = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BN)
     slot = tl.load(token_slots + token).to(tl.int64)
     end = tl.load(positions + token) + 1
+    if MOST > 0:
+        end = tl.minimum(end, MOST)
     column, turn = tl.arange(0, QUARTER)[None, :], tl.arange(0, ROTARY)[None, :]
     inside, row = (head < heads)[:, None], token * heads + head[:, None]
     place = row * C + column
@@ -109,6 +125,8 @@ def latent_attend(
     for first in range(part * BN, end, SPLITS * BN):
         number = first + i
         live = number < end
+        if MOST > 0:
+            number = tl.load(selected + token * MOST + number, mask=live, other=0)
         page = tl.load(block_tables + slot * table_width + (number >> PAGE_BITS), mask=live, other=0).to(
             tl.int64
         )
