@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from openinfer.kernels.errors import ContractError
+from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.few_bits import form_kernels, unpacks
@@ -25,7 +26,8 @@ experts there are for each pair, at least. With more pairs its sums take longer 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
     """Rows of tokens, rows of weights and columns at a time. `tall`: the weights are the tall operand; `folded`: float8
-    weights are scaled and rounded before they are multiplied, so that products need not wait for each other."""
+    weights are scaled and rounded before they are multiplied, so that products need not wait for each other. `by_row`:
+    the kernel is experts_rows, which multiplies without the tensor cores."""
 
     bm: int
     bn: int
@@ -34,26 +36,31 @@ class ExpertTile:
     warps: int = 4
     stages: int = 3
     folded: bool = False
+    by_row: bool = False
 
 
 def expert_tile(
-    target: Target, pairs: int, experts: int, n: int, k: int, *, first: bool, scaled: bool
+    target: Target, pairs: int, weight: Linear[Tensor], *, first: bool, scaled: bool
 ) -> ExpertTile:
-    """The tile for a product with [n, k] of each expert's weights, two of them in the `first` product.
+    """The tile for a product with each expert's weights, two of them in the `first` product.
 
     Where experts get few rows each, reading the weights is all there is: small tiles, and more stages where there are
     few programs. Twice the mean fills a tile well enough, since the fullest experts get about that.
     """
-    mean = -(-pairs // experts)
-    consumer = shared_bytes(target.arch) < 128 << 10
-    if target.batch_invariant:
+    experts, rows, k = weight.shape
+    mean, alike, float8 = -(-pairs // experts), target.batch_invariant, isinstance(weight.form, Fp8)
+    few, consumer = mean <= 32 and not alike, shared_bytes(target.arch) < 128 << 10
+    bm = max(16, power_of_two(2 * mean)) if few else 64
+    if float8 and pairs * ROW_SHARE <= experts and k <= ROW_NUMBERS and not alike:
+        columns = power_of_two(k)
+        return ExpertTile(16, min(128, ROW_NUMBERS // columns), columns, True, 4, 1, by_row=True)
+    if weight.scales is not None and not float8:  # codes are unpacked in the product
+        return ExpertTile(bm, 64, 0, True)
+    if few:
+        idle = min(pairs, experts) * (rows // (1 + first) // 64) < 2 * target.num_sms
+        return ExpertTile(bm, 64, depth(k, 128), True, 4, 2 if consumer else 5 if idle else 3)
+    if alike or consumer:
         return ExpertTile(64, 64, depth(k, 64), False, 4, 2 if consumer else 3)
-    if mean <= 32:
-        few = min(pairs, experts) * (n // 64) < 2 * target.num_sms
-        stages = 2 if consumer else 5 if few else 3
-        return ExpertTile(max(16, power_of_two(2 * mean)), 64, depth(k, 128), True, 4, stages)
-    if consumer:
-        return ExpertTile(64, 64, depth(k, 64), False, 4, 2)
     return ExpertTile(128, 64 if first else 128, depth(k, 64), False, 4 if scaled else 8, 3, scaled)
 
 
@@ -96,14 +103,6 @@ class PlainExperts:
         yield self._product(pairs, self.first, mlp, self.hidden, self.gate_up)
         yield self._product(pairs, self.second, self.results, mlp, self.down)
 
-    def _rows(self, pairs: Pairs, weight: Linear[Tensor], k: int) -> ExpertTile | None:
-        """The tile of experts_rows, or None where its kernel does not pay."""
-        many = pairs.count * ROW_SHARE > pairs.experts
-        if weight.scales is None or self.target.batch_invariant or many or k > ROW_NUMBERS:
-            return None
-        columns = power_of_two(k)
-        return ExpertTile(16, min(128, ROW_NUMBERS // columns), columns, True, 4, 1)
-
     def add(self, pairs: Pairs) -> Launch:
         """The weighted results of a token, added up."""
         width = self.x.shape[1]
@@ -138,7 +137,6 @@ class PlainExperts:
         if isinstance(form, Int4Groups):
             assert scales is not None
             module, kernel = "openinfer.kernels.device.experts", "experts_product_int4"
-            tile = ExpertTile(min(64, tile.bm), 64, 0, True)
             own, args = {"GROUP": form.group}, {"weight": weight.weight, "words": scales}
         elif (kernels := form_kernels(weight)) is not None:
             if not unpacks(form, k):
@@ -146,11 +144,10 @@ class PlainExperts:
                     f"experts are {form} with {k} columns; on a GPU they are a multiple of 128"
                 )
             module, kernel = kernels.device, f"experts_product_{kernels.name}"
-            tile = ExpertTile(min(64, tile.bm), 64, 0, True)
             own, args = kernels.of_products(self.target, tile.warps), kernels.words()
-        elif (rows := self._rows(pairs, weight, k)) is not None:
+        elif tile.by_row:
             assert scales is not None
-            module, kernel, tile = _DEVICE, "experts_rows", rows
+            module, kernel = _DEVICE, "experts_rows"
             own, args = {"BK": tile.bk}, {"weight": weight.weight, "scales": scales}
         else:
             module, kernel = _DEVICE, "experts_product"

@@ -106,12 +106,12 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     if a.norm_weight is not None and a.eps is not None:
         hidden = Scratch(a.x.shape, a.x.dtype)
         yield norm(hidden, a.x, a.norm_weight, a.eps)
-    experts, width, inter = *a.down.shape[:2], a.gate_up.shape[1] // 2
+    experts, width = a.down.shape[:2]
     pairs = Pairs.of(target, a.expert_ids, experts)
-    tile = partial(expert_tile, target, pairs.count, experts, scaled=scaled)
+    tile, weights = partial(expert_tile, target, pairs.count, scaled=scaled), _weights(a)
     kernels = PlainExperts(
-        target, a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, *_weights(a),
-        adds=a.out is None, first=tile(inter, width, first=True), second=tile(width, inter, first=False),
+        target, a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, *weights,
+        adds=a.out is None, first=tile(weights[0], first=True), second=tile(weights[1], first=False),
         results=Scratch((pairs.count, width), a.x.dtype),
     )  # fmt: skip
     yield from moe.mixture_launches(kernels, pairs)
