@@ -40,8 +40,11 @@ def mixture(rng, normal, tokens, count, chosen, hidden, inter, *, scaled=False, 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "count", "chosen", "hidden", "inter"),
-    [(1, 8, 2, 128, 64), (3, 5, 3, 160, 80), (6, 20, 3, 64, 32), (20, 4, 2, 64, 208), (150, 3, 2, 64, 48)],
-)
+    [
+        (1, 8, 2, 128, 64), (3, 5, 3, 160, 80), (6, 20, 3, 64, 32), (20, 4, 2, 64, 208), (150, 3, 2, 64, 48),
+        (9, 4, 3, 256, 640), (40, 3, 2, 256, 384),
+    ],
+)  # fmt: skip
 def test_any_sizes(check_op, rng, normal, tokens, count, chosen, hidden, inter, scaled):
     args = mixture(rng, normal, tokens, count, chosen, hidden, inter, scaled=scaled)
     before = args["x"].astype(float32)
@@ -83,10 +86,19 @@ def test_very_few_pairs_of_float8_are_multiplied_row_by_row(arena, check_op, rng
     check_op(experts_add, {"x": BF16}, **args)
 
 
+@pytest.mark.parametrize("tokens", [8, 700])
+def test_many_pairs_of_float8_have_their_columns_arranged(arena, plan, tokens):
+    functions = {
+        one.function for one in plan(experts_add, **null_call(arena, tokens, 40, 8, 384, 256, F8)).specs()
+    }
+    assert ("arrange_rows" in functions) == (tokens == 700)
+    assert "experts_product_float8" in functions
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_token_alone_has_the_bits_that_it_has_among_others(check_alone, rng, normal, scaled):
     """An expert has more pairs than a tile."""
-    args = mixture(rng, normal, 83, 5, 2, 128, 48, scaled=scaled, skewed=True)
+    args = mixture(rng, normal, 83, 5, 2, 128, 128 if scaled else 48, scaled=scaled, skewed=True)
     check_alone(experts_add, args, "x")
 
 

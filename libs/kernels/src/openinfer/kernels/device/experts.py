@@ -11,6 +11,7 @@ once.
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.formats import float8_operand, operand_row, word_column, word_place
 from openinfer.kernels.device.int4 import sum_of_groups
 from openinfer.kernels.device.linear import add_product
 from openinfer.kernels.device.norm import gated
@@ -74,10 +75,32 @@ def pairs_of(order, rm, end, CHOSEN: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit
-def store_rows(out, acc, target, rn, inside, N):
-    """out [.., N]: the rows `target` become acc [BM, BN], in the columns rn."""
-    to = out + target.to(tl.int64)[:, None] * N + rn[None, :]
+def store_rows(out, acc, target, rn, inside, N, BITS: tl.constexpr = 0):
+    """out [.., N]: the rows `target` become acc [BM, BN], in the columns rn; with BITS in the order of word_column."""
+    column = rn
+    if BITS:
+        column = rn // 128 * 128 + word_place(rn, BITS)
+    to = out + target.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (rn < N)[None, :])
+
+
+@triton.jit
+def arrange_rows(out, x, numbers, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x, whose rows have `numbers` in all, each 128 in the order of word_column. Grid (cdiv(numbers, BLOCK),)."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < numbers
+    value = tl.load(x + number // 128 * 128 + word_column(number % 128, BITS), mask=inside)
+    tl.store(out + number, value, mask=inside)
+
+
+@triton.jit
+def columns_of_x(BITS: tl.constexpr, ARRANGED: tl.constexpr):
+    """Where a row of x has the columns of the first operand of 128."""
+    place = tl.arange(0, 64)
+    if ARRANGED:
+        return place
+    # Pairs of columns stay together, which is as little as can be copied in the background.
+    return tl.max_contiguous(tl.multiple_of(word_column(place, BITS), [2]), [2])
 
 
 @triton.jit
@@ -85,7 +108,7 @@ def experts_product(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FIRST: tl.constexpr, SCALED: tl.constexpr, FOLDED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
+    FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Products of pairs with the weights of their experts. Grid (cdiv(N, BN), tiles).
 
@@ -124,16 +147,67 @@ def experts_product(
         for k in range(0, K, BK):
             value = tl.load(x + of_x[:, None] + (k + rk)[None, :])
             place = of_rows[None, :] + (k + rk)[:, None]
-            of_k = of_blocks + k // 128
-            acc = add_product_t(acc, value, tl.load(of_expert + place), of_k, SCALED, FOLDED)
+            acc = tl.dot(value, tl.load(of_expert + place), acc)
             if FIRST:
-                acc_up = add_product_t(acc_up, value, tl.load(up + place), of_k + blocks, SCALED, FOLDED)
+                acc_up = tl.dot(value, tl.load(up + place), acc_up)
     if FIRST:
         acc = gated(acc, acc_up, out.dtype.element_ty)
         target = rm
     else:
         target = pair
     store_rows(out, acc, target, rn, inside, N)
+
+
+@triton.jit
+def _float8_product(words, more, x, more_x, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """Float32 [BN, BM]: 128 columns of float8, each 64 in 16 words a row, times columns of x."""
+    one = tl.full(words.shape, 127, tl.int32)  # the byte of a scale of 1
+    total = tl.dot(float8_operand(words, one, PAIRS, WARPS), x)
+    return tl.dot(float8_operand(more, one, PAIRS, WARPS), more_x, total)
+
+
+@triton.jit
+def experts_product_float8(
+    out, x, weight, scales, order, starts, N, K,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FIRST: tl.constexpr, FEW: tl.constexpr, ARRANGED: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """experts_product of SCALED weights: int32 [EXPERTS, N, K / 4], or 2 N rows if FIRST, whose codes go from memory to
+    the place in the operand that their own thread holds. K is a multiple of 128, and BN divides it. ARRANGED: x has
+    each 128 columns in the order of word_column, and if FIRST so has `out`; many rows are copied faster so. WARPS: the
+    launch's. Grid (cdiv(N, BN), tiles)."""
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    if begin >= end:
+        return
+    rows: tl.constexpr = 2 if FIRST else 1
+    on = tl.program_id(0) * BN
+    rn, rm = on + tl.arange(0, BN), begin + tl.arange(0, BM)
+    inside, pair, source = pairs_of(order, rm, end, CHOSEN, FIRST)
+    packed = tl.minimum(on + operand_row(tl.arange(0, BN), WARPS), N - 1)
+    of_words = (
+        weight + (expert.to(tl.int64) * rows * N + packed)[:, None] * (K // 4) + tl.arange(0, 16)[None, :]
+    )
+    up = of_words + N.to(tl.int64) * (K // 4)
+    blocks = tl.cdiv(N, 128) * (K // 128)
+    of_blocks = scales + expert * rows * blocks + on // 128 * (K // 128)
+    of_x = x + source.to(tl.int64)[None, :] * K + columns_of_x(8, ARRANGED)[:, None]
+    acc = tl.zeros((BN, BM), tl.float32)
+    acc_up = tl.zeros((BN, BM), tl.float32)
+    for k in range(K // 128):
+        low, high = tl.load(of_x + k * 128), tl.load(of_x + k * 128 + 64)
+        total = _float8_product(
+            tl.load(of_words + k * 32), tl.load(of_words + k * 32 + 16), low, high, PAIRS, WARPS
+        )
+        acc += total * tl.load(of_blocks + k)
+        if FIRST:
+            total = _float8_product(tl.load(up + k * 32), tl.load(up + k * 32 + 16), low, high, PAIRS, WARPS)
+            acc_up += total * tl.load(of_blocks + blocks + k)
+    acc = tl.trans(acc)
+    target = pair
+    if FIRST:
+        acc = gated(acc, tl.trans(acc_up), out.dtype.element_ty)
+        target = rm
+    store_rows(out, acc, target, rn, inside, N, 8 if FIRST and ARRANGED else 0)
 
 
 @triton.jit
@@ -174,19 +248,6 @@ def experts_rows(
             acc_up = tl.sum(tl.sum(up.to(tl.float32) * row, 2) * of_up[None, :], 1)
             acc = gated(acc, acc_up, out.dtype.element_ty)
         tl.store(out + target.to(tl.int64) * N + rn, acc.to(out.dtype.element_ty), mask=rn < N)
-
-
-@triton.jit
-def add_product_t(acc, x, weight, scale, SCALED: tl.constexpr, FOLDED: tl.constexpr):
-    """acc + x @ weight; if SCALED, of float8 weights of one block. FOLDED: these are scaled and rounded first, so that
-    a product need not wait for the one ahead."""
-    if FOLDED:
-        acc = tl.dot(x, (weight.to(tl.float32) * tl.load(scale)).to(x.dtype), acc)
-    elif SCALED:
-        acc += tl.dot(x, weight.to(x.dtype)) * tl.load(scale)
-    else:
-        acc = tl.dot(x, weight, acc)
-    return acc
 
 
 @triton.jit

@@ -160,6 +160,27 @@ def packed_order(value, FP4: tl.constexpr):
 
 
 @triton.jit
+def word_column(place, BITS: tl.constexpr):
+    """The column that is the place-th of 128 in two packed left operands: of float8 as packed_column says, or of 4 bits
+    in the order of formats.int4, where place 64m + 16q + 8h + 2c + l is byte 2m + l of word 4c + q, its low or high
+    half (h)."""
+    m, q, h, c, l = place // 64, place // 16 % 4, place // 8 % 2, place // 2 % 4, place % 2
+    if BITS == 8:
+        return packed_column(place, False)
+    return 32 * c + 16 * h + 4 * q + 2 * m + l
+
+
+@triton.jit
+def word_place(column, BITS: tl.constexpr):
+    """The place of a column among those of its 128, in the order of word_column."""
+    if BITS == 8:
+        m, c, q, h = column // 64 % 2, column // 16 % 4, column // 4 % 4, column // 2 % 2
+    else:
+        c, h, q, m = column // 32 % 4, column // 16 % 2, column // 4 % 4, column // 2 % 2
+    return 64 * m + 16 * q + 8 * h + 2 * c + column % 2
+
+
+@triton.jit
 def packed_operand(a, b, c, d, WARPS: tl.constexpr):
     """The four numbers of each word, [l = 0, h = 0], [0, 1], [1, 0], [1, 1], as a left operand."""
     rows: tl.constexpr = a.shape[0]

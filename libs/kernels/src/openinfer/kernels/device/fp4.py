@@ -9,9 +9,9 @@ of rows times 2^16, so a product with the scale and one of the sum put that righ
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.experts import pairs_of, store_rows, tile_of
-from openinfer.kernels.device.formats import _number, operand_row, packed_operand
-from openinfer.kernels.device.int4 import _sum_parts
+from openinfer.kernels.device.experts import columns_of_x, pairs_of, store_rows, tile_of
+from openinfer.kernels.device.formats import _number, operand_row, packed_operand, word_column
+from openinfer.kernels.device.int4 import _sum_parts, load_words, pair, store_pairs, widening
 from openinfer.kernels.device.norm import gated
 
 CODES = tl.constexpr("""{
@@ -52,23 +52,15 @@ def _operand(words, scales, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.c
 
 
 @triton.jit
-def _sum_of_blocks(
-    of_codes, of_scales, of_x, first, end, ROWS: tl.constexpr, BM: tl.constexpr, PAIRS: tl.constexpr,
-    WARPS: tl.constexpr,
-):  # fmt: skip
-    """float32 [ROWS, BM]: rows of the weight times columns of x, over 128 columns at a time, first..end of them."""
-    acc = tl.zeros((ROWS, BM), tl.float32)
-    for k in range(first, end):
-        words, scales = tl.load(of_codes + k * 16), tl.load(of_scales + k * 4)
-        acc = tl.dot(_operand(words, scales, 0, PAIRS, WARPS), tl.load(of_x + k * 128), acc)
-        acc = tl.dot(_operand(words, scales, 1, PAIRS, WARPS), tl.load(of_x + k * 128 + 2), acc)
-    return acc
-
-
-@triton.jit
-def _column(place):
-    """The column that is the place-th of a left operand's first half."""
-    return 32 * (place // 2 % 4) + 16 * (place // 8 % 2) + 4 * (place // 16) + place % 2
+def _add_block(
+    acc, of_codes, of_scales, low, high, ROWS: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr
+):
+    """acc float32 [ROWS, BM] + rows of the weight times columns of x, of 128 columns: low and high have those of both
+    halves of the operand. of_codes [ROWS, 16]; of_scales [ROWS, 4]: four times as many would be copied otherwise."""
+    words, scales = tl.load(of_codes), tl.load(of_scales)
+    scales = tl.broadcast_to(scales[:, :, None], (ROWS, 4, 4)).reshape(ROWS, 16)
+    acc = tl.dot(_operand(words, scales, 0, PAIRS, WARPS), low, acc)
+    return tl.dot(_operand(words, scales, 1, PAIRS, WARPS), high, acc)
 
 
 @triton.jit
@@ -86,16 +78,19 @@ def project_fp4(
     row = on + tl.arange(0, ROWS)
     token = tl.program_id(2) * BM + tl.arange(0, BM)
     # Pairs of columns stay together, which is as little as can be copied in the background.
-    column = tl.max_contiguous(tl.multiple_of(_column(tl.arange(0, 64)), [2]), [2])
+    column = tl.max_contiguous(tl.multiple_of(word_column(tl.arange(0, 64), 4), [2]), [2])
     of_x = x + tl.minimum(token, M - 1).to(tl.int64)[None, :] * K + column[:, None]
     packed = tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), N - 1).to(tl.int64)
     of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
-    of_scales = scales + packed[:, None] * (K // 32 + 4) + tl.arange(0, 16)[None, :] // 4
+    of_scales = scales + packed[:, None] * (K // 32 + 4) + tl.arange(0, 4)[None, :]
     count = K // 128
     steps = tl.cdiv(count, SPLIT)
     first = tl.program_id(1) * steps
     end = tl.minimum(first + steps, count)
-    acc = _sum_of_blocks(of_codes, of_scales, of_x, first, end, ROWS, BM, PAIRS, WARPS)
+    acc = tl.zeros((ROWS, BM), tl.float32)
+    for k in range(first, end):
+        low, high = tl.load(of_x + k * 128), tl.load(of_x + k * 128 + 2)
+        acc = _add_block(acc, of_codes + k * 16, of_scales + k * 4, low, high, ROWS, PAIRS, WARPS)
     acc *= tl.load(factors + tl.minimum(row, N - 1).to(tl.int64) * (K // 32 + 4))[:, None]
     _sum_parts(out, partial, counter, tl.trans(acc), token, row, M, N, SPLIT, ADD)
 
@@ -104,10 +99,10 @@ def project_fp4(
 def experts_product_fp4(
     out, x, weight, scales, factors, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    FIRST: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
+    FIRST: tl.constexpr, FEW: tl.constexpr, ARRANGED: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """experts.experts_product with the tensors of project_fp4, [EXPERTS, N or 2 N if FIRST, ..]. K is a multiple of
-    128. Grid (cdiv(N, BN), tiles)."""
+    128. ARRANGED: as in experts_product_float8. Grid (cdiv(N, BN), tiles)."""
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
@@ -120,21 +115,32 @@ def experts_product_fp4(
     packed = base + tl.minimum(on + operand_row(tl.arange(0, BN), WARPS), N - 1)
     of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
     stride = K // 32 + 4
-    of_scales = scales + packed[:, None] * stride + tl.arange(0, 16)[None, :] // 4
-    of_x = x + source.to(tl.int64)[None, :] * K + _column(tl.arange(0, 64))[:, None]
-    acc = _sum_of_blocks(of_codes, of_scales, of_x, 0, K // 128, BN, BM, PAIRS, WARPS)
+    of_scales = scales + packed[:, None] * stride + tl.arange(0, 4)[None, :]
+    half = N.to(tl.int64)
+    of_x = x + source.to(tl.int64)[None, :] * K + columns_of_x(4, ARRANGED)[:, None]
+    acc = tl.zeros((BN, BM), tl.float32)
+    up = tl.zeros((BN, BM), tl.float32)
+    for k in range(K // 128):
+        low, high = tl.load(of_x + k * 128), tl.load(of_x + k * 128 + (64 if ARRANGED else 2))
+        acc = _add_block(acc, of_codes + k * 16, of_scales + k * 4, low, high, BN, PAIRS, WARPS)
+        if FIRST:
+            of_up, scales_up = of_codes + half * (K // 8) + k * 16, of_scales + half * stride + k * 4
+            up = _add_block(up, of_up, scales_up, low, high, BN, PAIRS, WARPS)
     acc = tl.trans(acc * tl.load(factors + row * stride)[:, None])
     target = pair
     if FIRST:
-        half = N.to(tl.int64)
-        of_codes += half * (K // 8)
-        of_scales += half * stride
-        up = _sum_of_blocks(of_codes, of_scales, of_x, 0, K // 128, BN, BM, PAIRS, WARPS)
-        acc = gated(
-            acc, tl.trans(up * tl.load(factors + (row + half) * stride)[:, None]), out.dtype.element_ty
-        )
+        up = tl.trans(up * tl.load(factors + (row + half) * stride)[:, None])
+        acc = gated(acc, up, out.dtype.element_ty)
         target = rm
-    store_rows(out, acc, target, rn, inside, N)
+    store_rows(out, acc, target, rn, inside, N, 4 if FIRST and ARRANGED else 0)
+
+
+_CODES = "mul.lo.u32 a, a, %s; and.b32 a, a, 0x81C081C0; mul.bf16x2 a, a, %s;"
+WIDE = widening(
+    "prmt.b32 l, $5, 0, 0x1010; prmt.b32 h, $5, 0, 0x3232;",
+    "and.b32 a, t, 0x000F000F; " + _CODES % ("0x1040", "l"),
+    "and.b32 a, t, 0x00F000F0; " + _CODES % ("0x0104", "h"),
+)
 
 
 @triton.jit
@@ -145,19 +151,28 @@ def _wide(nibble, scale, factor):
 
 
 @triton.jit
-def dequantize_fp4(out, weight, scales, factors, N, K, BN: tl.constexpr, RUN: tl.constexpr):
-    """out [N, K] = the values, rounded; weight uint8 [N, K / 2]. Grid (cdiv(N, BN), K / RUN)."""
-    row = tl.program_id(0) * BN + tl.arange(0, BN)[:, None, None]
-    block = (
-        tl.program_id(1) * (RUN // 32) + tl.arange(0, RUN // 32)[None, :, None]
-    )  # of 32 columns: 16 bytes, a word
-    byte = tl.arange(0, 16)[None, None, :]
-    near = tl.minimum(row, N - 1).to(tl.int64)
-    codes = tl.load(weight + near * (K // 2) + block * 16 + byte).to(tl.int32)
-    of_row = near * (K // 32 + 4)
-    low, high = _halves(tl.load(scales + of_row + block))
-    factor = tl.load(factors + of_row)
-    place = out + near * K + block * 32 + byte
-    inside = (row < N) & (byte >= 0)
-    tl.store(place, _wide(codes, low, factor).to(out.dtype.element_ty), mask=inside)
-    tl.store(place + 16, _wide(codes >> 4, high, factor).to(out.dtype.element_ty), mask=inside)
+def _wide_pair(codes, scale, factor):
+    return pair(_wide(codes, scale, factor), _wide(codes >> 8, scale, factor))
+
+
+@triton.jit
+def dequantize_fp4(
+    out, weight, scales, factors, N, K, BN: tl.constexpr, RUN: tl.constexpr, PAIRS: tl.constexpr
+):
+    """out [N, K] = the values, rounded; weight int32 [N, K / 8]. Grid (cdiv(N, BN), K / RUN)."""
+    BLOCKS: tl.constexpr = RUN // 32
+    row, codes = load_words(weight, N, K, BN, RUN)
+    row *= K // 32 + 4
+    word = tl.load(scales + row + tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :])
+    word = tl.broadcast_to(word[:, :, None], (BN, BLOCKS, 4)).reshape(BN, RUN // 8)
+    factor = tl.load(factors + row) + tl.zeros(codes.shape, tl.float32)
+    if PAIRS:
+        a, b, c, d = tl.inline_asm_elementwise(
+            WIDE, "=r,=r,=r,=r,r,r,f", [codes, word, factor],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low, high = _halves(word)
+        a, b = _wide_pair(codes, low, factor), _wide_pair(codes >> 16, low, factor)
+        c, d = _wide_pair(codes >> 4, high, factor), _wide_pair(codes >> 20, high, factor)
+    store_pairs(out, a, b, c, d, N, K, BN, RUN)

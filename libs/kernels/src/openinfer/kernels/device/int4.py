@@ -153,20 +153,80 @@ def project_int4_packed(
     _sum_parts(out, partial, counter, tl.trans(acc), token, row, M, N, SPLIT, ADD)
 
 
-@triton.jit
-def dequantize_int4(out, weight, words, N, K, BN: tl.constexpr, GROUP: tl.constexpr):
-    """out [N, K] = the values, rounded. Grid (cdiv(N, BN), K / GROUP)."""
-    row = tl.program_id(0) * BN + tl.arange(0, BN)
-    group = tl.program_id(1)
-    byte = tl.arange(0, GROUP // 2)
-    inside = (row < N)[:, None] & (byte >= 0)[None, :]
-    wide = row.to(tl.int64)
-    codes = tl.load(
-        weight + wide[:, None] * (K // 2) + group * (GROUP // 2) + byte[None, :], mask=inside, other=0
+def widening(before, low, high):
+    """Assembly that makes two pairs of bf16 of the low nibbles of a word ($4), and two of the high ones. `low` and
+    `high` make a pair, not yet scaled, of bytes in t, also of what `before` makes of $5. The factor ($6) and the one
+    rounding come after."""
+    scaled = """
+shl.b32 x, a, 16; and.b32 y, a, 0xFFFF0000; mov.b32 p, x; mov.b32 q, y;
+mul.f32 p, p, $6; mul.f32 q, q, $6; cvt.rn.bf16x2.f32 $%d, q, p;"""
+    halves = "".join(
+        f"prmt.b32 t, $4, 0, {order}; {low}{scaled % n}{high}{scaled % (n + 2)}"
+        for n, order in enumerate(("0x4140", "0x4342"))
     )
-    word = tl.load(words + wide * (K // GROUP) + group, mask=row < N, other=0)
-    zero, scale = (word & 15)[:, None], scale_of(word)[:, None]
-    place = out + wide[:, None] * K + group * GROUP + (byte // 16 * 32 + byte % 16)[None, :]
-    for half in tl.static_range(2):
-        value = ((codes >> 4 * half & 15).to(tl.int32) - zero).to(tl.float32) * scale
-        tl.store(place + 16 * half, value.to(out.dtype.element_ty), mask=inside)
+    return tl.constexpr(f"{{.reg .b32 t, a, l, h, x, y; .reg .f32 p, q; {before}{halves}}}")
+
+
+WIDE = widening(
+    "",
+    "lop3.b32 a, t, 0x000F000F, 0x43004300, 0xEA; sub.bf16x2 a, a, $5;",
+    "shr.u32 t, t, 4; lop3.b32 a, t, 0x000F000F, 0x43004300, 0xEA; sub.bf16x2 a, a, $5;",
+)
+
+
+@triton.jit
+def load_words(weight, N, K, BN: tl.constexpr, RUN: tl.constexpr):
+    """The row of each of BN, at most N - 1, int64 [BN, 1]; and words of RUN columns of these rows, int32 [BN, RUN / 8].
+    A program is for BN rows and RUN columns."""
+    row = tl.minimum(tl.program_id(0) * BN + tl.arange(0, BN), N - 1).to(tl.int64)[:, None]
+    word = tl.program_id(1) * (RUN // 8) + tl.arange(0, RUN // 8)[None, :]
+    return row, tl.load(weight + row * (K // 8) + word)
+
+
+@triton.jit
+def pair(low, high):
+    """Two float32 numbers rounded to bf16, in a word."""
+    first = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return first | high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+
+
+@triton.jit
+def store_pairs(out, a, b, c, d, N, K, BN: tl.constexpr, RUN: tl.constexpr):
+    """Store the pairs of each word [BN, RUN / 8] in bf16 out [N, K]: a, b of its low nibbles, c, d of the high ones."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    number = tl.program_id(1) * (RUN // 4) + tl.arange(0, RUN // 4)[None, :]
+    place = out.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64)[:, None] * (K // 2)
+    place += number // 8 * 16 + number % 8
+    inside = (row < N)[:, None] & (number >= 0)
+    tl.store(place, tl.join(a, b).reshape(BN, RUN // 4), mask=inside)
+    tl.store(place + 8, tl.join(c, d).reshape(BN, RUN // 4), mask=inside)
+
+
+@triton.jit
+def dequantize_int4(
+    out, weight, words, N, K, BN: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr
+):
+    """out [N, K] = the values, rounded; weight int32 [N, K / 8]. PAIRS: as in int4_operand. Grid (cdiv(N, BN),
+    K / RUN)."""
+    GROUPS: tl.constexpr = max(1, RUN // GROUP)
+    row, codes = load_words(weight, N, K, BN, RUN)
+    group = tl.program_id(1) * RUN // GROUP + tl.arange(0, GROUPS)[None, :]
+    word = tl.load(words + row * (K // GROUP) + group)
+    word = tl.broadcast_to(word[:, :, None], (BN, GROUPS, RUN // 8 // GROUPS)).reshape(BN, RUN // 8)
+    scale, zero = scale_of(word), word & 15
+    if PAIRS:
+        a, b, c, d = tl.inline_asm_elementwise(
+            WIDE, "=r,=r,=r,=r,r,r,f", [codes, (zero | 0x4300) * 0x10001, scale],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        a, b = _wide_pair(codes, zero, scale), _wide_pair(codes >> 16, zero, scale)
+        c, d = _wide_pair(codes >> 4, zero, scale), _wide_pair(codes >> 20, zero, scale)
+    store_pairs(out, a, b, c, d, N, K, BN, RUN)
+
+
+@triton.jit
+def _wide_pair(codes, zero, scale):
+    """The values of a nibble, and of the one in the next byte."""
+    low, high = (codes & 15) - zero, (codes >> 8 & 15) - zero
+    return pair(low.to(tl.float32) * scale, high.to(tl.float32) * scale)

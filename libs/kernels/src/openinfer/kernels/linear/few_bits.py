@@ -1,6 +1,6 @@
 """Products with FP4, INT4 and INT8 weights: Triton's kernels for few tokens. Else the weight is made bf16 first."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,16 +35,21 @@ class FormKernels(NamedTuple):
     paired: bool = False
 
     def words(self) -> dict[str, Arg]:
-        """`args` as products read them."""
+        """`args` with the codes in words."""
         weight = self.args["weight"]
         assert isinstance(weight, Tensor)
-        return self.args | ({"weight": weight.view_as(int32)} if self.paired else {})
+        return self.args | {"weight": weight.view_as(int32)}
 
     def of_products(self, target: Target, warps: int) -> dict[str, int | bool]:
         """The constants of products."""
         if not self.paired:
             return self.constants
-        return {"WARPS": warps, "PAIRS": target.arch >= 90 and not target.interpreted}
+        return {"WARPS": warps, "PAIRS": in_pairs(target)}
+
+
+def in_pairs(target: Target) -> bool:
+    """Whether kernels make bf16 of two codes at once, by assembly."""
+    return target.arch >= 90 and not target.interpreted
 
 
 def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
@@ -62,8 +67,7 @@ def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
         assert isinstance(scales, Tensor)
         last = (*(slice(None) for _ in scales.shape[1:]), slice(scales.shape[-1] - FP4_TAIL, None))
         args = {"weight": weight.weight, "scales": scales, "factors": scales.view_as(float32)[last]}
-        constants = {"RUN": _chunk(weight.columns, 256)}
-        return FormKernels("fp4", "openinfer.kernels.device.fp4", args, constants, paired=True)
+        return FormKernels("fp4", "openinfer.kernels.device.fp4", args, {}, paired=True)
     if isinstance(form, Int4Groups):
         assert scales is not None
         args, group = {"weight": weight.weight, "words": scales}, form.group
@@ -96,7 +100,7 @@ def _few(p: Problem) -> Iterator[Command]:
     args: dict[str, Arg] = {
         "out": p.out,
         "x": p.x,
-        **own.words(),
+        **(own.words() if own.paired else own.args),
         **sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles),
         **p.sizes,
     }
@@ -122,11 +126,15 @@ def few_tile(target: Target, m: int, n: int, k: int) -> CodedTile:
 def _widened(p: Problem) -> Iterator[Command | Problem]:
     own, wide, block = form_kernels(p.weight), Scratch((p.rows, p.k), bfloat16), 32
     assert own is not None
-    columns = next(int(own.constants[name]) for name in ("CHUNK", "GROUP", "RUN") if name in own.constants)
-    args: Mapping[str, Arg] = {"out": wide, **own.args, "N": p.rows, "K": Aligned(p.k)}
-    grid, warps = (-(-p.rows // block), p.k // columns), 8 if columns == 256 else 4
-    constants = {"BN": block, **own.constants}
-    yield launch(own.device, f"dequantize_{own.name}", grid, args, constants, num_warps=warps)
+    args, constants, warps, columns = own.args, own.constants, 4, own.constants.get("CHUNK")
+    if columns is None:
+        args, warps, columns = own.words(), 8, _chunk(p.k, 256)
+        constants = {**constants, "RUN": columns, "PAIRS": in_pairs(p.target)}
+    args = {"out": wide, **args, "N": p.rows, "K": Aligned(p.k)}
+    grid = (-(-p.rows // block), p.k // columns)
+    yield launch(
+        own.device, f"dequantize_{own.name}", grid, args, {"BN": block, **constants}, num_warps=warps
+    )
     yield replace(p, weight=Linear(wide), choice=None)
 
 

@@ -4,30 +4,32 @@ scales, INT4, INT8 or FP4.
 The gate is part of the first product, and the experts' weights are part of the last sum.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from openinfer.kernels.errors import ContractError
+from openinfer.kernels.formats.fp4 import Fp4
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.linear.few_bits import form_kernels, unpacks
+from openinfer.kernels.linear.few_bits import form_kernels, in_pairs, unpacks
 from openinfer.kernels.moe import Pairs
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes
-from openinfer.tensor import Tensor
+from openinfer.tensor import Tensor, int32
 
 _DEVICE = "openinfer.kernels.device.experts"
-ROW_NUMBERS, ROW_SHARE = 8192, 8
-"""Numbers of a float8 weight that a program of experts_rows keeps, twice as many in the first product; and how many
-experts there are for each pair, at least. With more pairs its sums take longer than the loads."""
+MANY = 64
+"""The most places of a tile whose weights a product unpacks. Where tiles are as large, columns are arranged first."""
+ROW_NUMBERS = 8192
+"""Numbers of a float8 weight that a program of experts_rows keeps, twice as many in the first product."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """Rows of tokens, rows of weights and columns at a time. `tall`: the weights are the tall operand; `folded`: float8
-    weights are scaled and rounded before they are multiplied, so that products need not wait for each other. `by_row`:
-    the kernel is experts_rows, which multiplies without the tensor cores."""
+    """Rows of tokens, rows of weights and columns at a time. `tall`: the weights are the tall operand. `by_row`: the
+    kernel is experts_rows, which multiplies without the tensor cores."""
 
     bm: int
     bn: int
@@ -35,33 +37,42 @@ class ExpertTile:
     tall: bool
     warps: int = 4
     stages: int = 3
-    folded: bool = False
     by_row: bool = False
 
 
-def expert_tile(
-    target: Target, pairs: int, weight: Linear[Tensor], *, first: bool, scaled: bool
-) -> ExpertTile:
+def expert_tile(target: Target, pairs: int, weight: Linear[Tensor], *, first: bool) -> ExpertTile:
     """The tile for a product with each expert's weights, two of them in the `first` product.
 
     Where experts get few rows each, reading the weights is all there is: small tiles, and more stages where there are
-    few programs. Twice the mean fills a tile well enough, since the fullest experts get about that.
+    few programs. Twice the mean fills a tile well enough, since the fullest experts get about that. Float8 is
+    multiplied row by row where the other kernel has no program for three of four SMs.
     """
     experts, rows, k = weight.shape
     mean, alike, float8 = -(-pairs // experts), target.batch_invariant, isinstance(weight.form, Fp8)
     few, consumer = mean <= 32 and not alike, shared_bytes(target.arch) < 128 << 10
-    bm = max(16, power_of_two(2 * mean)) if few else 64
-    if float8 and pairs * ROW_SHARE <= experts and k <= ROW_NUMBERS and not alike:
+    bm = max(16, power_of_two(2 * mean)) if few else MANY
+    blocks = rows // (1 + first) // 64
+    if float8 and pairs * blocks * 4 < target.num_sms * 3 and k <= ROW_NUMBERS and not alike:
         columns = power_of_two(k)
         return ExpertTile(16, min(128, ROW_NUMBERS // columns), columns, True, 4, 1, by_row=True)
-    if weight.scales is not None and not float8:  # codes are unpacked in the product
-        return ExpertTile(bm, 64, 0, True)
+    if bits := _word_bits(weight):
+        wide = bm == MANY and not first
+        stages = 2 if consumer or (bits == 4 and bm == MANY) else 3
+        return ExpertTile(bm, 128 if wide else 64, 0, True, 8 if wide else 4, stages)
+    if weight.scales is not None:  # codes are unpacked in the product
+        return ExpertTile(bm, 64, depth(k, 128) if float8 else 0, True, 4, 2 if consumer and float8 else 3)
     if few:
-        idle = min(pairs, experts) * (rows // (1 + first) // 64) < 2 * target.num_sms
+        idle = min(pairs, experts) * blocks < 2 * target.num_sms
         return ExpertTile(bm, 64, depth(k, 128), True, 4, 2 if consumer else 5 if idle else 3)
     if alike or consumer:
         return ExpertTile(64, 64, depth(k, 64), False, 4, 2 if consumer else 3)
-    return ExpertTile(128, 64 if first else 128, depth(k, 64), False, 4 if scaled else 8, 3, scaled)
+    return ExpertTile(128, 64 if first else 128, depth(k, 64), False, 8, 3)
+
+
+def _word_bits(weight: Linear[Tensor]) -> int:
+    """Bits of a code where words of codes come from memory to their place in the operand, else 0."""
+    form, whole = weight.form, weight.shape[-1] % 128 == 0
+    return (8 if isinstance(form, Fp8) else 4 if isinstance(form, Fp4) else 0) if whole else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +110,16 @@ class PlainExperts:
     def multiply(self, pairs: Pairs) -> Iterator[Launch]:
         """From normed tokens to the results of pairs."""
         inter = self.gate_up.shape[1] // 2
-        mlp = Scratch((pairs.count, inter), self.x.dtype)
-        yield self._product(pairs, self.first, mlp, self.hidden, self.gate_up)
-        yield self._product(pairs, self.second, self.results, mlp, self.down)
+        mlp, x, bits = Scratch((pairs.count, inter), self.x.dtype), self.hidden, _word_bits(self.gate_up)
+        arranged = self.first.bm == MANY and bits > 0 and bits == _word_bits(self.down)
+        if arranged:
+            x = Scratch(self.hidden.shape, self.x.dtype)
+            numbers, block = math.prod(x.shape), 2048
+            args: dict[str, Arg] = {"out": x, "x": self.hidden, "numbers": Aligned(numbers)}
+            constants = {"BITS": bits, "BLOCK": block}
+            yield launch(_DEVICE, "arrange_rows", (-(-numbers // block),), args, constants, num_warps=8)
+        yield self._product(pairs, self.first, mlp, x, self.gate_up, arranged, first=True)
+        yield self._product(pairs, self.second, self.results, mlp, self.down, arranged, first=False)
 
     def add(self, pairs: Pairs) -> Launch:
         """The weighted results of a token, added up."""
@@ -128,6 +146,9 @@ class PlainExperts:
         out: Scratch,
         x: Tensor | Scratch,
         weight: Linear[Tensor],
+        arranged: bool,
+        *,
+        first: bool,
     ) -> Launch:
         """One of the two products; the first is that from the tokens' hidden rows."""
         n, k = out.shape[1], x.shape[1]
@@ -144,14 +165,21 @@ class PlainExperts:
                     f"experts are {form} with {k} columns; on a GPU they are a multiple of 128"
                 )
             module, kernel = kernels.device, f"experts_product_{kernels.name}"
-            own, args = kernels.of_products(self.target, tile.warps), kernels.words()
+            own, args = kernels.of_products(self.target, tile.warps), kernels.args
+            if kernels.paired:
+                own, args = {**own, "ARRANGED": arranged}, kernels.words()
         elif tile.by_row:
             assert scales is not None
             module, kernel = _DEVICE, "experts_rows"
             own, args = {"BK": tile.bk}, {"weight": weight.weight, "scales": scales}
+        elif _word_bits(weight):
+            assert scales is not None
+            module, kernel = _DEVICE, "experts_product_float8"
+            own = {"ARRANGED": arranged, "WARPS": tile.warps, "PAIRS": in_pairs(self.target)}
+            args = {"weight": weight.weight.view_as(int32), "scales": scales}
         else:
             module, kernel = _DEVICE, "experts_product"
-            own = {"BK": tile.bk, "SCALED": scales is not None, "FOLDED": tile.folded, "TALL": tile.tall}
+            own = {"BK": tile.bk, "SCALED": scales is not None, "TALL": tile.tall}
             args = {"weight": weight.weight, "scales": x if scales is None else scales}
         return launch(
             module,
@@ -172,7 +200,7 @@ class PlainExperts:
                 "E_BLOCK": power_of_two(pairs.experts),
                 "BM": tile.bm,
                 "BN": tile.bn,
-                "FIRST": x is self.hidden,
+                "FIRST": first,
                 "FEW": pairs.few(tile.bm),
                 **own,
             },

@@ -99,8 +99,7 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     require(a.x.dtype == bfloat16, f"x is {a.x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    scaled = any(isinstance(one.form, Fp8) for one in _weights(a))
-    if scaled:
+    if any(isinstance(one.form, Fp8) for one in _weights(a)):
         expect_float8(target)
     hidden: Tensor | Scratch = a.x
     if a.norm_weight is not None and a.eps is not None:
@@ -108,7 +107,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         yield norm(hidden, a.x, a.norm_weight, a.eps)
     experts, width = a.down.shape[:2]
     pairs = Pairs.of(target, a.expert_ids, experts)
-    tile, weights = partial(expert_tile, target, pairs.count, scaled=scaled), _weights(a)
+    tile, weights = partial(expert_tile, target, pairs.count), _weights(a)
     kernels = PlainExperts(
         target, a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, *weights,
         adds=a.out is None, first=tile(weights[0], first=True), second=tile(weights[1], first=False),
