@@ -169,6 +169,7 @@ CASES: dict[str, tuple[Any, str, tuple[Target, ...], dict[str, Any]]] = {
         {"tensor_parallel_size": 8, "speculative_config": MTP},
     ),
     "Kimi-K2": (deepseek_v3, "Kimi-K2", HOPPER, {"tensor_parallel_size": 8, "speculative_config": NGRAM}),
+    "V3.2": (deepseek_v3, "DeepSeek-V3.2", HOPPER, {"tensor_parallel_size": 8, "speculative_config": MTP}),
     "V4-Flash": (deepseek_v4, "Flash", HOPPER, {"speculative_config": MTP}),
     "V4-Flash-0731": (deepseek_v4, "Flash-0731", HOPPER, {"speculative_config": DSPARK}),
     "V4-Pro": (deepseek_v4, "Pro", HOPPER, {"tensor_parallel_size": 8, "activation_quantization": "off"}),

@@ -1,6 +1,7 @@
-"""DeepSeek-V3 and Kimi-K2, without the layer that drafts; give --layers for a model that a GPU holds.
+"""DeepSeek-V3, V3.2, Kimi-K2 and GLM-5, without the layer that drafts; give --layers for a model that a GPU holds.
 
-With --quantize fp8 the weights are quantised by the published scheme, and the reference runs on their values.
+With --quantize fp8 the weights are quantised by the published scheme, and the reference runs on their values. Scores of
+an indexer are float32 of all heads at once, 17 GB for the longest prompt of V3.2: --longest 4096 leaves it out.
 """
 
 from __future__ import annotations
@@ -24,22 +25,31 @@ TINY = {
 }  # fmt: skip
 SHAPES = {
     "tiny": {**config_json("DeepSeek-V3"), **TINY},
+    "tiny-v3.2": {**config_json("DeepSeek-V3.2"), **TINY, "index_n_heads": 16, "index_topk": 512},
     "v3": config_json("DeepSeek-V3"),
+    "v3.2": config_json("DeepSeek-V3.2"),
     "kimi-k2": config_json("Kimi-K2"),
+    "glm-5": config_json("GLM-5"),
 }
 FORMS = ("fp8",)
 shards, reference = common.halves, common.reference
-LENGTHS = (1, 5, 64, 129, 300, 1000, 2048, 8192)
-"""Prompt lengths; FORCED more tokens follow each."""
-NEVER_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+LENGTHS = (1, 5, 64, 129, 300, 1000, 2048, 4096, 8192)
+"""Prompt lengths; FORCED more tokens follow each. An indexer chooses 2,048 tokens."""
+NEVER_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "weights_proj")
+ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}
 
 
 def config_of(shape: str, layers: int | None) -> dict[str, Any]:
     """config.json."""
-    config = {**SHAPES[shape], "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 0}
+    config = {**SHAPES[shape], "num_nextn_predict_layers": 0, "dtype": "bfloat16"}
     del config["quantization_config"]
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
-    return {**config, "model_type": "deepseek_v3", "dtype": "bfloat16"}  # transformers has no kimi_k2
+    kind = config["model_type"].replace("kimi_k2", "deepseek_v3")  # transformers has no kimi_k2
+    return {**config, "model_type": kind, "architectures": [ARCHITECTURES[kind]]}
 
 
 def random_weights(c: dict[str, Any], device: str, seed: int) -> dict[str, torch.Tensor]:
@@ -70,6 +80,13 @@ def attention(r: Random, c: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]
     yield at + "kv_a_layernorm.weight", r.normal(latent, std=0.1, mean=1.0)
     yield at + "kv_b_proj.weight", r.linear(heads * (plain + value), latent)
     yield at + "o_proj.weight", r.linear(h, heads * value, gain=4.0)
+    if c.get("index_topk") is not None:
+        dim, at = c["index_head_dim"], at + "indexer."
+        yield at + "wq_b.weight", r.linear(c["index_n_heads"] * dim, q)
+        yield at + "wk.weight", r.linear(dim, h)
+        yield at + "k_norm.weight", r.normal(dim, std=0.1, mean=1.0)
+        yield at + "k_norm.bias", r.normal(dim, std=0.1)
+        yield at + "weights_proj.weight", r.linear(c["index_n_heads"], h)
 
 
 def mlp(r: Random, c: dict[str, Any], *, dense: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -187,6 +187,8 @@ def negative_controls(built: Built, references: Sequence[Reference]) -> Iterator
         if not blueprint.notices(control.name):
             continue
         some = [s for s in sequences if s.first >= control.min_tokens][:5]
+        if not some:
+            continue  # no prompt would show it
         kept = [(tensor, np.array(tensor.numpy())) for tensor, _ in control.changes]
         for tensor, array in control.changes:
             tensor.copy_from(np.ascontiguousarray(array, tensor.dtype), stream)

@@ -103,7 +103,7 @@ class DeepseekV3(Blueprint[Model]):
         yield from of_scales(layers[-1].attention.o)
         index = layers[0].attention.indexer
         if index is not None:
-            least = 2 * model.buffers.selected.shape[1]
+            least = 3 * model.buffers.selected.shape[1] // 2
             yield Control("another choice of tokens", [(index.norm, -np.array(index.norm.numpy()))], least)
         for bias in [one.bias for one in mixtures][:1]:
             yield Control("another choice of experts", [(bias, np.roll(bias.numpy(), 1))])
