@@ -48,7 +48,8 @@ MODELS = {
     "qwen3": Model(GOLDENS / "qwen3-tiny", (TEXT[:66], TEXT[:84])),
     # 76 and 83 tokens: the first snapshot, where a cached prefix may end, is at 64
     "qwen3_5": Model(GOLDENS / "qwen3_5-tiny", (TEXT[:140], TEXT[:152])),
-    "deepseek_v3": Model(Path(WRITTEN.name) / "v3", (TEXT[:66], TEXT[:84])),
+    # V3.2's form, which does what V3's does, and chooses 16 of the tokens that a token sees
+    "deepseek_v3": Model(Path(WRITTEN.name) / "v3", (TEXT[:66], TEXT[:90])),
     # 139 and 150 tokens: a page of 128 is shared. A last bit would become another FP8 code.
     "deepseek_v4": Model(
         Path(WRITTEN.name) / "plain",
