@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 from deepseek_v3_form import CHECKPOINT as DEEPSEEK_V3_TINY
+from deepseek_v3_form import CHECKPOINTS as DEEPSEEK_V3_KIN
 
 from openinfer.recipes.deepseek_v3 import RECIPE as DEEPSEEK_V3
 from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
@@ -133,6 +134,12 @@ class TestDeepSeekV3TwoRanks(Suite):
 class TestDeepSeekV3FourRanks(Suite):
     recipe, checkpoint = DEEPSEEK_V3, DEEPSEEK_V3_TINY
     flags = {"tensor_parallel_size": 4}  # noqa: RUF012
+    chunks = (17, 352)
+
+
+@pytest.mark.slow
+class TestGlm5(Suite):
+    recipe, checkpoint = DEEPSEEK_V3, DEEPSEEK_V3_KIN["glm_moe_dsa-tiny"]
     chunks = (17, 352)
 
 

@@ -21,12 +21,11 @@ from openinfer.recipes.engine.testing.checkpoint import write_tensors  # noqa: E
 
 LENGTHS, NEW, POSITIONS = (1, 7, 64, 150, 300), 32, 2
 """Of prompts; tokens that follow each; and the last positions whose logits are kept."""
-FEW = (7, 64, 300), 32, 1
-"""The same of V3.2 and GLM-5."""
+FEW = (7, 64, 300)
+"""Lengths of V3.2's and GLM-5's, so that goldens stay small."""
 
 
 def write(name: str) -> None:
-    lengths, new, kept = (LENGTHS, NEW, POSITIONS) if name == NAME else FEW
     model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS[name], dtype=torch.float32)
     model.eval()
     rng = np.random.default_rng(0)
@@ -34,17 +33,17 @@ def write(name: str) -> None:
     facts: dict[str, Any] = {
         "name": name, "versions": {"torch": torch.__version__, "transformers": transformers.__version__}, "prompts": [],
     }  # fmt: skip
-    for index, length in enumerate(lengths):
+    for index, length in enumerate(LENGTHS if name == NAME else FEW):
         ids = rng.integers(3, CONFIG["vocab_size"], length)
         tokens, margins = list(map(int, ids)), []
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0]
-            for _ in range(new):
+            for _ in range(NEW):
                 last = model(torch.tensor([tokens])).logits[0, -1]
                 best = torch.topk(last, 2).values
                 margins.append(float(best[0] - best[1]))
                 tokens.append(int(last.argmax()))
-        positions = list(range(max(0, length - kept), length))
+        positions = list(range(max(0, length - POSITIONS), length))
         arrays |= {
             f"p{index}.ids": ids.astype(np.int32),
             f"p{index}.greedy_ids": np.array(tokens[length:], np.int32),
