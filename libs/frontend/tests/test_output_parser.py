@@ -55,6 +55,7 @@ CALLS = {
     "hermes": HERMES,
     "qwen3_xml": XML,
     "deepseek_v4": DSML,
+    "deepseek_v32": DSML.replace("tool_calls", "function_calls"),
     "deepseek_v3": V3,
     "deepseek_v31": V31,
     "kimi_k2": KIMI,
@@ -405,6 +406,9 @@ def test_defaults_by_model_type() -> None:
     assert default_formats("qwen3") == ("hermes", "qwen3")
     assert default_formats("qwen3_5_text") == ("qwen3_xml", "qwen3")
     assert default_formats("deepseek_v4") == ("deepseek_v4", "deepseek_v4")
+    assert default_formats("deepseek_v32") == ("deepseek_v32", "deepseek_v4")
+    exp = "{{ tool['function']['name'] + '<｜tool▁sep｜>' }}</think>"
+    assert default_formats("deepseek_v32", (exp,)) == ("deepseek_v31", "qwen3")
     assert default_formats("llama") == (None, None)
 
 
@@ -423,6 +427,7 @@ def test_defaults_by_model_type() -> None:
         ("{% if tools %}[TOOL_CALLS]{{ n }}[ARGS]{{ a }}{% endif %}", ("mistral_args", None)),
         ('{% if tools %}{"name": "{{ n }}", "parameters": {{ a }}}{% endif %}', ("llama3_json", None)),
         ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", ("pythonic", None)),
+        ("{% if tools %}<tool_call>{{ n }}<arg_key>{{ k }}</arg_key>{% endif %}", (None, None)),
         ("{{ messages }}", (None, None)),
     ],
 )

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from openinfer.frontend.chat import DeepSeekV4Renderer, Message
+from openinfer.frontend.chat import DeepSeekV4Renderer, DeepSeekV32Renderer, Message, coded_renderer
 from openinfer.frontend.errors import ModelFilesError
 from openinfer.frontend.http import ChatTemplate
 
@@ -403,6 +403,70 @@ def test_deepseek_encoders_that_say_nothing_are_refused(encoder: str, complaint:
     (tmp_path / "encoding/encoding_dsv4.py").write_text(encoder)
     with pytest.raises(ModelFilesError, match=rf"encoding_dsv4\.py.*{complaint}"):
         DeepSeekV4Renderer.of(tmp_path)
+
+
+V32_CALLS = CALLS.replace("tool_calls", "function_calls")
+V32_RESULTS = "\n\n<function_results>\n<result>1st</result>\n<result>2nd</result>\n</function_results>\n\n"
+ANSWERED = {**said("assistant", "b"), "reasoning": "r"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "text"),
+    [
+        ([said("system", "s"), said("user", "hi")], {}, f"{S}s{U}hi{A}</think>"),
+        ([said("user", "hi")], {"thinking": True}, f"{S}{U}hi{A}<think>"),
+        ([said("user", "a"), said("user", "b")], {"thinking": True}, f"{S}{U}a{A}</think>{U}b{A}<think>"),
+        (
+            [said("user", "a"), ANSWERED, said("user", "c"), ANSWERED, said("user", "d")],
+            {"reasoning_effort": "high"},
+            f"{S}{U}a{A}</think>b{E}{U}c{A}</think>b{E}{U}d{A}<think>",
+        ),
+        ([said("user", "a"), CALLED, *RESULTS], {}, f"{S}{U}a{A}</think>{V32_CALLS}{V32_RESULTS}</think>"),
+        (
+            [said("user", "a"), CALLED, *RESULTS],  # thoughts of the turn that goes on are kept
+            {"thinking": True},
+            f"{S}{U}a{A}<think>r</think>{V32_CALLS}{V32_RESULTS}<think>",
+        ),
+        (
+            [said("user", "a"), CALLED, *RESULTS, ANSWERED, said("user", "c")],
+            {"thinking": True},
+            f"{S}{U}a{A}</think>{V32_CALLS}{V32_RESULTS}</think>b{E}{U}c{A}<think>",
+        ),
+        (
+            [said("developer", "d"), said("assistant", "b"), said("developer", "e")],
+            {},
+            f"{S}{U}\n\n# The user's message is: d{A}</think>b{E}{U}\n\n# The user's message is: e{A}</think>",
+        ),
+        (
+            [said("developer", "d"), said("assistant", "b"), said("user", "c")],
+            {"thinking": True},
+            f"{S}b{E}{U}c{A}<think>",
+        ),
+        ([said("user", "a"), said("assistant", "b")], {}, f"{S}{U}a{A}</think>b{E}{A}</think>"),
+    ],
+)  # fmt: skip
+def test_deepseek_v32_prompts(messages: list[Message], options: dict[str, Any], text: str) -> None:
+    assert DeepSeekV32Renderer("{tool_schemas}").render(messages, kwargs=options) == text
+
+
+def test_deepseek_v32_says_of_tools_what_its_encoder_says(tmp_path: Path) -> None:
+    assert coded_renderer(tmp_path, "deepseek_v32") is None  # V3.2-Exp, which has a template
+    (tmp_path / "encoding").mkdir()
+    encoder = tmp_path / "encoding/encoding_dsv32.py"
+    text = "# T <{dsml_token}x>\n{thinking_start_token}.{thinking_end_token}\n{tool_schemas}\n"
+    encoder.write_text(f"import os\nos.abort()\nTOOLS_SYSTEM_TEMPLATE = {text!r}\n")
+    made = coded_renderer(tmp_path, "deepseek_v32")
+    assert isinstance(made, DeepSeekV32Renderer)
+    assert made.spec.target == "openinfer.frontend.chat:DeepSeekV32Renderer"
+    tools = f"\n\n# T <{D}x>\n<think>.</think>\n{json.dumps(WEATHER['function'])}\n"
+    for renderer in (made, DeepSeekV32Renderer(**made.spec.kwargs)):
+        assert renderer.render([said("user", "a")], tools=[WEATHER]) == f"{S}{tools}{U}a{A}</think>"
+        chat = [said("system", "s"), said("user", "a")]
+        assert renderer.render(chat, tools=[WEATHER]) == f"{S}s{tools}{U}a{A}</think>"
+    for wrong in ("TOOLS_SYSTEM_TEMPLATE = 'x'", "", "TOOLS_SYSTEM_TEMPLATE = f()"):
+        encoder.write_text(wrong)
+        with pytest.raises(ModelFilesError, match=r"encoding_dsv32\.py"):
+            coded_renderer(tmp_path, "deepseek_v32")
 
 
 @pytest.mark.parametrize(

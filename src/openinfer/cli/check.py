@@ -14,7 +14,7 @@ from openinfer.cli import hub, recipe_flags, recipes
 from openinfer.cli.explain import memory_plan
 from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.cli.recipe_flags import Asked
-from openinfer.frontend.chat import DeepSeekV4Renderer
+from openinfer.frontend.chat import coded_renderer
 from openinfer.frontend.chat_template import find_templates
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -80,9 +80,8 @@ def _check(args: argparse.Namespace, asked: Asked) -> int:
     with report.part("tokenizer"):
         tokenizer = Tokenizer.load(folder)
         template, with_tools = find_templates(folder, tokenizer.config)
-        coded = source is not None and str(source.config.get("model_type")).startswith("deepseek_v4")
-        if template is None and coded:
-            DeepSeekV4Renderer.of(folder)
+        kind = "" if source is None else str(source.config.get("model_type"))
+        if template is None and coded_renderer(folder, kind) is not None:
             report.say("chat", "prompts of the published encoder")
         elif template is None:
             report.say("chat", "no template: chats are refused")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from openinfer.cli import hub, recipes
-from openinfer.frontend.chat import DeepSeekV4Renderer, Message, Renderer
+from openinfer.frontend.chat import Message, Renderer, coded_renderer
 from openinfer.frontend.contract import Engine, Finished, Request, Scheduled, TokenLogprobs, Update
 from openinfer.frontend.http import ChatTemplate, SamplingDefaults, Tokenizer, find_templates
 from openinfer.frontend.http.text.detokenizer import Detokenizer, StopStrings
@@ -295,5 +295,4 @@ class LLM:
         source, with_tools = find_templates(folder, self._tokenizer.config)
         if source is not None:
             return ChatTemplate(source, self._tokenizer.special_tokens, with_tools)
-        coded = str(read_json(folder / "config.json").get("model_type")).startswith("deepseek_v4")
-        return DeepSeekV4Renderer.of(folder) if coded else None
+        return coded_renderer(folder, str(read_json(folder / "config.json").get("model_type")))

@@ -197,7 +197,7 @@ def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
         setattr(args, name, default if chosen == "auto" else None if chosen == "none" else chosen)
     if not args.enable_auto_tool_choice:
         args.tool_call_parser = None
-    args.coded_template = model_type.startswith("deepseek_v4")
+    args.model_type = model_type
 
 
 def _check_checkpoint(recipe: Recipe, model_dir: Path) -> str:

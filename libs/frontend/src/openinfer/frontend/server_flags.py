@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 TOOL_PARSERS = (
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
     "deepseek_v4",
     "hermes",
     "kimi_k2",

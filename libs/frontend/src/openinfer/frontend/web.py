@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from openinfer.frontend import heap, render_pool
-from openinfer.frontend.chat import DeepSeekV4Renderer, RendererSpec
+from openinfer.frontend.chat import RendererSpec, coded_renderer
 from openinfer.frontend.logs import say
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class WebOptions(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None
     default_chat_template_kwargs: dict[str, Any]
     special_tokens_in_text: bool
-    coded_template: bool
-    """The model's authors ship code instead of a template."""
+    model_type: str
     tool_call_parser: str | None
     reasoning_parser: str | None
     generation_config: str
@@ -216,8 +215,8 @@ def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, RendererSpe
     template: RendererSpec | None = None
     if source is not None:
         template = template_spec(source, tokenizer.special_tokens, with_tools)
-    elif options.coded_template:
-        template = DeepSeekV4Renderer.of(model_dir).spec
+    elif (coded := coded_renderer(model_dir, options.model_type)) is not None:
+        template = coded.spec
     chat = "with chat template" if template else "no chat template: /v1/chat/completions is refused"
     heap.trim()
     say(f"tokenizer loaded in {time.monotonic() - began:.2f} s, {chat}")

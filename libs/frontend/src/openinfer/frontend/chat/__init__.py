@@ -4,6 +4,7 @@ Needs no web framework; a frontend of your own can use it with any text generato
 """
 
 from openinfer.frontend.chat.deepseek_v4 import DeepSeekV4Renderer
+from openinfer.frontend.chat.deepseek_v32 import DeepSeekV32Renderer, coded_renderer
 from openinfer.frontend.chat.formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat, default_formats
 from openinfer.frontend.chat.output import OutputParser
 from openinfer.frontend.chat.parts import (
@@ -19,7 +20,8 @@ from openinfer.frontend.chat.parts import (
 )
 
 __all__ = [
-    "REASONING_FORMATS", "TOOL_FORMATS", "Arguments", "Content", "DeepSeekV4Renderer", "Message",
-    "OutputParser", "Part", "Reasoning", "Renderer", "RendererSpec", "ToolCall", "ToolFormat",
-    "default_formats", "text_of",
+    "REASONING_FORMATS", "TOOL_FORMATS", "Arguments", "Content", "DeepSeekV4Renderer",
+    "DeepSeekV32Renderer", "Message", "OutputParser", "Part", "Reasoning", "Renderer", "RendererSpec",
+    "ToolCall", "ToolFormat",
+    "coded_renderer", "default_formats", "text_of",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ Every word and line break here must stay, because the model was trained on them.
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,8 @@ class DeepSeekV4Renderer:
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         options = kwargs or {}
-        effort = options.get("reasoning_effort")
-        on_request = options.get("thinking", options.get("enable_thinking"))
-        thinking = effort not in (None, "none") if on_request is None else bool(on_request)
-        turns = _in_call_order(messages)
+        effort, thinking = options.get("reasoning_effort"), thinks(options)
+        turns = in_call_order(messages)
         if tools:
             _add_tools(turns, tools)
         forgets = thinking and not tools
@@ -126,7 +124,7 @@ class DeepSeekV4Renderer:
             elif role == "assistant":
                 if thinking and (not forgets or index > last_user):
                     pieces.append(f"{turn.get('reasoning') or ''}{END_THINK}")
-                pieces.append(_answer(turn))
+                pieces.append(answer_text(turn, "tool_calls"))
                 answers = False
             elif role in ("system", "latest_reminder"):
                 pieces.append((REMINDER if role == "latest_reminder" else "") + text_of(turn["content"]))
@@ -143,19 +141,30 @@ class DeepSeekV4Renderer:
         return self._efforts.get(known, self._efforts[self._default])
 
 
-def _efforts_of(path: Path) -> tuple[dict[str, str], str]:
-    """The efforts and the default among the literals of a published encoder, which is never run."""
+def thinks(options: Mapping[str, Any]) -> bool:
+    """Whether the model is to think."""
+    on_request = options.get("thinking", options.get("enable_thinking"))
+    return options.get("reasoning_effort") not in (None, "none") if on_request is None else bool(on_request)
+
+
+def literals(path: Path, names: Collection[str]) -> dict[str, Any]:
+    """The literals of these names in a published encoder, which is never run. Raises ModelFilesError."""
     try:
         tree = ast.parse(read_text(path))
-        named = {
+        return {
             target.id: ast.literal_eval(one.value)
             for one in tree.body
             if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None
             for target in (one.targets if isinstance(one, ast.Assign) else [one.target])
-            if isinstance(target, ast.Name) and target.id in _LITERALS
+            if isinstance(target, ast.Name) and target.id in names
         }
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ModelFilesError(f"{path} cannot be read: {error}") from error
+
+
+def _efforts_of(path: Path) -> tuple[dict[str, str], str]:
+    """The efforts and the default."""
+    named = literals(path, _LITERALS)
     efforts, most = named.get("REASONING_EFFORT_PROMPTS"), named.get("REASONING_EFFORT_MAX")
     default = named.get("DEFAULT_REASONING_EFFORT", "low")
     if efforts is None and isinstance(most, str):
@@ -173,7 +182,7 @@ def _efforts_of(path: Path) -> tuple[dict[str, str], str]:
 
 def _add_tools(turns: list[Message], tools: Sequence[Mapping[str, Any]]) -> None:
     """Add the tools to the first message that may have them."""
-    text = TOOLS_HEAD + "\n".join(_json(tool["function"]) for tool in tools) + TOOLS_TAIL
+    text = TOOLS_HEAD + "\n".join(as_json(tool["function"]) for tool in tools) + TOOLS_TAIL
     for role in ("developer", "system"):
         for index, turn in enumerate(turns):
             if turn["role"] == role:
@@ -182,7 +191,7 @@ def _add_tools(turns: list[Message], tools: Sequence[Mapping[str, Any]]) -> None
     turns.insert(0, {"role": "system", "content": f"\n\n{text}"})
 
 
-def _in_call_order(messages: Sequence[Message]) -> list[Message]:
+def in_call_order(messages: Sequence[Message]) -> list[Message]:
     """The messages with the tool results of each turn of the user in the order of the calls that they answer."""
     turns, places = list(messages), list[int]()
     order: dict[object, int] = {}
@@ -205,9 +214,10 @@ def _said(turn: Message) -> str:
     return text_of(turn["content"])
 
 
-def _answer(turn: Message) -> str:
+def answer_text(turn: Message, block_name: str) -> str:
+    """What the assistant said and called, to the end of its turn."""
     calls = [_call(call["function"]) for call in turn.get("tool_calls") or ()]
-    block = f"\n\n<{DSML}tool_calls>\n" + "\n".join(calls) + f"\n</{DSML}tool_calls>" if calls else ""
+    block = f"\n\n<{DSML}{block_name}>\n" + "\n".join(calls) + f"\n</{DSML}{block_name}>" if calls else ""
     return f"{text_of(turn['content'])}{block}{EOS}"
 
 
@@ -215,12 +225,13 @@ def _call(function: Mapping[str, Any]) -> str:
     lines = []
     for key, value in function["arguments"].items():
         is_text = isinstance(value, str)
-        text = value if is_text else _json(value)
+        text = value if is_text else as_json(value)
         kind = "true" if is_text else "false"
         lines.append(f'<{DSML}parameter name="{key}" string="{kind}">{text}</{DSML}parameter>')
     arguments = "\n".join(lines)  # none leave an empty line
     return f'<{DSML}invoke name="{function["name"]}">\n{arguments}\n</{DSML}invoke>'
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """A value of a schema or a call."""
     return json.dumps(value, ensure_ascii=False)

@@ -309,19 +309,20 @@ def _deepseek(call: str, end: str = "") -> JsonFormat:
     )  # fmt: skip
 
 
+def _dsml(block: str) -> TagFormat:
+    return TagFormat(
+        opening=f"<{DSML}{block}>", closing=f"</{DSML}{block}>", call=f'<{DSML}invoke name="{{name}}">',
+        end_call=f"</{DSML}invoke>", parameter=f'<{DSML}parameter name="{{name}}" string="{{text}}">',
+        end_parameter=f"</{DSML}parameter>", shared=True,
+    )  # fmt: skip
+
+
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
         "deepseek_v3": _deepseek(f"function<{_SEP}>{NAME}\n```json\n", "\n```"),
         "deepseek_v31": _deepseek(f"{NAME}<{_SEP}>"),
-        "deepseek_v4": TagFormat(
-            opening=f"<{DSML}tool_calls>",
-            closing=f"</{DSML}tool_calls>",
-            call=f'<{DSML}invoke name="{{name}}">',
-            end_call=f"</{DSML}invoke>",
-            parameter=f'<{DSML}parameter name="{{name}}" string="{{text}}">',
-            end_parameter=f"</{DSML}parameter>",
-            shared=True,
-        ),
+        "deepseek_v32": _dsml("function_calls"),
+        "deepseek_v4": _dsml("tool_calls"),
         "hermes": _HERMES,
         "kimi_k2": JsonFormat(
             opening="<|tool_calls_section_begin|>",
@@ -348,11 +349,13 @@ _DEFAULTS = (("qwen3_5", "qwen3_xml", "qwen3"), ("qwen3", "hermes", "qwen3"), ("
 
 
 _IN_TEMPLATES = (
+    (f"<{DSML}function_calls", "deepseek_v32"),
     (f"<{DSML}", "deepseek_v4"),
     (f"tool['type'] + '<{_SEP}>'", "deepseek_v3"),
     (f"<{_SEP}>", "deepseek_v31"),
     ("<|im_system|>tool_declare", "kimi_k2"),
     ("<function=", "qwen3_xml"),
+    ("<arg_key>", None),  # GLM's, which no format here reads
     ("<tool_call>", "hermes"),
     ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),
@@ -369,6 +372,8 @@ def default_formats(model_type: str, templates: Sequence[str | None] = ()) -> tu
     says one. Models of one type may be trained on other calls: Qwen3-Coder and Qwen3-Coder-Next on XML."""
     texts = [text for text in templates if text and "tool" in text]
     found = next((name for mark, name in _IN_TEMPLATES if any(mark in text for text in texts)), None)
+    if model_type == "deepseek_v32" and not any(templates):  # V3.2-Exp has a template, and V3.1's calls
+        return "deepseek_v32", "deepseek_v4"
     for prefix, tools, reasoning in _DEFAULTS:
         if model_type.startswith(prefix):
             return found if {found, tools} == _OF_QWEN else tools, reasoning
