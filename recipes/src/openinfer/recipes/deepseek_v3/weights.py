@@ -165,18 +165,19 @@ class _Places(LinearPlaces):
             raise UnsupportedModel(str(error)) from None
         if order is None:
             return linear
-        own, rows = parts[0].module + ".", parts[0].rows
-        for load in [load for load in self.loads[loads:] if load.name.startswith(own)]:
-            self.loads.remove(load)
+        own, rows, added = parts[0].module + ".", parts[0].rows, self.loads[loads:]
+        self.loads[loads:] = [load for load in added if not load.name.startswith(own)]
+        for load in [load for load in added if load.name.startswith(own)]:
             self.conversions.append(Conversion((load.name,), load.dst, np.asarray, (load.source,)))
             kind = load.dst.dtype
             self.dtypes.setdefault(load.name, dtypes.WEIGHTS if kind in dtypes.WEIGHTS else (kind,))
-        for n, one in list(enumerate(self.conversions))[conversions:]:
-            if one.names[0].startswith(own) and one.dst.shape[0] == rows:
+        for n in range(conversions, len(self.conversions)):
+            one = self.conversions[n]
+            if not one.names[0].startswith(own) or one.dst.ndim == 1:  # one scale, of activations
+                continue
+            if one.dst.shape[0] == rows:
                 self.conversions[n] = one._replace(convert=partial(_reordered, one.convert, order))
-            elif one.names[0].startswith(own) and (
-                FP8_BLOCK % len(order) or one.dst.shape[0] != scale_blocks(rows)
-            ):
+            elif FP8_BLOCK % len(order) or one.dst.shape[0] != scale_blocks(rows):
                 raise UnsupportedModel(
                     f"{parts[0].module}: its scales are of parts of heads of {len(order)} rows, which are reordered"
                 )
