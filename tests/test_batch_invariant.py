@@ -36,6 +36,7 @@ FAMILIES: dict[str, Any] = {
     "qwen3": qwen3,
     "qwen3_5": qwen3_5,
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v3,
     "deepseek_v4": deepseek_v4,
 }
 TODAY = datetime.date.today().toordinal()
@@ -44,6 +45,7 @@ LENGTHS = {
     "qwen3_5-tiny": 70,
     "qwen3_5-moe-tiny": 70,
     "deepseek_v3-tiny": 40,
+    "deepseek_v32-tiny": 40,
     "deepseek_v4-tiny": 140,
 }
 """Tokens of a prompt that leaves a cached prefix, by the name of a checkpoint. The last takes minutes."""
@@ -76,7 +78,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, invari
     target = Target(arch=90, num_sms=4, interpreted=True, batch_invariant=invariant)
     monkeypatch.setattr(startup, "CpuPack", lambda *_, **__: Interpreted(target))
     flags = {k: v for k, v in FLAGS.items() if k != "snapshot_interval" or "3_5" in name}
-    path = GOLDENS / name if (GOLDENS / name / "config.json").exists() else write_checkpoint(folder)
+    path = GOLDENS / name if (GOLDENS / name / "config.json").exists() else write_checkpoint(folder, name)
     return build(FAMILIES[name.partition("-")[0]].RECIPE, path, **flags).engine
 
 
