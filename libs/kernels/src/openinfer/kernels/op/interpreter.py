@@ -5,7 +5,7 @@ That of 3.6 also fails on numpy >= 2.4 in loops with a tensor bound. Importing t
 
 - element types become those of ml_dtypes;
 - casts are numpy's `astype` (round to nearest even);
-- `dot` multiplies in float32;
+- `dot` adds up in float64, where sums of products of bf16 all but never depend on their order, as BLAS's do;
 - memory is read and written as unsigned integers of the element's size.
 
 It also shortens the time that the interpreter takes. It searches a part of the language for builtins once, not at every
@@ -161,11 +161,9 @@ def _repair() -> None:
             return fp_to_fp(self, src, dst_type, rounding_mode)
         return cast(self, src, dst_type)
 
-    def wide(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return x.astype(np.float32) if _is_custom(x.dtype) or x.dtype == np.float16 else x
-
     def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        product = np.matmul(wide(a.data), wide(b.data), dtype=d.data.dtype)
+        wide = np.float64 if d.data.dtype == np.float32 else d.data.dtype
+        product = np.matmul(a.data.astype(wide), b.data.astype(wide))
         return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
