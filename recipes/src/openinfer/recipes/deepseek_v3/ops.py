@@ -37,9 +37,10 @@ from openinfer.kernels.authoring import (
     rounded,
     tensors,
 )
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float16, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v3.device.latents"
+_HOPPER = "openinfer.recipes.deepseek_v3.device.latents_hopper"
 KEY_EPS = 1e-6
 """Of the LayerNorm of the indexer's keys, whatever config.json says of other norms."""
 MOST_PARTS = 128
@@ -285,24 +286,31 @@ def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command
     require(
         sizes_fit, f"latents of {latent} and keys of {rotary}; on a GPU powers of two from 64 and from 16"
     )
-    rows, block = max(16, min(64, power_of_two(heads))), 32 if target.arch == 90 else 16
     most = 0 if a.selected is None else a.selected.shape[1]
+    aligned_sizes = not (heads % 64 or latent % 128 or a.kv.strides[0] % 64) and rotary == 64
+    hopper = target.arch == 90 and not target.interpreted and aligned_sizes
+    rows, block = max(16, min(64, power_of_two(heads))), 64 if target.arch == 90 else 16
     programs, blocks = tokens * -(-heads // rows), -(-(most or a.block_tables.shape[1] * size) // block)
-    splits = 1 if target.batch_invariant else max(1, min(target.num_sms // programs, blocks, MOST_PARTS))
-    partial = Scratch((tokens, splits, heads, latent), float32) if splits > 1 else a.out
+    parts = target.num_sms * (1 if rows == 64 else 2) // programs  # programs that an SM has at a time
+    splits = 1 if target.batch_invariant else max(1, min(parts, blocks, MOST_PARTS))
+    # A part is a mean of vectors that were normed: float16 holds it to 11 bits where bfloat16 has 8.
+    partial = Scratch((tokens, splits, heads, latent), float16) if splits > 1 else a.out
     weight = Scratch((tokens, splits, heads), float32) if splits > 1 else a.positions
     sees: dict[str, Arg] = {"positions": a.positions, "token_slots": a.token_slots, "heads": aligned(heads)}
     constants = {"C": latent, "BN": block, "SPLITS": splits}
+    own, warps, stages = {"ROTARY": rotary, "BM": rows}, 4 if rows == 16 else 8, 3 if rows == 16 else 2
+    if hopper:
+        own, warps = {"STAGES": 2, "TURNS": 1}, 4
     yield launch(
-        _DEVICE, "latent_attend", (splits, tokens, -(-heads // rows)),
+        _HOPPER if hopper else _DEVICE, "latent_attend_hopper" if hopper else "latent_attend",
+        (splits, tokens, -(-heads // rows)),
         {
             "out": a.out, "q": a.q, "turned": a.turned, "kv": a.kv, "selected": a.selected or a.positions,
             "block_tables": a.block_tables, "partial": partial, "weight": weight, **sees,
             "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0]),
             "scale": a.scale * math.log2(math.e),
         },
-        {**constants, "ROTARY": rotary, "PAGE_BITS": size.bit_length() - 1, "BM": rows, "MOST": most},
-        num_warps=8, num_stages=2,
+        {**constants, "PAGE_BITS": size.bit_length() - 1, "MOST": most, **own}, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         yield launch(
