@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,7 +29,7 @@ class Random:
         self.generator, self.device = torch.Generator(device).manual_seed(seed), device
 
     def draw(self, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
-        return mean + torch.randn(*shape, generator=self.generator, device=self.device) * std
+        return torch.randn(*shape, generator=self.generator, device=self.device).mul_(std).add_(mean)
 
     def normal(self, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
         return self.draw(*shape, std=std, mean=mean).to(torch.bfloat16)
@@ -97,6 +98,28 @@ def forward(model: Any, tokens: Sequence[int], device: str) -> Run:
     return Run.of(logits, chosen)
 
 
+def widen(model: torch.nn.Module) -> None:
+    """Compute in float32, with the weights of a layer's part in float32 only while it runs."""
+    (layers,) = (m for n, m in model.named_modules() if n.endswith(".layers"))
+    inside = {id(one) for one in layers.parameters()}
+    for one in model.parameters():
+        if id(one) not in inside:
+            one.data = one.data.float()
+    for part in (part for layer in layers for part in layer.children()):
+        kept = [(one, one.data) for one in (*part.parameters(), *part.buffers())]
+
+        def before(*_: Any, kept: Any = kept) -> None:
+            for one, data in kept:
+                one.data = data.float()
+
+        def after(*_: Any, kept: Any = kept) -> None:
+            for one, data in kept:
+                one.data = data
+
+        part.register_forward_pre_hook(before)
+        part.register_forward_hook(after)
+
+
 def runs(
     config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], sequences: Sequence[Sequence[int]], device: str,
     note: Callable[[str], None],
@@ -107,14 +130,21 @@ def runs(
     }
     found = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        with torch.device(device):
+        # Without memory of its own: the weights of a model may be most of what there is.
+        with torch.device(device), init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known), dtype=dtype).eval()
-        missing, unexpected = model.load_state_dict(weights, strict=False)
+        held = dict(weights)
+        if dtype == torch.bfloat16:
+            own = {n: t.dtype for n, t in (*model.named_parameters(), *model.named_buffers())}
+            held = {n: w.to(own.get(n)) for n, w in weights.items()}
+        missing, unexpected = model.load_state_dict(held, strict=False, assign=True)
         if unexpected or set(missing) - {"lm_head.weight"}:
             raise ValueError(f"transformers misses {missing} and does not know {unexpected}")
         model.tie_weights()
+        if dtype == torch.float32:
+            widen(model)
         found[name] = [forward(model, tokens, device) for tokens in sequences]
-        del model
+        del model, held
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
         note(f"{name} run")

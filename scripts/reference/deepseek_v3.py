@@ -81,7 +81,7 @@ def attention(r: Random, c: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]
     yield at + "kv_a_proj_with_mqa.weight", r.linear(latent + rotary, h)
     yield at + "kv_a_layernorm.weight", r.normal(latent, std=0.1, mean=1.0)
     yield at + "kv_b_proj.weight", r.linear(heads * (plain + value), latent)
-    yield at + "o_proj.weight", r.linear(h, heads * value, gain=4.0)
+    yield at + "o_proj.weight", uneven(r, r.linear(h, heads * value, gain=3.0))
     if c.get("index_topk") is not None:
         dim, at = c["index_head_dim"], at + "indexer."
         yield at + "wq_b.weight", r.linear(c["index_n_heads"] * dim, q)
@@ -89,6 +89,14 @@ def attention(r: Random, c: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]
         yield at + "k_norm.weight", r.normal(dim, std=0.1, mean=1.0)
         yield at + "k_norm.bias", r.normal(dim, std=0.1)
         yield at + "weights_proj.weight", r.linear(c["index_n_heads"], h)
+
+
+def uneven(r: Random, weight: torch.Tensor) -> torch.Tensor:
+    """Blocks of 128 x 128 times 1/2, 1 or 2: alike, their scales would all be the same power of two."""
+    blocks = [-(-size // 128) for size in weight.shape]
+    factor = torch.exp2(torch.randint(-1, 2, blocks, generator=r.generator, device=r.device))
+    wide = factor.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return weight.mul_(wide[: weight.shape[0], : weight.shape[1]])
 
 
 def mlp(r: Random, c: dict[str, Any], *, dense: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,7 +119,7 @@ def quantized(
     config: dict[str, Any], weights: Mapping[str, torch.Tensor], form: str
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The config and the tensors of a block-scaled checkpoint, and what these mean."""
-    return qwen3_5.quantized(config, weights, form, NEVER_FP8)
+    return qwen3_5.quantized(config, weights, form, NEVER_FP8, powers=True)
 
 
 def token_range(config: Mapping[str, Any]) -> tuple[int, int]:

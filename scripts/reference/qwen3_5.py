@@ -145,26 +145,30 @@ def mlp(r: Random, c: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     yield at + "down_proj.weight", r.linear(h, width, gain=2.0)
 
 
-def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [N, K] as e4m3 values and BF16 scales, one for each block of 128 x 128."""
+def quantize(weight: torch.Tensor, powers: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [N, K] as e4m3 values and BF16 scales, one for each block of 128 x 128; powers: of two."""
     n, k = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -k % 128, 0, -n % 128))
     blocks = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
-    scales = (blocks.abs().amax((1, 3)) / 448).to(torch.bfloat16)
+    scales = blocks.abs().amax((1, 3)) / 448
+    scales = (torch.exp2(scales.log2().ceil()) if powers else scales).to(torch.bfloat16)
     values = (blocks / scales.float()[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     return values.flatten(2, 3).flatten(0, 1)[:n, :k].contiguous(), scales
 
 
 def meant(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The values of a weight after quantize(), in float32, because bf16 cannot hold them."""
+    """The values of a weight after quantize(), in float32: bf16 holds them where scales are powers of two."""
     wide = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
     return values.float() * wide[: values.shape[0], : values.shape[1]]
 
 
 def quantized(
-    config: dict[str, Any], weights: Mapping[str, torch.Tensor], form: str, never: Sequence[str] = NEVER_FP8
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The config and the tensors of a block-scaled checkpoint, and what these mean. never: parts of names that stay."""
+    config: dict[str, Any], weights: Mapping[str, torch.Tensor], form: str, never: Sequence[str] = NEVER_FP8,
+    powers: bool = False,
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:  # fmt: skip
+    """The config and the tensors of a block-scaled checkpoint, on the host, and what these mean. never: parts of names
+    that stay. powers: scales are powers of two, as in later DeepSeeks, so that bf16 holds what they mean, and `weights`
+    come to mean it: a GPU has no memory for both."""
     small, same = {}, {}
     for name, tensor in weights.items():
         if any(part in name for part in never):
@@ -173,17 +177,18 @@ def quantized(
         parts = (
             experts_apart(name, tensor) if ".experts." in name else [(name.removesuffix(".weight"), tensor)]
         )
-        found = []
-        for module, weight in parts:
-            values, scales = quantize(weight)
-            small[module + ".weight"], small[module + ".weight_scale_inv"] = values, scales
-            found.append(meant(values, scales))
-        same[name] = torch.stack(found).reshape(tensor.shape)
+        same[name] = tensor if powers else torch.empty_like(tensor, dtype=torch.float32)
+        views = experts_apart(name, same[name]) if ".experts." in name else [(name, same[name])]
+        for (module, weight), (_, to) in zip(parts, views, strict=True):
+            values, scales = quantize(weight, powers)
+            small[module + ".weight"], small[module + ".weight_scale_inv"] = values.cpu(), scales.cpu()
+            to.copy_(meant(values, scales))
     scheme = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [128, 128],
+        **({"scale_fmt": "ue8m0"} if powers else {}),
     }
     return {**config, "quantization_config": scheme}, small, same
 
