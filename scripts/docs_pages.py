@@ -130,12 +130,16 @@ FORMS = [
         "Q4_0 to Q8_0, Q4_K to Q6_K, F16, BF16",
         "load, as plain weights",
     ),
-    ("deepseek-ai/DeepSeek-V3\\*, -R1; zai-org/GLM-5\\*", "FP8 in blocks, BF16", "load; no GPU ran them"),
+    (
+        "deepseek-ai/DeepSeek-V3\\*, -R1; zai-org/GLM-5\\*",
+        "FP8 in blocks, BF16",
+        "load; GPUs ran V3.2 cut to 6 layers",
+    ),
     ("moonshotai/Kimi-K2-Instruct(-0905), -Thinking", "FP8 in blocks; INT4 experts", "load; no GPU ran them"),
     (
         "deepseek-ai/DeepSeek-V4\\*",
         "FP8, FP4",
-        "load; drafts by DSpark ran on CPUs only",
+        "load",
     ),
     ("nvidia/DeepSeek-V4-\\*-NVFP4", "", "refused: `moe_quant_algo`"),
     ("\\*-bnb-4bit, exl3, MLX; W4A8, MXFP8, asymmetric INT8", "", "refused by the key"),
