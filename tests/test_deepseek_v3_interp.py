@@ -69,7 +69,8 @@ def test_a_whole_forward(place: Any, golden_of: Any, arch: int, name: str) -> No
     ours, expected = (two_steps(place, name, prompt, one) for one in (pack, CpuPack()))
     assert set(driver.launched) <= {str(spec) for spec in plan.specs}, "nothing runs that was not planned"
     ran = {name.partition(".")[2].partition("[")[0] for name in driver.launched}
-    more = {"merge_latents"} if name == "deepseek_v3-tiny" else {"index_scores", "select_entries"}
+    more = {"index_scores", "select_entries"} if name == "glm_moe_dsa-tiny" else set()
+    more |= {"merge_latents"} if arch == 120 else set()  # Hopper takes 64 positions at a time: all of them
     assert {"write_latents", "split_queries", "latent_attend", "route", *more} <= ran
     for a, b in zip(ours, expected, strict=True):
         assert np.isfinite(a).all()
