@@ -42,7 +42,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpu", default="H200", metavar="NAME",
         help="H200, or CPU with the --speeds that were measured on it; default: %(default)s")  # fmt: skip
-    add("--gpus", type=int, metavar="N", help="GPUs that share the model; default: --tensor-parallel-size")
+    sharing = "GPUs that share the model; default: --tensor-parallel-size"
+    add("--gpus", "--ranks", type=int, metavar="N", help=sharing)  # `explain` says ranks
     add("--input", type=int, default=1024, metavar="N", help="tokens of a prompt; default: %(default)s")
     add("--output", type=int, default=128, metavar="N", help="tokens of an answer; default: %(default)s")
     add("--rate", type=rates, default="4:64", metavar="LOW:HIGH",

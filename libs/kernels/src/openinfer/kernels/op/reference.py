@@ -64,9 +64,8 @@ def matmul_nt(x: Array, weight: Array) -> Array:
     x, weight = f32(x), f32(weight)
     way, out = HOST_WAY.get(), np.empty((x.shape[0], weight.shape[0]), np.float32)
     product = _by_tiles if way.batch_invariant else _by_rows if len(x) <= FEW_ROWS else _at_once
-    rows = (
-        ROW_TILE if way.batch_invariant else len(x)
-    )  # where a weight is cut may change its results' last bits
+    # Where a weight is cut may change the last bits of its results.
+    rows = ROW_TILE if way.batch_invariant else len(x)
     cores = min(way.threads, rows * weight.size // SHARE)
     if cores < 2:
         product(x, weight, out)
