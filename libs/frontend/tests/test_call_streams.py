@@ -48,7 +48,12 @@ DEEPSEEK = (
     )
     + f'</{DSML}invoke>\n<{DSML}invoke name="now">\n</{DSML}invoke>\n</{DSML}tool_calls>'
 )
-TEXTS = {"hermes": HERMES, "qwen3_xml": QWEN, "deepseek_v4": DEEPSEEK}
+GLM = "".join(
+    f"<arg_key>{name}</arg_key>\n<arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>\n"
+    for name, value in ARGUMENTS.items()
+)
+GLM = f"<tool_call>write\n{GLM}</tool_call>"
+TEXTS = {"hermes": HERMES, "qwen3_xml": QWEN, "deepseek_v4": DEEPSEEK, "glm45": GLM}
 
 
 def read(name: str, pieces: list[str], **options: Any) -> list[Part]:

@@ -26,12 +26,13 @@ PIECES = [
     b'"}',
     b"}\n</tool_call>",
     b"</parameter>",
+    b"</arg_value>",
     b"tool_call>",
     b'{"',
     b'": ',
 ]
 OPENING = [b"<tool_call>", "<｜DSML｜tool_calls>".encode()]
-CLOSING = [b"</think>", b"\n</parameter>", "</｜DSML｜parameter>".encode(), b'"', b"}"]
+CLOSING = [b"</think>", b"\n</parameter>", b"</arg_value>", "</｜DSML｜parameter>".encode(), b'"', b"}"]
 TOKENS = [b"<eos>", *(bytes([i]) for i in range(256)), *PIECES, *OPENING, *CLOSING]
 CLOSES = [EOS, *(TOKENS.index(token) for token in (*OPENING, *CLOSING))]
 

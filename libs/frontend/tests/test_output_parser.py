@@ -51,7 +51,13 @@ KIMI = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
     '{"city": "Köln", "days": 2}<|tool_call_end|><|tool_calls_section_end|>'
 )
+GLM45 = (
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+)
 CALLS = {
+    "glm45": GLM45,
+    "glm47": GLM45.replace("\n", ""),
     "hermes": HERMES,
     "qwen3_xml": XML,
     "deepseek_v4": DSML,
@@ -427,7 +433,11 @@ def test_defaults_by_model_type() -> None:
         ("{% if tools %}[TOOL_CALLS]{{ n }}[ARGS]{{ a }}{% endif %}", ("mistral_args", None)),
         ('{% if tools %}{"name": "{{ n }}", "parameters": {{ a }}}{% endif %}', ("llama3_json", None)),
         ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", ("pythonic", None)),
-        ("{% if tools %}<tool_call>{{ n }}<arg_key>{{ k }}</arg_key>{% endif %}", (None, None)),
+        ("{% if tools %}<tool_call>{{ n }}<arg_key>{{ k }}</arg_key>{% endif %}", ("glm47", None)),
+        (
+            "{% if tools %}<tool_call>{{ n }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{% endif %}",
+            ("glm45", None),
+        ),
         ("{{ messages }}", (None, None)),
     ],
 )

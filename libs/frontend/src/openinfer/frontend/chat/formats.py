@@ -123,9 +123,10 @@ class JsonFormat:
 class TagFormat:
     """Calls whose arguments stand between tags, as bare text without escapes.
 
-    opening, closing: around a block. call, end_call: around a call, with `{name}` for its name. parameter,
-    end_parameter: around a value, with `{name}`, and `{text}` where the format says whether it is text or JSON. pad: a
-    line break on each side of a value, which is no part of it. shared: all calls of a turn stand in one block.
+    opening, closing: around a block. call, end_call: around a call, with `{name}` for its name; or the name alone, and
+    a block is a call. parameter, end_parameter: around a value, with `{name}`, and `{text}` where the format says
+    whether it is text or JSON. pad: a line break on each side of a value, which is no part of it. line: between tags.
+    shared: all calls of a turn stand in one block.
     """
 
     opening: str
@@ -135,6 +136,7 @@ class TagFormat:
     parameter: str
     end_parameter: str
     pad: str = ""
+    line: str = "\n"
     shared: bool = False
 
     @cached_property
@@ -151,7 +153,17 @@ class TagFormat:
 
     @cached_property
     def call_tag(self) -> re.Pattern[str]:
-        return re.compile(r"\s*" + self._pattern(self.call))
+        return re.compile(r"\s*" + (self._pattern(self.call) if self.call_start else r'([^\s<>"]+)(?=\s*<)'))
+
+    @cached_property
+    def half_call(self) -> re.Pattern[str]:
+        """What may still become the opening tag of a call."""
+        return _half(self.call) if self.call_start else re.compile(r'[^\s<>"]*\s*')
+
+    @cached_property
+    def half_parameter(self) -> re.Pattern[str]:
+        """What may still become the opening tag of a parameter."""
+        return _half(self.parameter)
 
     @cached_property
     def parameter_tag(self) -> re.Pattern[str]:
@@ -159,7 +171,7 @@ class TagFormat:
 
     @cached_property
     def bare(self) -> re.Pattern[str] | None:
-        return re.compile(f"(?={re.escape(self.call_start)})")
+        return re.compile(f"(?={re.escape(self.call_start)})") if self.call_start else None
 
     @cached_property
     def bare_start(self) -> str:
@@ -176,7 +188,7 @@ class TagFormat:
     @cached_property
     def marks(self) -> tuple[tuple[str, str], ...]:
         """The beginnings of all tags, by name."""
-        return (
+        marks = (
             ("parameter", self.parameter_start),
             ("end_parameter", self.end_parameter),
             ("call", self.call_start),
@@ -184,6 +196,7 @@ class TagFormat:
             ("opening", self.opening),
             ("closing", self.closing),
         )
+        return tuple((name, mark) for name, mark in marks if mark)
 
     @cached_property
     def tags(self) -> re.Pattern[str]:
@@ -198,13 +211,12 @@ class TagFormat:
 
     def before_tag(self, text: str, start: int) -> int:
         """Where a tag may have begun that ends behind the text; the text's length if none has."""
+        halves = (self.half_parameter, *((self.half_call,) if self.call_start else ()))
         at = text.find("<", max(start, len(text) - MAX_TAG))
         while at >= 0:
             rest = text[at:]
-            if any(mark.startswith(rest) for _, mark in self.marks) or (
-                rest.startswith((self.call_start, self.parameter_start))
-                and ">" not in rest
-                and "\n" not in rest
+            if any(mark.startswith(rest) for _, mark in self.marks) or any(
+                half.fullmatch(rest) for half in halves
             ):
                 return at
             at = text.find("<", at + 1)
@@ -224,36 +236,45 @@ class TagFormat:
                 if text and other and schema.keys() & HELD:
                     text = lark.any_of([text, other])
                 opened = lark.text(self.parameter.replace(NAME, name) + self.pad)
-                return f"{opened} {text or other} {lark.text(NEWLINE)}"
+                return f"{opened} {text or other} {lark.text(self.line)}"
             values = [
                 f"{lark.text(self.parameter.replace(NAME, name).replace(TEXT, flag) + self.pad)} {value}"
                 for flag, value in (("true", text), ("false", other))
                 if value
             ]
-            return f"{lark.any_of(values)} {lark.text(NEWLINE)}"
+            return f"{lark.any_of(values)} {lark.text(self.line)}"
 
+        end_call = lark.text(self.end_call + self.line if self.end_call else "")
         calls = [
-            f"{lark.text(self.call.replace(NAME, name) + NEWLINE)} {each_argument(lark, name, schema, write)} "
-            f"{lark.text(self.end_call + NEWLINE)}"
+            f"{lark.text(self.call.replace(NAME, name) + self.line)} {each_argument(lark, name, schema, write)} "
+            + end_call
             for name, schema in schemas.items()
         ]
-        call, begin, end = lark.any_of(calls), lark.text(NEWLINE), lark.text(self.closing)
+        call, end = lark.any_of(calls), lark.text(self.closing)
+        begin = lark.text(NEWLINE if self.call_start else "")
         if self.shared or not many:
             return f"{begin} {call}{f'{{1,{MAX_CALLS}}}' if many else ''} {end}"
-        more = lark.rule(f"{lark.text(NEWLINE + self.opening + NEWLINE)} {call} {end}")
+        more = lark.rule(f"{lark.text(NEWLINE + self.opening)} {begin} {call} {end}")
         return f"{begin} {call} {end} {more}{{0,{MAX_CALLS - 1}}}"
 
     def _pattern(self, tag: str) -> str:
         """The expression of an opening tag: its name is a group, and so is its flag, which may be left out."""
         before, _, after = tag.partition(NAME)
-        before, after = re.escape(before), re.escape(after)
+        before, after = re.escape(before), re.sub(r"><|>\\\n<", r">\\s*<", re.escape(after))
         if self.says_text and re.escape(TEXT) in after:
             after = re.sub(
                 r'\\?"\\ (\w+)=\\?"' + re.escape(re.escape(TEXT)) + r'\\?"',
                 r'"(?: \1="(true|false)")?',
                 after,
             )
-        return f'{before}([^">\\n]+){after}'
+        return f'{before}([^{"<" * ("<" in after)}">\\n]+){after}'
+
+
+def _half(tag: str) -> re.Pattern[str]:
+    """The beginning of an opening tag, in or behind its name; it may be of two tags."""
+    before, _, after = tag.partition(NAME)
+    name = r"[^<>\n]*(?:<[^<>]*(?:>\s*(?:<[^<>]*)?)?)?" if "<" in after else r"[^>\n]*"
+    return re.compile(re.escape(before) + name)
 
 
 class PythonFormat:
@@ -309,6 +330,13 @@ def _deepseek(call: str, end: str = "") -> JsonFormat:
     )  # fmt: skip
 
 
+def _glm(line: str) -> TagFormat:
+    return TagFormat(
+        opening="<tool_call>", closing="</tool_call>", call=NAME, end_call="", line=line,
+        parameter=f"<arg_key>{NAME}</arg_key>{line}<arg_value>", end_parameter="</arg_value>",
+    )  # fmt: skip
+
+
 def _dsml(block: str) -> TagFormat:
     return TagFormat(
         opening=f"<{DSML}{block}>", closing=f"</{DSML}{block}>", call=f'<{DSML}invoke name="{{name}}">',
@@ -323,6 +351,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "deepseek_v31": _deepseek(f"{NAME}<{_SEP}>"),
         "deepseek_v32": _dsml("function_calls"),
         "deepseek_v4": _dsml("tool_calls"),
+        "glm45": _glm("\n"),
+        "glm47": _glm(""),
         "hermes": _HERMES,
         "kimi_k2": JsonFormat(
             opening="<|tool_calls_section_begin|>",
@@ -355,7 +385,8 @@ _IN_TEMPLATES = (
     (f"<{_SEP}>", "deepseek_v31"),
     ("<|im_system|>tool_declare", "kimi_k2"),
     ("<function=", "qwen3_xml"),
-    ("<arg_key>", None),  # GLM's, which no format here reads
+    ("</arg_key>\n<arg_value>", "glm45"),
+    ("<arg_key>", "glm47"),  # GLM-4.7's and GLM-5's
     ("<tool_call>", "hermes"),
     ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),

@@ -60,9 +60,8 @@ class TagReader:
         opened = self._form.call_tag.match(self.text)
         if opened is None:
             begun = self.text.lstrip()
-            fits = self._form.call_start.startswith(begun) or begun.startswith(self._form.call_start)
-            open_ended = ">" not in begun and "\n" not in begun and len(begun) < MAX_HEAD
-            return None if fits and open_ended and not final else False
+            half = self._form.call_start.startswith(begun) or self._form.half_call.fullmatch(begun)
+            return None if half and len(begun) < MAX_HEAD and not final else False
         self._name = opened[1].strip()
         self.offered = self._name in self._schemas
         self.text = self.text[opened.end() :]
@@ -100,15 +99,19 @@ class TagReader:
                     self._open(opened)
                     return None
                 begun = self.text.lstrip()
-                if ">" not in begun and "\n" not in begun and len(begun) < MAX_HEAD and not final:
+                if self._form.half_parameter.fullmatch(begun) and len(begun) < MAX_HEAD and not final:
                     return None
             case "end_call":
                 end = self.text.index(self._form.end_call) + len(self._form.end_call)
                 self.text = self.text[end:]
                 self._say("}")
                 return True
-            case "closing" | "call" | "opening":  # the end of the call was left out
-                self.mended = True
+            case (
+                "closing" | "call" | "opening" as found
+            ):  # the end of the call was left out, or a block is a call
+                self.mended = bool(self._form.end_call) or found != "closing"
+                if not self._form.call_start and not self.offered and not self._given:
+                    return False  # any word in a block would be a call
                 self._say("}")
                 return True
         self._say("}")
