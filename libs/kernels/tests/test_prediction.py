@@ -117,6 +117,7 @@ def test_ranks_pay_for_their_links():
 BENDS = {
     "most so many keys": lambda w: Cost(1000 * min(w.kv_tokens, 4096 * w.rows), 0),
     "most so many pairs": lambda w: Cost(10, 10**9 * min(w.qk_pairs // w.tokens, 128)),
+    "so many chosen pairs": lambda w: Cost(10, 10**6 * min(w.qk_pairs, 1 << 22)),
     "a step": lambda w: Cost(10**9 * (w.kv_tokens > 5000), 0),
 }
 

@@ -20,7 +20,7 @@ log = logging.getLogger("openinfer.kernels")
 Shape = TypeVar("Shape", bound=tuple[int, ...])
 
 _FAR = 1 << 20  # tokens and pairs, for the slope of a cost
-_TRIES = ((1000, 0), (0, 1000), (1 << 15, 1 << 22))  # where a cost must be on the line to be taken for one
+_TRIES = ((1000, 0), (0, 1000), (1 << 15, 1 << 22), (1 << 22, 1 << 30))  # a cost is a line if these are on it
 
 
 class _Varying(NamedTuple):
