@@ -11,6 +11,7 @@
              The steps of Qwen3-4B and Qwen3.5-4B give how much longer an op takes in a step than alone. An entry of
              a ledger has the mean time of all layers' calls, but the cost of the first.
     products the lines of products with packed weights, one for each format, from recorded steps of Qwen3-4B
+    mixtures the lines of experts_add by format, and of attention to latents, from calls of their kernels alone
 
 Without --write the tables are printed, and plans says what changed. Tests compare files and page with this checkout.
 """
@@ -20,6 +21,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +39,7 @@ from openinfer.cli.plan import tiers as plan_tiers
 from openinfer.cli.plan.load import Agents, PlannedServer, Point
 from openinfer.cli.plan.text import name_of
 from openinfer.cli.tune import speed as tune_speed
-from openinfer.kernels import GPUS, H200, Cost, Figures, Lines, Parts, Speed
+from openinfer.kernels import GPUS, H200, Cost, Figures, Lines, Parts, Speed, Workload
 from openinfer.kernels.measure.speed_fit import MeasuredCalls, errors, fit_lines, fit_speed
 from openinfer.kernels.measure.speeds import FOLDER, PRODUCT, dump_lines
 from openinfer.recipes.engine import Source
@@ -391,9 +394,19 @@ class Pace(NamedTuple):
 ALONE = Pace()
 
 
+RENAMED = (
+    (r"(sample|advance) (?:logits|result)\[(\d+)x\d+\]", r"\1 tokens[\2]"),
+    (r"(index_topk .*\])$", r"\1, window 4"),
+)
+"""What keys of these ledgers are called today."""
+
+
 def _microseconds(ledger: Ledger) -> dict[str, float]:
     """A call's time by key."""
-    return {row["key"]: row["us"] for row in json.loads((RESULTS / ledger.file).read_text())["results"]}
+    found = {row["key"]: row["us"] for row in json.loads((RESULTS / ledger.file).read_text())["results"]}
+    for old, new in RENAMED:
+        found = {re.sub(old, new, key): us for key, us in found.items()}
+    return found
 
 
 def fitted(ledgers: Iterable[Ledger], pace: Pace = ALONE) -> dict[str, Lines]:
@@ -519,9 +532,9 @@ def _clusters(tokens: int) -> list[float]:
 
 
 @functools.cache
-def packed_outline(format: str) -> Outline:
-    """Qwen3-4B in a format."""
-    _, asked = recipe_flags.parse(["qwen3-4B"], "plan", __doc__, lambda parser: None, named=True)
+def packed_outline(format: str, model: str = "qwen3-4B") -> Outline:
+    """A model in a format."""
+    _, asked = recipe_flags.parse([model], "plan", __doc__, lambda parser: None, named=True)
     (quantization,) = (one.quantization for one in packed() if one.format == format)
     source = Source({**asked.source().config, "quantization_config": quantization})
     return Outline(asked.recipe, source, asked.options, H200)
@@ -556,6 +569,114 @@ def packed_table() -> str:
     return "\n".join(table)
 
 
+class Mixture(NamedTuple):
+    """Microseconds of an evenly routed call of experts_add by its tokens. `few`: the most rows of an expert with tiles
+    for few; `places`: of the tiles for many."""
+
+    kind: str
+    made: Outline
+    few: int
+    places: int
+    us: dict[int, float]
+
+
+CODES = "codes-of-mixtures-v32-2026-11-29-h200.json"
+LAUNCH_S = 1.2e-6
+"""What a small kernel takes that starts early, as `spread` and `embed` do."""
+
+
+def mixtures() -> Iterator[Mixture]:
+    """What was measured of each format: in bf16 whole calls, of codes the two products."""
+    whole, bf16 = json.loads((RESULTS / NEWEST).read_text())["experts_add_us"], dict[int, float]()
+    for row in (*whole["few"], *whole["many"]):
+        format, tokens, times = re.match(r"(\w+) (\d+) (.*)", row).groups()
+        if format == "bf16":  # "now": tiles of three stages; few programs have five since
+            bf16[int(tokens)] = min(float(us) for us in re.findall(r"(?:now|64/5): +([\d.]+)", times))
+    yield Mixture("experts_add", outline("qwen3_5-35B-A3B", 1, ()), 32, 128, bf16)
+    fp8, fp4 = _two_products("35 kind 8", 3), _two_products("30 kind 4", 2)
+    yield Mixture("experts_add, FP8 experts", packed_outline("FP8", "qwen3_5-35B-A3B"), 8, 64, fp8)
+    yield Mixture("experts_add, FP4 experts", packed_outline("FP4", "qwen3-30B-A3B"), 8, 64, fp4)
+
+
+def _two_products(name: str, stages: int) -> dict[int, float]:
+    """Both products with the tiles that the op has, by tokens; stages: of those for many. The best three tiles were
+    recorded; where the op's is none of them it counts as the third. That of 256 tokens was not tried."""
+    rows, found = json.loads((RESULTS / CODES).read_text())["experts_us"], defaultdict[int, float](float)
+    for head, *times in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        tokens = int(head.split("T=")[1].split()[0])
+        if head.startswith(name) and tokens != 256:
+            large = f"64, 64, 4, {stages}" if "first" in head else f"64, 128, 8, {stages}"
+            us = {tile: float(us) for us, tile in re.findall(r"'([\d.]+) \((.*?)\)", times[tokens > 32])}
+            found[tokens] += us.get(large if tokens > 32 else "16, 64, 4, 3", max(us.values()))
+    return found
+
+
+def mixture_calls(one: Mixture) -> Iterator[MeasuredCalls]:
+    """The calls, each with its rows of an expert in place of the tokens."""
+    call = next(call for step in one.made.steps.values() for call in step if call.op.name == "experts_add")
+    chosen, (experts, hidden, _) = call.args.expert_ids.shape[1], call.args.down.shape
+    for tokens, us in one.us.items():
+        seconds = us * 1e-6
+        if one.kind != "experts_add":  # the norm, the sort, columns arranged for large tiles, and the sum
+            moved = (chosen + 6) * tokens * hidden * 2
+            seconds += 4 * LAUNCH_S + moved / GPUS[H200.gpu].fitted.bytes_per_s
+        yield MeasuredCalls(tokens * chosen / experts, 1, call.cost(Workload(tokens, tokens, 0, 0)), seconds)
+
+
+def experts_lines(one: Mixture) -> Lines:
+    """Few rows: the bytes of the experts that are hit, at one speed, and the time of a call. Many: half a tile of each
+    expert is padding, in the mean, and the tiles are multiplied at one speed."""
+    calls = sorted(mixture_calls(one))
+    few = [call._replace(tokens=one.few) for call in calls if call.tokens <= one.few]
+    ((_, speed),) = fit_lines(few, GPUS[H200.gpu].fitted)
+    many = [
+        (1 + one.places / 2 / call.tokens) * call.cost.flops / (call.seconds - speed.kernel_s)
+        for call in calls[len(few) :]
+    ]
+    rate = math.exp(sum(map(math.log, many)) / len(many))
+    return (calls[0].tokens, speed), (one.few, speed), *(
+        (size, speed._replace(flops_per_s=rate / (1 + one.places / 2 / size)))
+        for size in (one.places * times / 2 for times in (1, 2, 4, 32))
+    )  # fmt: skip
+
+
+def latents_lines() -> dict[str, Lines]:
+    """Attention to latents at 8,192 tokens, by the kernel that it has. From 32 rows on the programs fill the GPU: one
+    line."""
+    us, found = list[tuple[int, int, bool, float]](), defaultdict(list)
+    lines = json.loads((RESULTS / CODES).read_text())["latents_us"]
+    for line in lines:
+        if case := re.match(r"rows (\d+) heads (\d+) most (\d+)", line):
+            rows, heads, most = map(int, case.groups())
+        elif time := re.match(r" +hopper 64 .*?: ([\d.]+) us", line):
+            us.append((rows, heads, most > 0, float(time[1])))
+    us += [(rows, 16, False, float(line.split()[0])) for rows, line in zip((32, 1), lines[-2:], strict=True)]
+    best = {case: min(each[-1] for each in us if each[:-1] == case) for case in (each[:-1] for each in us)}
+    for (rows, heads, chosen), time in best.items():
+        made = outline("DeepSeek-V3.2" if chosen else "DeepSeek-V3", 128 // heads, ())
+        call = next(call for step in made.steps.values() for call in step if call.op.name == "latent_attend")
+        cost = call.cost(Workload.decode(rows, 8192))
+        found[call.kind].append(MeasuredCalls(min(rows, 32), 1, cost, time * 1e-6))
+    return {kind: fit_lines(calls, GPUS[H200.gpu].fitted) for kind, calls in found.items()}
+
+
+def mixture_lines() -> dict[str, Lines]:
+    """The lines of mixtures, and of attention to latents."""
+    return {**{one.kind: experts_lines(one) for one in mixtures()}, **latents_lines()}
+
+
+def mixtures_table() -> str:
+    """Calls of experts_add beside what the lines that there are give, in Markdown."""
+    table = ["| op | rows of an expert | predicted / measured (ms) |", "| --- | --- | --- |"]
+    for one in mixtures():
+        for call in mixture_calls(one):
+            speed = GPUS[H200.gpu].speed(one.kind, call.tokens, 5)
+            guess = call.cost.floor_s(speed.bytes_per_s, speed.flops_per_s) + speed.kernel_s
+            figure = Figure("call p50", 1e3 * guess, 1e3 * call.seconds)
+            table.append(f"| {one.kind} | {call.tokens:g} | {figure} |")
+    return "\n".join(table)
+
+
 def lines() -> dict[str, Lines]:
     """The lines by op."""
     return {**fitted(LEDGERS), **fitted(DENSE_LEDGERS, pace()[0])}
@@ -578,6 +699,14 @@ def ops_table() -> str:
     return "\n".join([*table, f"\n{within[0]} and {within[1]} of {len(every[0])} within 10 %"])
 
 
+FITS: dict[str, tuple[Callable[[], dict[str, Lines]], Callable[[], str]]] = {
+    "ops": (lines, ops_table),
+    "products": (packed_lines, packed_table),
+    "mixtures": (mixture_lines, mixtures_table),
+}
+"""What fits lines, and the table beside measurements."""
+
+
 def page(name: str) -> Path:
     return PAGES.get(name, ROOT / "docs" / "planning.md")
 
@@ -593,7 +722,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=("rows", "tiers", "plans", "speeds", "ops", "products"))
+    parser.add_argument("name", choices=("rows", "tiers", "plans", "speeds", *FITS))
     parser.add_argument("--write", action="store_true", help="write it where it belongs")
     args = parser.parse_args()
     if args.name == "speeds":
@@ -606,17 +735,12 @@ def main() -> int:
         if args.write:
             PLANS.write_text(json.dumps(after, indent=1) + "\n")
         return int(bool(changed) and not args.write)
-    elif args.name == "ops":
+    elif args.name in FITS:
+        made_lines, table = FITS[args.name]
         if args.write:
-            own = {op: found for op, found in GPUS[H200.gpu].ops.items() if op.startswith(PRODUCT)}
-            LINES.write_text(dump_lines({**own, **lines()}))
+            LINES.write_text(dump_lines({**GPUS[H200.gpu].ops, **made_lines()}))
         else:
-            print(ops_table())
-    elif args.name == "products":
-        if args.write:
-            LINES.write_text(dump_lines({**GPUS[H200.gpu].ops, **packed_lines()}))
-        else:
-            print(packed_table())
+            print(table())
     else:
         made = {"rows": rows_table, "steps": steps_table} if args.name == "rows" else {"tiers": tiers_table}
         for name, table in made.items():

@@ -20,11 +20,14 @@ from openinfer.kernels import (
     Workload,
     attend,
     embed,
+    experts_add,
     linear_add,
     norm_linear,
     predictions,
 )
-from openinfer.tensor import Arena, Device, bfloat16, int32
+from openinfer.kernels.authoring import Linear
+from openinfer.kernels.measure.speeds import dump_lines, load_lines
+from openinfer.tensor import Arena, Device, bfloat16, float8_e4m3fn, float32, int32
 
 SPEED = Speed(4e12, 500e12, 5e-6)
 FIGURES = GPUS[H200.gpu]._replace(fitted=SPEED, ops={})
@@ -183,3 +186,23 @@ def test_attention_of_rows_with_few_tokens_is_a_kind_of_its_own(longest, kind):
     (op,) = {call.op for call in calls(Arena(Device("null"), None), tokens=512) if call.op.name == "attend"}
     assert Call(op, types.SimpleNamespace(max_q_len=longest), ()).kind == kind
     assert Call(op, types.SimpleNamespace(), ()).kind == "attend"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_lines_of_a_mixture_go_by_format_and_by_the_rows_of_an_expert(arena, ranks):
+    pack, experts = NullPack(H200), 16 // ranks
+    experts_add(
+        pack, x=arena.alloc((8, 256), bfloat16), out=arena.alloc((8, 256), bfloat16),
+        expert_ids=arena.alloc((8, 4), int32), expert_weights=arena.alloc((8, 4), bfloat16), all_experts=16,
+        gate_up=Linear(arena.alloc((experts, 256, 256), float8_e4m3fn), arena.alloc((experts, 2, 2), float32)),
+        down=Linear(arena.alloc((experts, 256, 128), float8_e4m3fn), arena.alloc((experts, 2, 1), float32)),
+    )  # fmt: skip
+    (call,) = pack.calls
+    assert (call.kind, call.tokens) == ("experts_add, FP8 experts", 2)
+    lines = ((0.5, Speed(1e12, 100e12, 20e-6)), (2, Speed(2e12, 400e12, 40e-6)))
+    assert load_lines(dump_lines({call.kind: lines})) == {call.kind: lines}
+    figures = FIGURES._replace(ops={call.kind: lines})
+    assert figures.speed(call.kind, call.tokens, 5) == lines[1][1]
+    assert figures.speed("experts_add, INT4 experts", 2, 2).kernel_s == pytest.approx(10e-6)
+    own = FIGURES._replace(ops={"experts_add": lines, "product, FP8": lines[:1]})  # as a CPU's trace names it
+    assert own.speed(call.kind, call.tokens, 5) == lines[1][1]

@@ -27,7 +27,7 @@ OpTimes = Mapping[str, Sequence[MeasuredCalls]]
 
 def lines(times: Sequence[OpTimes], usual: Speed) -> dict[str, Lines]:
     """The lines of the ops that were timed."""
-    calls: dict[str, dict[int, list[MeasuredCalls]]] = defaultdict(lambda: defaultdict(list))
+    calls: dict[str, dict[float, list[MeasuredCalls]]] = defaultdict(lambda: defaultdict(list))
     for one in times:
         for op, found in one.items():
             for call in found:

@@ -243,6 +243,11 @@ class _AttendArgs(Generic[T]):
     def heads(self: "_AttendArgs[Tensor] | _AttendArgs[Array]") -> int:
         return int(self.q.shape[1] + self.turned.shape[1]) // int(self.kv.shape[2])
 
+    @property
+    def kernels_for(self: "_AttendArgs[Tensor]") -> str:
+        """See Call.kind: the heads of a program, where they fill the tensor cores' rows."""
+        return "" if self.heads % 64 else "64 heads"
+
 
 def _attend_check(a: _AttendArgs[Tensor]) -> None:
     expect_latents(a.kv, a.block_tables)

@@ -31,9 +31,9 @@ class MeasuredStep(NamedTuple):
 
 
 class MeasuredCalls(NamedTuple):
-    """Seconds that `calls` calls of an op took together, each for `tokens` tokens, and their cost in sum."""
+    """Seconds that `calls` calls of an op took together, each for so many `Call.tokens`, and their cost in sum."""
 
-    tokens: int
+    tokens: float
     calls: int
     cost: Cost
     seconds: float

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent / "speeds_of_ops"
 """Lines by GPU; `benchmarks/predicted.py` writes them: with `ops --write` of single ops, with `products --write` of
-products with packed weights."""
+products with packed weights, with `mixtures --write` of mixtures and of attention to latents."""
 PRODUCT = "product, "
 """Begins the name of the lines of dense products with weights of a packed format; the format's short name ends it."""
 
@@ -24,8 +24,8 @@ class Speed(NamedTuple):
     kernel_s: float = 0.0
 
 
-Lines = tuple[tuple[int, Speed], ...]
-"""Speeds of one op by the tokens of a call, ascending. Their `kernel_s` is the time of a call, not of each kernel."""
+Lines = tuple[tuple[float, Speed], ...]
+"""Speeds of one op by `Call.tokens`, ascending. Their `kernel_s` is the time of a call, not of each kernel."""
 
 
 class LinkSpeed(NamedTuple):
@@ -54,7 +54,7 @@ class Figures(NamedTuple):
     ops: Mapping[str, Lines] = MappingProxyType({})
     host_s: float = 0.0
 
-    def speed(self, op: str, tokens: int, kernels: int) -> Speed:
+    def speed(self, op: str, tokens: float, kernels: int) -> Speed:
         """The speed of a call of an op, or of a kind of it (`Call.kind`), which may have lines of its own: as an op, or
         as all products of a packed format (PRODUCT).
 
@@ -96,7 +96,7 @@ def dump_lines(lines: Mapping[str, Lines]) -> str:
     """Lines as JSON: tokens, bytes a second, FLOPs a second and seconds of a call, a line each."""
     ops = (
         f'"{op}": [\n'
-        + ",\n".join(f" [{tokens}, {', '.join(f'{x:.3g}' for x in speed)}]" for tokens, speed in lines[op])
+        + ",\n".join(f" [{tokens:g}, {', '.join(f'{x:.3g}' for x in speed)}]" for tokens, speed in lines[op])
         + "]"
         for op in sorted(lines)
     )

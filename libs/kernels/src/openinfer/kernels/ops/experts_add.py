@@ -51,6 +51,18 @@ class _Args(Generic[T]):
     out: T | None = None
     all_experts: int | None = None
 
+    @property
+    def kernels_for(self) -> str:
+        """See Call.kind."""
+        packed = linear_of(self.gate_up).packed
+        return f"{packed} experts" if packed else ""
+
+    @property
+    def rows_each(self: "_Args[Tensor]") -> float:
+        """Rows of an expert, where routing is even."""
+        tokens, chosen = self.expert_ids.shape
+        return tokens * chosen / (self.all_experts or self.down.shape[0])
+
 
 def _weights(a: _Args[T]) -> tuple[Linear[T], Linear[T]]:
     return linear_of(a.gate_up), linear_of(a.down)

@@ -42,16 +42,20 @@ class Call:
         return self.op.cost(workload, self.args)
 
     @property
-    def tokens(self) -> int:
-        """The tokens, or rows, that it was traced for: the first axis of its first tensor."""
+    def tokens(self) -> float:
+        """The tokens, or rows, that it was traced for: the first axis of its first tensor. Of a mixture of experts, the
+        mean rows of one (`rows_each` of its arguments), on which its kernels depend."""
+        if each := getattr(self.args, "rows_each", 0.0):
+            return float(each)
         return next((tensor.shape[0] for _, tensor in leaves(self.args, Tensor)), 1)
 
     @property
     def kind(self) -> str:
         """The name of its op, and DECODE where each row has few tokens: such calls have kernels of their own. So
-        have dense products with packed weights: the format's short name ends theirs."""
-        if packed := getattr(self.args, "packed", ""):
-            return f"{self.op.name}, {packed}"
+        have dense products with packed weights: the format's short name ends theirs. Other ops may say what theirs are
+        `kernels_for`."""
+        if own := getattr(self.args, "packed", "") or getattr(self.args, "kernels_for", ""):
+            return f"{self.op.name}, {own}"
         few = 0 < getattr(self.args, "max_q_len", 0) <= FEW_TOKENS
         return self.op.name + DECODE if few else self.op.name
 
