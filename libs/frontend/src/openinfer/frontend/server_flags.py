@@ -16,6 +16,8 @@ TOOL_PARSERS = (
     "deepseek_v31",
     "deepseek_v32",
     "deepseek_v4",
+    "glm45",
+    "glm47",
     "hermes",
     "kimi_k2",
     "llama3_json",
