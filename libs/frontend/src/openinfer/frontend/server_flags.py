@@ -96,12 +96,12 @@ _FLAGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--special-tokens-in-text", "<|im_end|> in a message ends it; off: it is text; default: on", _ON),
     (
         "--tool-call-parser NAME",
-        f"calls; default: auto (by model or template); none, {', '.join(TOOL_PARSERS)}",
+        f"calls; default: auto; none, {', '.join(TOOL_PARSERS)}",
         {"choices": ("auto", "none", *TOOL_PARSERS), "default": "auto"},
     ),
     (
         "--reasoning-parser NAME",
-        "thoughts; default: auto; none (content), deepseek_v4, qwen3",
+        "thoughts; default: auto; none (content), deepseek_v4, kimi_k2, qwen3",
         {"choices": ("auto", "none", *REASONING_PARSERS), "default": "auto"},
     ),
     ("--enable-auto-tool-choice", "let the model decide about calls; off: no tools", _ON),
