@@ -30,6 +30,7 @@ from openinfer.frontend.link import EngineLink
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.testing import FakeEngine
 from openinfer.frontend.thread_driver import ThreadDriver
+from openinfer.frontend.web import run_loop
 from openinfer.frontend.wire import ControlDone, FromEngine
 from openinfer.sampler import SamplingParams
 
@@ -459,3 +460,23 @@ def test_closing_right_after_the_child_was_killed_does_not_raise() -> None:
         await driver.close()
 
     run(make("process", step_delay_s=0.001), use)
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_start_that_is_cancelled_leaves_no_process(steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the process was just being made, on uvloop too."""
+
+    async def main() -> int:
+        driver = make("process")
+        assert isinstance(driver, ProcessDriver)
+        starting = asyncio.create_task(driver.start())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert driver._process is None or driver._process.returncode is not None
+        return int(driver._process is not None)
+
+    assert run_loop(main()) == (steps > 0)
+    assert not caplog.records

@@ -63,11 +63,20 @@ class ProcessDriver(Driver):
         self._directory = tempfile.mkdtemp(prefix="openinfer-")  # mode 0700
         boot = Boot(self._directory, self._spec, *log_settings())
         self._link = EngineLink(self.address, 0, self._receive, self.lose)
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "openinfer.frontend.engine_process"),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the parent, which drains first
+        made = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "openinfer.frontend.engine_process"),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the parent, which drains first
+            )
         )
+        try:
+            self._process = await asyncio.shield(made)
+        except (
+            asyncio.CancelledError
+        ):  # uvloop would lose the process, and see it end behind the end of its loop
+            self._process = await made
+            raise
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
         self._watcher = asyncio.create_task(self._watch(self._process, self._link))
