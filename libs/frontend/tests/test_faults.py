@@ -109,9 +109,9 @@ def test_the_server_ends_by_itself_when_the_engine_is_lost(
 
 @pytest.mark.parametrize("process", [False, True])
 def test_a_hung_engine_turns_health_to_503(start: Any, process: bool) -> None:
-    live = start({"hang_at_step": 5, "step_delay_s": 0.01}, NO_CHATS, process=process, hang_timeout_s=0.15)
+    live = start({"hang_at_step": 5, "step_delay_s": 0.01}, NO_CHATS, process=process, hang_timeout_s=1)
     stream = Stream(live)
-    stream.wait_for_tokens()
+    until(lambda: stream.chunks > 0)  # a busy machine may have four tokens in one chunk
     assert live.http.get("/health").status_code == 200
     until(lambda: live.http.get("/health").status_code == 503)
     assert "hangs" in live.http.get("/health").text
