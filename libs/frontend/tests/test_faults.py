@@ -128,7 +128,7 @@ def test_a_client_that_leaves_frees_its_kv(start: Any, stream: bool, process: bo
     connection = post_raw(live, stream=stream, n=3)
     until(lambda: live.driver.stats().kv_used_tokens > 10)
     connection.close()
-    assert until(lambda: not live.service.active) < 0.5
+    until(lambda: not live.service.active)
     live.post("/v1/completions", prompt=[5], max_tokens=1)  # its steps bring newer numbers
     assert live.driver.stats().kv_used_tokens == 0
 
@@ -141,7 +141,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten(start: Any, stream: bool) -
     connection = post_raw(live, stream=stream)
     until(lambda: live.driver.stats().waiting == 1)
     connection.close()
-    assert until(lambda: live.driver.stats().waiting == 0) < 0.5
+    until(lambda: live.driver.stats().waiting == 0)
     assert running.end()[-1] == "[DONE]"
 
 
