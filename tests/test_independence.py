@@ -217,8 +217,8 @@ LINES = {
     "sampler": (4770, 3940),
     "scheduler": (5022, 3462),
     "frontend": (13922, 11763),
-    "recipes": (16143, 3972),
-    "cli": (6880, 0),
+    "recipes": (16142, 3972),
+    "cli": (6873, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from openinfer.kernels.authoring import AnyPacking
 from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SPARSE_TYPES
 from openinfer.recipes.engine.config_fields import FP8_BLOCK, WHOLE, Fields, Part, eos_ids, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
-from openinfer.recipes.engine.experts import Experts
-from openinfer.recipes.engine.quantization import AnyPacking, for_ranks, packing
 from openinfer.recipes.engine.rope import Floats, rope_of, score_factor
+from openinfer.recipes.engine.weights import Experts, for_ranks, packing
 from openinfer.tensor import Checkpoint
 
 WANTED: Mapping[str, Any] = {

@@ -22,7 +22,7 @@ from openinfer.kernels.authoring import (
 from openinfer.recipes.deepseek_v3.config import Config, Indexing
 from openinfer.recipes.engine.config_fields import FP8_BLOCK
 from openinfer.recipes.engine.errors import UnsupportedModel
-from openinfer.recipes.engine.experts import expert_places
+from openinfer.recipes.engine.weights import expert_places
 from openinfer.tensor import Arena, Checkpoint, Conversion, Tensor, dtypes, float8_e4m3fn, float32
 
 Array = np.ndarray[Any, Any]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from openinfer.kernels.authoring import AnyPacking
 from openinfer.recipes.engine.config_fields import (
     WHOLE,
     Fields,
@@ -14,9 +15,8 @@ from openinfer.recipes.engine.config_fields import (
     has_own_head,
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
-from openinfer.recipes.engine.experts import Experts
-from openinfer.recipes.engine.quantization import AnyPacking, for_ranks, packing
 from openinfer.recipes.engine.rope import Floats, rope_of
+from openinfer.recipes.engine.weights import Experts, for_ranks, packing
 from openinfer.recipes.qwen3.published import MODEL_TYPES
 from openinfer.tensor import Checkpoint
 

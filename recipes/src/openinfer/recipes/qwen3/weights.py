@@ -13,7 +13,7 @@ from openinfer.kernels.authoring import (
     WeightPart,
     padded_rows,
 )
-from openinfer.recipes.engine.experts import expert_places
+from openinfer.recipes.engine.weights import expert_places
 from openinfer.recipes.qwen3.config import Config
 from openinfer.tensor import Arena, Checkpoint, Tensor
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +19,12 @@ from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import Buffers, Model
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
-from openinfer.recipes.qwen3_5.options import HybridOptions
 from openinfer.recipes.qwen3_5.states import Boundaries, States
 from openinfer.recipes.qwen3_5.weights import NOT_RUN, DeltaNet, Format, Mixture, Weights, validate
 from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, nbytes_of
+
+if TYPE_CHECKING:
+    from openinfer.recipes.qwen3_5.recipe import HybridOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Qwen35(Blueprint[Model]):
     cache_forms = (FP8_CACHE,)
     config: Config
     form: Format
-    options: HybridOptions
+    options: "HybridOptions"
 
     @property
     def page_size(self) -> int:

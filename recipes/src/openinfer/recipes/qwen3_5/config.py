@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels.authoring import AnyPacking
 from openinfer.recipes.engine.config_fields import WHOLE, Fields, Part, attention_heads, eos_ids
 from openinfer.recipes.engine.errors import UnsupportedModel
-from openinfer.recipes.engine.experts import Experts
-from openinfer.recipes.engine.quantization import AnyPacking, for_ranks, packing
 from openinfer.recipes.engine.rope import SECTIONS, Floats, Rope, rope_of
-from openinfer.recipes.qwen3_5.options import STATE_DTYPES
-from openinfer.recipes.qwen3_5.published import MODEL_TYPES
+from openinfer.recipes.engine.weights import Experts, for_ranks, packing
+from openinfer.recipes.qwen3_5.published import MODEL_TYPES, STATE_DTYPES
 from openinfer.tensor import Checkpoint, dtypes
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Checkpoints with a vision tower (which is not loaded), and those of the text model only."""
+STATE_DTYPES = ("float32", "bfloat16")
+"""Of recurrent states."""
 SIZES: dict[
     str, tuple[int, int, int, int, int, int | tuple[int, int, int], bool]
 ] = {  # hidden, layers, query heads, key-value heads, linear value heads, MLP or (experts, chosen, width), tied

@@ -10,6 +10,7 @@ from openinfer.kernels import ContractError, UnsupportedQuantization
 from openinfer.kernels.authoring import (
     FP8_MADE,
     PUBLISHED_SCALES,
+    AnyPacking,
     Linear,
     LinearPlaces,
     WeightPart,
@@ -18,8 +19,7 @@ from openinfer.kernels.authoring import (
 )
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.config_fields import HEAD, has_own_head
-from openinfer.recipes.engine.experts import expert_places
-from openinfer.recipes.engine.quantization import AnyPacking
+from openinfer.recipes.engine.weights import expert_places
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.tensor import Arena, Checkpoint, Tensor, TensorLoad
 
