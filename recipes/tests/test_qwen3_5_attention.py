@@ -31,8 +31,9 @@ from openinfer.tensor import bfloat16, float32
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[Op[Any], Mapping[str, Any]], dict[str, Array]]
-SMALL = Target(arch=90, num_sms=4)
-ONE_KERNEL = Target(arch=90, num_sms=32)  # for as many rows as here; with fewer SMs a decode step takes three
+SMALL = Target(arch=90, num_sms=4, interpreted=True)
+# For as many rows as here; with fewer SMs a decode step takes three kernels.
+ONE_KERNEL = Target(arch=90, num_sms=32, interpreted=True)
 ATTENDED = 6e-3
 """Relative error: probabilities and the result are rounded."""
 LAYERS = 3  # of a cache, the middle one of which is used

@@ -13,10 +13,12 @@ from openinfer.kernels import (
     CudaSpec,
     NullPack,
     Store,
+    experts_add,
     gate_up_silu,
     linear_add,
     norm_linear,
     norm_rope_attend,
+    route_topk,
 )
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.norms import norm
@@ -24,7 +26,7 @@ from openinfer.kernels.op.reference import normed
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.testing import INTERPRETED, of_the_day
-from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 
 TARGET = dataclasses.replace(H200, nvrtc=True)
 
@@ -93,6 +95,32 @@ def test_kernels_that_make_codes_wait_too(arena, cubins, coding):
     for spec in specs[::2]:
         assert "    if EARLY:\n        gdc_launch_dependents()\n        gdc_wait()\n" in source_of(spec)
     assert Store(90, cubins, folders=[]).prepare(specs[::2])[0] == 2
+
+
+@pytest.mark.parametrize("dtype", of_the_day([bfloat16, float8_e4m3fn]))
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_all_kernels_of_a_mixture_wait(arena, cubins, tokens, dtype):
+    pack, (count, chosen, hidden, inter) = NullPack(TARGET), (64, 8, 2048, 512)
+
+    def weight(n, k):
+        blocks = arena.alloc((count, n // 128, k // 128), float32) if dtype != bfloat16 else None
+        return Linear(arena.alloc((count, n, k), dtype), blocks)
+
+    x, gain = arena.alloc((tokens, hidden), bfloat16), arena.alloc((hidden,), float32)
+    ids, weights = arena.alloc((tokens, chosen), int32), arena.alloc((tokens, chosen), bfloat16)
+    logits, slots = arena.alloc((tokens, count), bfloat16), arena.alloc((tokens,), int32)
+    more = {"expert_ids": ids, "expert_weights": weights}
+    route_topk(pack, **more, logits=logits, token_slots=slots, first_expert=0, num_experts=count)
+    gate_up, down = weight(2 * inter, hidden), weight(hidden, inter)
+    experts_add(pack, x=x, norm_weight=gain, eps=1e-6, gate_up=gate_up, down=down, **more)
+    commands = [c for call in pack.calls for c in call.commands]
+    assert {"route_topk", "rms_norm", "sort_pairs", "add_chosen"} < {c.spec.function for c in commands}
+    for command in commands:
+        assert command.early
+        assert "    if EARLY:\n        gdc_launch_dependents()\n        gdc_wait()\n" in source_of(
+            command.spec
+        )
+    assert Store(90, cubins, folders=[]).prepare(pack.specs())[0] == len(pack.specs())
 
 
 def test_the_norm_compiles_either_way(arena, cubins):

@@ -4,12 +4,13 @@ A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice.
 has order[starts[e]] to order[starts[e + 1]]. The number of pairs of an expert is data. Expert e gets the tiles from
 starts[e] // BM + e on, which may be one more than its pairs fill; a tile without pairs ends at once. If there are fewer
 pairs than such tiles, each place in the order has a tile (FEW). A tile inside the BM places of another then ends at
-once.
+once. EARLY: as for norm.rms_norm.
 """
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.formats import float8_operand, operand_row, word_column, word_place
 from openinfer.kernels.device.int4 import sum_of_groups
@@ -39,8 +40,11 @@ def sort_expert(order, starts, expert_ids, expert, experts, pairs, BLOCK: tl.con
 
 
 @triton.jit
-def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr):
+def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """sort_expert, a program an expert. Grid (experts + 1,)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     sort_expert(order, starts, expert_ids, tl.program_id(0), tl.num_programs(0) - 1, pairs, BLOCK)
 
 
@@ -108,7 +112,7 @@ def experts_product(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
+    FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Products of pairs with the weights of their experts. Grid (cdiv(N, BN), tiles).
 
@@ -116,6 +120,9 @@ def experts_product(
     [EXPERTS, 2 N, K]. Else from hidden rows x [pairs, K] to out [pairs, N] in the order of pairs, with weight
     [EXPERTS, N, K]. TALL: the weights are the tall operand, for tiles of few rows. SCALED: as in linear.py.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
@@ -171,11 +178,15 @@ def experts_product_float8(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FIRST: tl.constexpr, FEW: tl.constexpr, ARRANGED: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts_product of SCALED weights: int32 [EXPERTS, N, K / 4], or 2 N rows if FIRST, whose codes go from memory to
     the place in the operand that their own thread holds. K is a multiple of 128, and BN divides it. ARRANGED: x has
     each 128 columns in the order of word_column, and if FIRST so has `out`; many rows are copied faster so. WARPS: the
     launch's. Grid (cdiv(N, BN), tiles)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
@@ -215,9 +226,13 @@ def experts_rows(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts_product of SCALED weights for very few pairs: a program loads all BK >= K columns of its rows at once,
     and multiplies them with one pair after the other, without the tensor cores. BN divides 128."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
@@ -253,9 +268,13 @@ def experts_rows(
 @triton.jit
 def add_chosen(
     x, results, expert_ids, expert_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """x[t] += (ADDS; else =) the sum of a token's results [pairs, width], weighted, in the order of its choices;
     results of no expert are not read. Grid (T, cdiv(width, BLOCK))."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -278,10 +297,13 @@ def add_chosen(
 def experts_product_int4(
     out, x, weight, words, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GROUP: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
+    GROUP: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts_product with codes uint8 [EXPERTS, N, K / 2], or 2 N rows if FIRST, and words int32 [.., K / GROUP].
     Grid (cdiv(N, BN), tiles)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return

@@ -4,12 +4,13 @@ A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice.
 has order[starts[e]] to order[starts[e + 1]]; places are positions in this order. The number of pairs of an expert is
 data. Expert e gets the tiles from starts[e] // BM + e on, which may be one more than its pairs fill; a tile without
 pairs ends at once. If there are fewer pairs than such tiles, each place has a tile (FEW). A tile inside the BM places
-of another then ends at once.
+of another then ends at once. EARLY: as for norm.rms_norm.
 """
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.experts import sort_expert, tile_of
 from openinfer.kernels.device.formats import (
@@ -53,10 +54,13 @@ def arrange(out, scales, number, value, numbers, K_BLOCKS, STRIDE, KIND: tl.cons
 @triton.jit
 def sort_pairs(
     order, starts, arranged, scales, expert_ids, x, pairs, numbers, K_BLOCKS, STRIDE, EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr, COPY: tl.constexpr, KIND: tl.constexpr, CODES: tl.constexpr,
+    BLOCK: tl.constexpr, COPY: tl.constexpr, KIND: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 to EXPERTS: sort_expert. The programs after these write x, COPY of its `numbers` each, to `arranged`
     and `scales`, as `arrange` does."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert = tl.program_id(0)
     if expert > EXPERTS:
         first = (expert - EXPERTS - 1).to(tl.int64) * COPY
@@ -72,7 +76,7 @@ def experts_product(
     out, x, weight, scales, order, starts, N, K, K_WORDS, K_BLOCKS,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr, WARPS: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
-    FEW: tl.constexpr,
+    FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Products of pairs with the weights of their experts, ROWS rows of the weights and BM places at a time.
 
@@ -83,6 +87,9 @@ def experts_product(
     - FP4 int32 [EXPERTS, N, K_WORDS], scales int32 [EXPERTS, N, K_BLOCKS], four bytes each; K_WORDS = K / 8.
     Columns of x are in the order of packed_column, but for BF16. WARPS: of the launch.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
@@ -181,7 +188,7 @@ def coded_product(
     out, x, x_scales, weight, scales, order, starts, N, K, K_WORDS, K_BLOCKS, STRIDE,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
     WARPS: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
-    TURN: tl.constexpr,
+    TURN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts_product of float8 codes: x e4m3 with x_scales float32 [K_BLOCKS, STRIDE], a scale for each 128 columns
     of a token or place; what is after the last place is read, but not used.
@@ -191,6 +198,9 @@ def coded_product(
     add up float8 products with some 14 bits. So each block of 128 columns has a sum of its own, which is scaled and
     added in float32.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
@@ -229,12 +239,15 @@ def coded_product(
 def activate(
     hidden, scales, both, order, starts, expert_weights, limit, width, STRIDE,
     EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, QUANTIZED: tl.constexpr,
-    CODES: tl.constexpr,
+    CODES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """hidden[place] = silu(min(g, limit)) * clamp(u, -limit, limit) * the pair's weight.
 
     both[place] = [g, u] has `width` columns each. A program takes BLOCKS * 128 columns and writes them like `arrange`.
     Grid (pairs, cdiv(width, BLOCKS * 128))."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     place = tl.program_id(0)
     if place >= tl.load(starts + EXPERTS):
         return
@@ -261,9 +274,14 @@ def clamped_product(gate, up, limit):
 
 
 @triton.jit
-def add_chosen(out, shared, results, expert_ids, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def add_chosen(
+    out, shared, results, expert_ids, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """out[t] = the sum of a token's results [pairs, width], in the order of its choices, and
     shared[t]; results of no expert are not read. Grid (T, cdiv(width, BLOCK))."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

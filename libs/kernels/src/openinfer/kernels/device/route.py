@@ -1,8 +1,9 @@
-"""From router logits, or token ids, to the experts of a token and their weights."""
+"""From router logits, or token ids, to the experts of a token and their weights. EARLY: as for norm.rms_norm."""
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -39,10 +40,13 @@ def _of_best_groups(left, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS:
 def route(
     expert_ids, expert_weights, logits, bias, table, token_ids, token_slots, logits_stride, experts, scaling,
     first_expert, num_experts, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LEARNED: tl.constexpr,
-    SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """LEARNED: the K largest of a token's scores + bias, in their order and of equals the lowest index first; else its
     id's row of the table. BLOCK >= experts and K_BLOCK >= K are powers of two. Grid (T,)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     live = tl.load(token_slots + token) != 0
     choice = tl.arange(0, K_BLOCK)
@@ -81,10 +85,13 @@ def route(
 @triton.jit
 def route_topk(
     expert_ids, expert_weights, logits, token_slots, logits_stride, experts, first_expert, num_experts,
-    K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The K largest of a token's logits, in their order and of equals the lowest index first, and their softmax.
     BLOCK >= experts and K_BLOCK >= K are powers of two. Grid (T,)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     live = tl.load(token_slots + token) != 0
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, K_BLOCK)

@@ -76,9 +76,9 @@ def _gemv(p: Problem) -> Iterator[Command]:
 
 def _normed(p: Problem) -> Iterator[Command | Problem]:
     assert p.norm is not None
-    early = planned(p).kind == "cluster" or int4_choice(p) is not None
+    few = planned(p).kind in ("cluster", "gemv", "small") or int4_choice(p) is not None
     hidden = Scratch(p.x.shape, p.x.dtype)
-    yield norm(hidden, p.x, *p.norm, early=early)
+    yield norm(hidden, p.x, *p.norm, early=few and p.target.starts_early)
     yield replace(p, x=hidden, norm=None)
 
 

@@ -161,8 +161,10 @@ class PackedExperts:
                 "COPY": COPY_BLOCK,
                 "KIND": kind,
                 "CODES": self.tile.coded,
+                "EARLY": self.target.starts_early,
             },
             num_warps=4 if block < 2048 else 8,
+            early=self.target.starts_early,
         )
 
     def multiply(self, pairs: Pairs) -> Iterator[Launch]:
@@ -193,7 +195,9 @@ class PackedExperts:
                 "KIND": kind_of(linear_of(self.a.down)),
                 "QUANTIZED": self.a.quantized,
                 "CODES": tile.coded,
+                "EARLY": self.target.starts_early,
             },
+            early=self.target.starts_early,
         )
         yield self._product(pairs, self.results, hidden, scales, linear_of(self.a.down))
 
@@ -212,7 +216,8 @@ class PackedExperts:
                 "expert_ids": self.a.expert_ids,
                 "width": Aligned(width),
             },
-            {"CHOSEN": pairs.chosen, "BLOCK": block},
+            {"CHOSEN": pairs.chosen, "BLOCK": block, "EARLY": self.target.starts_early},
+            early=self.target.starts_early,
         )
 
     def _product(
@@ -262,9 +267,12 @@ class PackedExperts:
             return launch(_HOPPER, tile.kernel, grid, args, constants, num_warps=warps)
         assembly = target.arch >= 90 and not target.interpreted
         constants |= {"ROWS": rows, "WARPS": warps, "KIND": kind, "PAIRS": assembly, "FEW": few}
+        constants["EARLY"] = early = target.starts_early
         if tile.coded:
             constants["TURN"] = tile.turn if k // 128 % tile.turn == 0 else 1
         else:
             constants["BK"] = depth(k, 64 if tile.bm > 64 else 128)
         grid = (n // rows, pairs.tiles(tile.bm))
-        return launch(_DEVICE, tile.kernel, grid, args, constants, num_warps=warps, num_stages=tile.stages)
+        return launch(
+            _DEVICE, tile.kernel, grid, args, constants, num_warps=warps, num_stages=tile.stages, early=early
+        )

@@ -104,7 +104,8 @@ class PlainExperts:
                 "expert_ids": self.expert_ids,
                 "pairs": pairs.count,
             },
-            {"BLOCK": pairs.sorted_at_once},
+            {"BLOCK": pairs.sorted_at_once, "EARLY": self.target.starts_early},
+            early=self.target.starts_early,
         )
 
     def multiply(self, pairs: Pairs) -> Iterator[Launch]:
@@ -136,7 +137,8 @@ class PlainExperts:
                 "expert_weights": self.expert_weights,
                 "width": Aligned(width),
             },
-            {"CHOSEN": pairs.chosen, "BLOCK": block, "ADDS": self.adds},
+            {"CHOSEN": pairs.chosen, "BLOCK": block, "ADDS": self.adds, "EARLY": self.target.starts_early},
+            early=self.target.starts_early,
         )
 
     def _product(
@@ -202,8 +204,10 @@ class PlainExperts:
                 "BN": tile.bn,
                 "FIRST": first,
                 "FEW": pairs.few(tile.bm),
+                "EARLY": self.target.starts_early,
                 **own,
             },
             num_warps=tile.warps,
             num_stages=tile.stages,
+            early=self.target.starts_early,
         )

@@ -31,6 +31,11 @@ class Target:
     rank: int = 0
     nvrtc: bool = False
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether a kernel may start before the one ahead has ended (launch.Launch)."""
+        return self.arch >= 90 and not self.interpreted
+
     @classmethod
     def of(cls, device: Device, *, cublas: bool, nvrtc: bool = False) -> "Target":
         """The target that a real device is."""

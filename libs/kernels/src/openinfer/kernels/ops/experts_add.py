@@ -116,7 +116,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     hidden: Tensor | Scratch = a.x
     if a.norm_weight is not None and a.eps is not None:
         hidden = Scratch(a.x.shape, a.x.dtype)
-        yield norm(hidden, a.x, a.norm_weight, a.eps)
+        yield norm(hidden, a.x, a.norm_weight, a.eps, early=target.starts_early)
     experts, width = a.down.shape[:2]
     pairs = Pairs.of(target, a.expert_ids, experts)
     tile, weights = partial(expert_tile, target, pairs.count), _weights(a)

@@ -129,8 +129,10 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
             "SIGMOID": a.sigmoid,
             "GROUPS": a.groups,
             "TOP_GROUPS": a.top_groups,
+            "EARLY": target.starts_early,
         },
         num_warps=1,
+        early=target.starts_early,
     )
 
 
@@ -220,8 +222,14 @@ def _topk_launches(target: Target, a: _TopkArgs[Tensor]) -> Iterator[Command]:
             "first_expert": a.first_expert,
             "num_experts": a.num_experts,
         },
-        {"K": chosen, "K_BLOCK": power_of_two(chosen), "BLOCK": power_of_two(experts)},
+        {
+            "K": chosen,
+            "K_BLOCK": power_of_two(chosen),
+            "BLOCK": power_of_two(experts),
+            "EARLY": target.starts_early,
+        },
         num_warps=1,
+        early=target.starts_early,
     )
 
 

@@ -43,8 +43,6 @@ SETS = 2
 """Sets of slots that take turns."""
 MOST_COLUMNS = 1 << 30
 """Bytes of columns of all ranks below which they are pushed; their places are int32."""
-EARLY_ARCH = 90
-"""The first architecture whose kernels may start early."""
 
 _BLOCK = 1024
 _DEVICE = "openinfer.kernels.device.push_sum"
@@ -132,8 +130,7 @@ def _push(
     lanes = power_of_two(width // 8)
     out, weight, eps = normed or (x, x, 0.0)
     own = {"LANES": lanes, "ADD": add, "NORM": normed is not None, "TWO_SHOT": way.kind == "two_shot"}
-    early = target.arch >= EARLY_ARCH and not target.interpreted
-    own["EARLY"] = early
+    own["EARLY"] = early = target.starts_early
     warps = min(way.warps, max(1, lanes // 32))
     for pushed in pushed_rows(target, ranks, rows, width, warps):
         args: dict[str, Arg] = {"x": x, "y": y, "normed": out, "gain": weight, **pushed.args, "eps": eps}

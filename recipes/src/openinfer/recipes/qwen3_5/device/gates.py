@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -38,9 +39,13 @@ def gated_norm(o, z, weight, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def sigmoid_gate(
     out, gate, width, token_stride, head_stride, DIM: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out *= sigmoid(gate): out [T, width] of heads of DIM, a gate for each element (GATES = DIM) or one a head (1).
-    Grid (T, cdiv(width, BLOCK))."""
+    EARLY: as for kernels.device.norm.rms_norm. Grid (T, cdiv(width, BLOCK))."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
