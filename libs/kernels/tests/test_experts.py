@@ -8,6 +8,7 @@ from openinfer.kernels import ContractError, NullPack, Store, Target, experts_ad
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.moe.plain import ExpertTile
 from openinfer.kernels.op.target import shared_bytes
+from openinfer.kernels.testing import run_interpreted
 from openinfer.tensor import bfloat16, float32, int32
 
 BF16 = 1e-2  # relative error: two products and three roundings to 8 bits
@@ -74,13 +75,30 @@ def test_few_pairs_have_a_tile_each(check_op, rng, normal, plan, tokens, monkeyp
     check_op(experts_add, {"x": BF16}, **args)
 
 
+@pytest.mark.parametrize(("tokens", "scaled"), [(1, False), (1, True), (6, True), (18, False), (18, True)])
+def test_few_pairs_are_not_sorted_and_have_the_same_bits(
+    rng, normal, arena, plan, tokens, scaled, monkeypatch
+):
+    """An expert has more pairs than a tile; some tokens have no expert."""
+    called = plan(experts_add, **null_call(arena, tokens, 70, 4, 128, 256, F8 if scaled else bfloat16))
+    assert not any(one.function == "sort_pairs" for one in called.specs())
+    args = mixture(rng, normal, tokens, 70, 4, 128, 256, scaled=scaled)
+    args["expert_ids"][:, 1] = 7
+    args["expert_ids"][3:4] = -1
+    found = [run_interpreted(experts_add, args)["x"]]
+    monkeypatch.setattr("openinfer.kernels.moe.UNSORTED", ())
+    found.append(run_interpreted(experts_add, args)["x"])
+    np.testing.assert_array_equal(*found)
+    assert not np.array_equal(found[0], args["x"])
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_very_few_pairs_of_float8_are_multiplied_row_by_row(arena, check_op, rng, normal, plan, tokens):
     """Columns that are no power of two, and an expert of two tokens."""
     functions = {
         one.function for one in plan(experts_add, **null_call(arena, tokens, 40, 2, 384, 192, F8)).specs()
     }
-    assert functions == {"rms_norm", "sort_pairs", "experts_rows", "add_chosen"}
+    assert functions == {"rms_norm", "experts_rows", "add_chosen"}
     args = mixture(rng, normal, tokens, 40, 2, 384, 192, scaled=True)
     args["expert_ids"][:, 0] = 7
     check_op(experts_add, {"x": BF16}, **args)

@@ -5,6 +5,9 @@ has order[starts[e]] to order[starts[e + 1]]. The number of pairs of an expert i
 starts[e] // BM + e on, which may be one more than its pairs fill; a tile without pairs ends at once. If there are fewer
 pairs than such tiles, each place in the order has a tile (FEW). A tile inside the BM places of another then ends at
 once. EARLY: as for norm.rms_norm.
+
+IDS: few pairs are not sorted. `order` and `starts` are both the expert ids of the pairs then, at most IDS (a power of
+two). Each pair has a tile, and its number is its place.
 """
 
 # mypy: ignore-errors
@@ -49,10 +52,20 @@ def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr, EARLY: tl.
 
 
 @triton.jit
-def tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr):
-    """(expert, begin, end) of a tile: its first place in the order, and the place after the expert's last.
+def tile_of(
+    tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr,
+    IDS: tl.constexpr = 0,
+):  # fmt: skip
+    """(expert, begin, end) of a tile: its first place in the order, and the place after the expert's last. With IDS
+    both are counted among the pairs of the expert.
 
     A tile without work has begin >= end."""
+    if IDS:
+        pair, mine = tl.arange(0, IDS), tl.load(starts + tile)
+        same = tl.load(starts + pair, mask=pair < tl.num_programs(1), other=-1) == mine
+        before = tl.sum((same & (pair < tile)).to(tl.int32), 0)
+        works = (mine >= 0) & (before % BM == 0)
+        return mine, before, tl.where(works, tl.sum(same.to(tl.int32), 0), 0)
     expert = tl.arange(0, E_BLOCK)
     start = tl.load(starts + expert, mask=expert < EXPERTS, other=1 << 30)
     if FEW:
@@ -67,15 +80,22 @@ def tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.c
 
 
 @triton.jit
-def pairs_of(order, rm, end, CHOSEN: tl.constexpr, FIRST: tl.constexpr):
-    """Of a tile's places rm: whether they are before its `end`, their pairs, and the rows of x that these read: tokens
-    if FIRST, else the places."""
-    inside = rm < end
-    pair = tl.load(order + rm, mask=inside, other=0)
-    source = tl.minimum(rm, end - 1)
+def pairs_of(order, expert, rm, end, CHOSEN: tl.constexpr, FIRST: tl.constexpr, IDS: tl.constexpr):
+    """Of a tile's places rm: whether they are before its `end`, and the rows of x that they read and of `out` that they
+    write. From tokens to places if FIRST, else from places to pairs."""
+    inside, place = rm < end, tl.minimum(rm, end - 1)
+    if IDS:
+        one = tl.arange(0, IDS)
+        same = tl.load(order + one, mask=one < tl.num_programs(1), other=-1) == expert
+        found = same[None, :] & (tl.cumsum(same.to(tl.int32), 0)[None, :] == place[:, None] + 1)
+        pair = tl.sum(tl.where(found, one[None, :], 0), 1)
+        place = pair
+    else:
+        pair = tl.load(order + place)
+    source, target = place, pair
     if FIRST:
-        source = tl.load(order + source) // CHOSEN
-    return inside, pair, source
+        source, target = pair // CHOSEN, place
+    return inside, source, target
 
 
 @triton.jit
@@ -112,7 +132,8 @@ def experts_product(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
+    FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Products of pairs with the weights of their experts. Grid (cdiv(N, BN), tiles).
 
@@ -123,13 +144,13 @@ def experts_product(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
     rows: tl.constexpr = 2 if FIRST else 1
     on = tl.program_id(0) * BN
     rn, rm, rk = on + tl.arange(0, BN), begin + tl.arange(0, BM), tl.arange(0, BK)
-    inside, pair, source = pairs_of(order, rm, end, CHOSEN, FIRST)
+    inside, source, target = pairs_of(order, expert, rm, end, CHOSEN, FIRST, IDS)
     of_expert = weight + expert.to(tl.int64) * rows * N * K
     of_rows = tl.minimum(rn, N - 1) * K
     up = of_expert + N.to(tl.int64) * K
@@ -159,9 +180,6 @@ def experts_product(
                 acc_up = tl.dot(value, tl.load(up + place), acc_up)
     if FIRST:
         acc = gated(acc, acc_up, out.dtype.element_ty)
-        target = rm
-    else:
-        target = pair
     store_rows(out, acc, target, rn, inside, N)
 
 
@@ -178,7 +196,7 @@ def experts_product_float8(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FIRST: tl.constexpr, FEW: tl.constexpr, ARRANGED: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts_product of SCALED weights: int32 [EXPERTS, N, K / 4], or 2 N rows if FIRST, whose codes go from memory to
     the place in the operand that their own thread holds. K is a multiple of 128, and BN divides it. ARRANGED: x has
@@ -187,13 +205,13 @@ def experts_product_float8(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
     rows: tl.constexpr = 2 if FIRST else 1
     on = tl.program_id(0) * BN
     rn, rm = on + tl.arange(0, BN), begin + tl.arange(0, BM)
-    inside, pair, source = pairs_of(order, rm, end, CHOSEN, FIRST)
+    inside, source, target = pairs_of(order, expert, rm, end, CHOSEN, FIRST, IDS)
     packed = tl.minimum(on + operand_row(tl.arange(0, BN), WARPS), N - 1)
     of_words = (
         weight + (expert.to(tl.int64) * rows * N + packed)[:, None] * (K // 4) + tl.arange(0, 16)[None, :]
@@ -214,10 +232,8 @@ def experts_product_float8(
             total = _float8_product(tl.load(up + k * 32), tl.load(up + k * 32 + 16), low, high, PAIRS, WARPS)
             acc_up += total * tl.load(of_blocks + blocks + k)
     acc = tl.trans(acc)
-    target = pair
     if FIRST:
         acc = gated(acc, tl.trans(acc_up), out.dtype.element_ty)
-        target = rm
     store_rows(out, acc, target, rn, inside, N, 8 if FIRST and ARRANGED else 0)
 
 
@@ -226,14 +242,14 @@ def experts_rows(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
-    EARLY: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts_product of SCALED weights for very few pairs: a program loads all BK >= K columns of its rows at once,
     and multiplies them with one pair after the other, without the tensor cores. BN divides 128."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
     rows: tl.constexpr = 2 if FIRST else 1
@@ -251,12 +267,10 @@ def experts_rows(
     if FIRST:
         up = tl.load(of_expert + N.to(tl.int64) * K + place, mask=real[None, :, :], other=0.0)
         of_up = tl.load(of_blocks + blocks, mask=block * RUN < K, other=0.0)
+    _, sources, targets = pairs_of(order, expert, begin + tl.arange(0, BM), end, CHOSEN, FIRST, IDS)
     for n in range(tl.minimum(BM, end - begin)):
-        at = begin + n
-        pair = tl.load(order + at)
-        source, target = at, pair
-        if FIRST:
-            source, target = pair // CHOSEN, at
+        this = tl.arange(0, BM) == n
+        source, target = tl.sum(tl.where(this, sources, 0), 0), tl.sum(tl.where(this, targets, 0), 0)
         row = tl.load(x + source.to(tl.int64) * K + column, mask=real, other=0.0).to(tl.float32)[None, :, :]
         acc = tl.sum(tl.sum(gate.to(tl.float32) * row, 2) * of_gate[None, :], 1)
         if FIRST:
@@ -297,19 +311,20 @@ def add_chosen(
 def experts_product_int4(
     out, x, weight, words, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GROUP: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts_product with codes uint8 [EXPERTS, N, K / 2], or 2 N rows if FIRST, and words int32 [.., K / GROUP].
     Grid (cdiv(N, BN), tiles)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
     rows: tl.constexpr = 2 if FIRST else 1
     rn, rm = tl.program_id(0) * BN + tl.arange(0, BN), begin + tl.arange(0, BM)
-    inside, pair, source = pairs_of(order, rm, end, CHOSEN, FIRST)
+    inside, source, target = pairs_of(order, expert, rm, end, CHOSEN, FIRST, IDS)
     byte = tl.arange(0, GROUP // 2)
     column = byte // 16 * 32 + byte % 16
     row = expert.to(tl.int64) * rows * N + tl.minimum(rn, N - 1)
@@ -317,12 +332,10 @@ def experts_product_int4(
     of_words = words + row * (K // GROUP)
     of_x = x + source.to(tl.int64)[None, :] * K + column[:, None]
     acc = tl.trans(sum_of_groups(of_codes, of_words, of_x, 0, K // GROUP, GROUP, BN, BM))
-    target = pair
     if FIRST:
         half = N.to(tl.int64)
         of_codes += half * (K // 2)
         of_words += half * (K // GROUP)
         up = sum_of_groups(of_codes, of_words, of_x, 0, K // GROUP, GROUP, BN, BM)
         acc = gated(acc, tl.trans(up), out.dtype.element_ty)
-        target = rm
     store_rows(out, acc, target, rn, inside, N)

@@ -101,20 +101,20 @@ def experts_product_fp4(
     out, x, weight, scales, factors, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FIRST: tl.constexpr, FEW: tl.constexpr, ARRANGED: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts.experts_product with the tensors of project_fp4, [EXPERTS, N or 2 N if FIRST, ..]. K is a multiple of
     128. ARRANGED: as in experts_product_float8. Grid (cdiv(N, BN), tiles)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
     rows: tl.constexpr = 2 if FIRST else 1
     on = tl.program_id(0) * BN
     rn, rm = on + tl.arange(0, BN), begin + tl.arange(0, BM)
-    inside, pair, source = pairs_of(order, rm, end, CHOSEN, FIRST)
+    inside, source, target = pairs_of(order, expert, rm, end, CHOSEN, FIRST, IDS)
     base = expert.to(tl.int64) * rows * N
     row = base + tl.minimum(rn, N - 1)
     packed = base + tl.minimum(on + operand_row(tl.arange(0, BN), WARPS), N - 1)
@@ -132,11 +132,9 @@ def experts_product_fp4(
             of_up, scales_up = of_codes + half * (K // 8) + k * 16, of_scales + half * stride + k * 4
             up = _add_block(up, of_up, scales_up, low, high, BN, PAIRS, WARPS)
     acc = tl.trans(acc * tl.load(factors + row * stride)[:, None])
-    target = pair
     if FIRST:
         up = tl.trans(up * tl.load(factors + (row + half) * stride)[:, None])
         acc = gated(acc, up, out.dtype.element_ty)
-        target = rm
     store_rows(out, acc, target, rn, inside, N, 4 if FIRST and ARRANGED else 0)
 
 

@@ -56,18 +56,19 @@ def project_int8(
 def experts_product_int8(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    FIRST: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    FIRST: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts.experts_product with codes int8 [EXPERTS, N, K], or 2 N rows if FIRST. Grid (cdiv(N, BN), tiles)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
     rows: tl.constexpr = 2 if FIRST else 1
     rn, rm = tl.program_id(0) * BN + tl.arange(0, BN), begin + tl.arange(0, BM)
-    inside, pair, source = pairs_of(order, rm, end, CHOSEN, FIRST)
+    inside, source, target = pairs_of(order, expert, rm, end, CHOSEN, FIRST, IDS)
     column = tl.arange(0, CHUNK)
     row = expert.to(tl.int64) * rows * N + tl.minimum(rn, N - 1)
     groups = K // GROUP if GROUP else 1
@@ -75,14 +76,12 @@ def experts_product_int8(
     of_scales = scales + row * groups
     of_x = x + source.to(tl.int64)[None, :] * K + column[:, None]
     acc = tl.trans(_sum_of_chunks(of_codes, of_scales, of_x, 0, K // CHUNK, BN, BM, GROUP, CHUNK))
-    target = pair
     if FIRST:
         half = N.to(tl.int64)
         of_codes += half * K
         of_scales += half * groups
         up = _sum_of_chunks(of_codes, of_scales, of_x, 0, K // CHUNK, BN, BM, GROUP, CHUNK)
         acc = gated(acc, tl.trans(up), out.dtype.element_ty)
-        target = rm
     store_rows(out, acc, target, rn, inside, N)
 
 

@@ -1,8 +1,8 @@
 """A mixture of experts of any weights: the plan of its launches, the loop of its reference, the bytes of its cost.
 
 A pair is a token and one of its experts. Pairs are sorted by expert on the device, multiplied twice with the experts'
-weights, and added up by token. plain.py has the kernels for weights that a product takes unchanged,
-packed.py those for weights that a product unpacks or takes as codes.
+weights, and added up by token. Products of few pairs find them without a sort. plain.py has the kernels for weights
+that a product takes unchanged, packed.py those for weights that a product unpacks or takes as codes.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +19,8 @@ from openinfer.tensor import Tensor, int32
 
 SORT_BLOCK = 4096
 """The most pairs that a sorting program looks at, at a time."""
+UNSORTED = 32, 256
+"""Pairs that a product looks through in place of a sort. The first are the lanes of a warp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,10 @@ class Pairs:
         """Whether a tile a pair is fewer tiles than `places` a tile and one more for each expert."""
         return not self.fixed and self.count < self.count // places + self.experts
 
+    def looked_through(self, places: int) -> int:
+        """At most how many pairs a product with `places` places a tile looks through; 0 where pairs are sorted."""
+        return next((most for most in UNSORTED if self.count <= most and self.few(places)), 0)
+
     def tiles(self, places: int) -> int:
         """An upper bound of the number of tiles, with `places` places each."""
         return self.count if self.few(places) else self.count // places + self.experts
@@ -62,8 +68,8 @@ class Pairs:
 class Kernels(Protocol):
     """The kernels for one kind of weights."""
 
-    def sort(self, pairs: Pairs) -> Command:
-        """Fill `order` and `starts`."""
+    def sort(self, pairs: Pairs) -> Iterator[Command]:
+        """Fill `order` and `starts`, where the products need them."""
 
     def multiply(self, pairs: Pairs) -> Iterator[Command]:
         """From tokens to a result a pair."""
@@ -74,7 +80,7 @@ class Kernels(Protocol):
 
 def mixture_launches(kernels: Kernels, pairs: Pairs) -> Iterator[Command]:
     """The launches of one call."""
-    yield kernels.sort(pairs)
+    yield from kernels.sort(pairs)
     yield from kernels.multiply(pairs)
     yield kernels.add(pairs)
 

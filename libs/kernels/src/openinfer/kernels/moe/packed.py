@@ -134,12 +134,12 @@ class PackedExperts:
         x_scales = Scratch((width // 128, tokens) if tile.coded else (1,), float32)
         return cls(tile, target, a, arranged, x_scales, Scratch((a.expert_ids.numel, width), bfloat16))
 
-    def sort(self, pairs: Pairs) -> Launch:
+    def sort(self, pairs: Pairs) -> Iterator[Launch]:
         """Fill `order` and `starts`, and write x as the first product reads it."""
         (tokens, width), kind = self.a.x.shape, kind_of(linear_of(self.a.down))
         block = pairs.sorted_at_once
         copies = -(-tokens * width // COPY_BLOCK) if kind != BF16 else 0
-        return launch(
+        yield launch(
             _DEVICE,
             "sort_pairs",
             (pairs.experts + 1 + copies,),

@@ -92,9 +92,15 @@ class PlainExperts:
     second: ExpertTile
     results: Scratch  # [pairs, H]
 
-    def sort(self, pairs: Pairs) -> Launch:
-        """Fill `order` and `starts`."""
-        return launch(
+    def _ids(self, pairs: Pairs) -> int:
+        """See Pairs.looked_through."""
+        return pairs.looked_through(max(self.first.bm, self.second.bm))
+
+    def sort(self, pairs: Pairs) -> Iterator[Launch]:
+        """Fill `order` and `starts`, unless the products look through the pairs."""
+        if self._ids(pairs):
+            return
+        yield launch(
             _DEVICE,
             "sort_pairs",
             (pairs.experts + 1,),
@@ -153,7 +159,7 @@ class PlainExperts:
         first: bool,
     ) -> Launch:
         """One of the two products; the first is that from the tokens' hidden rows."""
-        n, k = out.shape[1], x.shape[1]
+        n, k, ids = out.shape[1], x.shape[1], self._ids(pairs)
         own: dict[str, int | bool]
         form, scales = weight.form, weight.scales
         args: dict[str, Arg]
@@ -191,8 +197,8 @@ class PlainExperts:
                 "out": out,
                 "x": x,
                 **args,
-                "order": pairs.order,
-                "starts": pairs.starts,
+                "order": self.expert_ids if ids else pairs.order,
+                "starts": self.expert_ids if ids else pairs.starts,
                 "N": Aligned(n),
                 "K": Aligned(k),
             },
@@ -204,6 +210,7 @@ class PlainExperts:
                 "BN": tile.bn,
                 "FIRST": first,
                 "FEW": pairs.few(tile.bm),
+                "IDS": ids,
                 "EARLY": self.target.starts_early,
                 **own,
             },
