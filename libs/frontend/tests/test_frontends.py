@@ -19,6 +19,7 @@ import pytest
 from openinfer.frontend import EngineSpec
 from openinfer.frontend.frontends import Frontends
 from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.restart import RestartingClient
 from openinfer.frontend.serve import _web_options, build_parser
 
 ENDLESS = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -454,7 +455,7 @@ class NoFlags:
 
 @pytest.mark.parametrize(
     "fails",
-    ["_spawn", *(pytest.param(one, marks=pytest.mark.slow) for one in ("_make_engine", "_start_engine"))],
+    ["_spawn", *(pytest.param(one, marks=pytest.mark.slow) for one in ("_make_engine", "_begin"))],
 )
 def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(
     model_dir: Path, fails: str, monkeypatch: pytest.MonkeyPatch
@@ -472,11 +473,10 @@ def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(
             options = _web_options(args)
             parent = Frontends(options, make, [listener], restart_engine=True, engine_hang_timeout=None)
             ready = asyncio.Event()
-            engines: list[ProcessDriver] = []
-            running = asyncio.create_task(parent.run(engines.append, ready.set, print))
+            running = asyncio.create_task(parent.run(print, ready.set, print))
             await asyncio.wait_for(ready.wait(), 60)
-            monkeypatch.setattr(parent, fails, odd)
-            pid = parent._children[0].pid if fails == "_spawn" else engines[0].pid
+            monkeypatch.setattr(RestartingClient if fails == "_begin" else parent, fails, odd)
+            pid = parent._children[0].pid if fails == "_spawn" else parent._driver.pid
             os.kill(pid, signal.SIGKILL)
             return await asyncio.wait_for(running, 60)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from openinfer.frontend.contract import EngineStats
-from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
+from openinfer.frontend.client import EngineClient
+from openinfer.frontend.errors import EngineStartError
 from openinfer.frontend.frontend_process import (
     FrontendBoot,
     JoinedEngine,
@@ -31,7 +31,7 @@ from openinfer.frontend.frontend_process import (
 from openinfer.frontend.http.admin.metrics import Board, Metrics
 from openinfer.frontend.http.server import on_signals
 from openinfer.frontend.process_driver import ProcessDriver
-from openinfer.frontend.restart import MAX_RESTARTS, RestartBudget, broken, restore
+from openinfer.frontend.restart import RestartBudget, RestartingClient
 from openinfer.frontend.web import WebOptions
 
 KILL_AFTER_S = 10.0
@@ -61,9 +61,8 @@ class Frontends:
         self._options, self._make_engine, self._listeners = options, make_engine, listeners
         self._restart_engine = restart_engine
         self._hang_timeout_s = engine_hang_timeout
-        self._engine: ProcessDriver | None = None
-        self._address: str | None = None
-        self._state: EngineStats | None = None  # of the engine before, at its end
+        self._driver: ProcessDriver | None = None  # of the engine of now
+        self._address: str | None = None  # of an engine that can be used
         self._clients = 0
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._budget = RestartBudget()
@@ -72,7 +71,7 @@ class Frontends:
 
     async def run(
         self,
-        on_engine: Callable[[ProcessDriver], None],
+        on_engine: Callable[[EngineClient], None],
         on_ready: Callable[[], None],
         on_stop: Callable[[str], None],
     ) -> int:
@@ -82,6 +81,11 @@ class Frontends:
         Raises FrontendError or OSError with one line for the user when something does not start.
         """
         keepers: list[asyncio.Task[None]] = []
+        engine: EngineClient = (
+            RestartingClient(self._new_driver, on_up=self._on_up, on_lost=self._on_lost)
+            if self._restart_engine
+            else self._new_driver()
+        )
         directory = Path(tempfile.mkdtemp(prefix="openinfer-"))
         try:
             boards = [directory / f"board-{index}" for index in range(len(self._listeners))]
@@ -91,15 +95,14 @@ class Frontends:
             for index in range(len(boards)):
                 mine_first = [str(boards[index]), *(str(b) for b in boards if b != boards[index])]
                 keepers.append(asyncio.create_task(self._keep(index, mine_first, ready[index])))
-            self._engine = self._make_engine()
-            started = asyncio.create_task(self._start_engine())
+            started = asyncio.create_task(self._start_engine(engine))
             keepers.append(started)
             await asyncio.gather(started, *ready)
-            on_engine(self._engine)
+            on_engine(engine)
             stop, now = asyncio.Event(), asyncio.Event()
             on_signals(stop, now)
             on_ready()
-            keepers.append(asyncio.create_task(self._keep_engine()))
+            keepers.append(asyncio.create_task(self._watch(engine)))
             stopped = asyncio.create_task(_wait(stop))
             keepers.append(stopped)
             failed = asyncio.create_task(_wait(self._failed))
@@ -109,7 +112,7 @@ class Frontends:
                 self._tell(Stop())
             self._ending = True
             await self._drain(now)
-            on_stop(Metrics(self._engine, None, board=Board.shared(boards)).served())
+            on_stop(Metrics(engine, None, board=Board.shared(boards)).served())
             return 1 if self._failed.is_set() else 0
         finally:
             self._ending = True
@@ -120,8 +123,7 @@ class Frontends:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()
                 await child.wait()
-            if self._engine is not None:
-                await self._engine.close()
+            await engine.close()
             shutil.rmtree(directory, ignore_errors=True)
 
     def _tell(self, order: Order) -> None:
@@ -142,50 +144,30 @@ class Frontends:
         for child in list(self._children.values()):
             await child.wait()
 
-    async def _start_engine(self) -> None:
-        assert self._engine is not None
-        await self._engine.start()
-        if self._state is not None:  # before the children know of it: each has seen only its own commands
-            await restore(self._engine, self._state)
-        self._address = self._engine.address
+    def _new_driver(self) -> ProcessDriver:
+        self._driver = self._make_engine()
+        return self._driver
+
+    async def _start_engine(self, engine: EngineClient) -> None:
+        await engine.start()
+        if not self._restart_engine:
+            self._on_up()
+
+    def _on_up(self) -> None:
+        assert self._driver is not None
+        self._address = self._driver.address
         self._tell(JoinedEngine(self._address))
 
-    async def _keep_engine(self) -> None:
-        """Watch the engine, and restart it if asked to, until it is final."""
-        try:
-            reason = await self._restart_while_possible()
-        except Exception as error:  # whatever it is: children that wait for a restart must not wait for ever
-            _log.exception("the engine cannot be restarted")
-            reason = f"the engine cannot be restarted: {one_line(error)}"
-        self._ending = True
+    def _on_lost(self, reason: str) -> None:
+        self._address = None
+        self._tell(LostEngine(reason, final=False))
+
+    async def _watch(self, engine: EngineClient) -> None:
+        """Tell the children of a loss that is final."""
+        reason = await engine.died()
+        self._ending, self._address = True, None
         self._tell(LostEngine(reason, final=True))
         self._failed.set()
-
-    async def _restart_while_possible(self) -> str:
-        """Why there will be no engine any more."""
-        assert self._engine is not None
-        budget = RestartBudget()
-        while True:
-            reason = await broken(self._engine, self._restart_engine)
-            again = self._restart_engine and budget.take()
-            was_up, self._address = self._address is not None, None
-            if was_up:  # else it died before it had them all
-                self._state = self._engine.stats()
-            self._engine.lose(reason)
-            if not again:
-                limit = f"; it was restarted {MAX_RESTARTS} times already" if self._restart_engine else ""
-                return reason + limit
-            if was_up:
-                self._tell(LostEngine(reason, final=False))
-            await self._engine.close()
-            _log.error("restarting the engine: %s", reason)
-            self._engine = self._make_engine()
-            try:
-                await self._start_engine()
-            except EngineDeadError:  # it had started
-                continue
-            except (EngineStartError, Unsupported, OSError) as error:
-                return f"{reason}; it does not start again: {one_line(error)}"
 
     async def _keep(self, index: int, boards: list[str], ready: "asyncio.Future[None]") -> None:
         """_keep_child; a failure of it fails the start, or ends the server."""
@@ -227,8 +209,8 @@ class Frontends:
             how = (
                 f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             )
-            if self._address is not None and self._engine is not None:
-                self._engine.forget(client)
+            if self._address is not None and self._driver is not None:
+                self._driver.forget(client)
             if report.error is not None or not self._budget.take():
                 _log.error("HTTP process %d %s, and is not started again", index, how)
                 self._tell(Stop())

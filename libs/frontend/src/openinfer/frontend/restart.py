@@ -37,13 +37,22 @@ class RestartingClient:
     make_driver: a new driver each time.
     first_id: of the requests. Ids are unique over all engines: a request may be made for one, sent to the next.
     keeper: end an engine that hangs, and bring the next one to its state; False where another process does both.
+    on_up: called when an engine can be used, the first one too. on_lost: called with the reason when it no longer can.
     """
 
-    def __init__(self, make_driver: Callable[[], Driver], *, first_id: int = 1, keeper: bool = True) -> None:
+    def __init__(
+        self,
+        make_driver: Callable[[], Driver],
+        *,
+        first_id: int = 1,
+        keeper: bool = True,
+        on_up: Callable[[], None] = lambda: None,
+        on_lost: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._make_driver = make_driver
         self._driver = make_driver()
         self._ids = itertools.count(first_id)
-        self._keeper = keeper
+        self._keeper, self._on_up, self._on_lost = keeper, on_up, on_lost
         self._budget = RestartBudget()
         self._down: str | None = "the engine is not running"
         self._info: EngineInfo | None = None
@@ -116,6 +125,7 @@ class RestartingClient:
             await restore(self._driver, self._state)
         self._info = self._driver.info
         self._down = None
+        self._on_up()
 
     async def _keep(self) -> None:
         """Watch, and restart, until it is final."""
@@ -133,6 +143,7 @@ class RestartingClient:
             reason = await broken(self._driver, self._keeper)
             if self._down is None:  # else it died before it had them all
                 self._state = self._driver.stats()
+                self._on_lost(reason)
             self._down = f"{reason}; restarting it"
             self._driver.lose(reason)
             await self._driver.close()

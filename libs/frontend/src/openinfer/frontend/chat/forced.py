@@ -54,30 +54,24 @@ def each_argument(
     """The tool's arguments in the order of the schema, those not required perhaps left out. `write` gives the
     expression of one, from its name and its schema, which has no reference at its top."""
     with of_tool(tool):
-        return _each(lark, parameters, write)
-
-
-def _each(
-    lark: Lark, parameters: Mapping[str, Any] | None, write: Callable[[str, Mapping[str, Any]], str]
-) -> str:
-    schema = checked(parameters)
-    _only(schema, _ROOT | _NOTES, "the parameters of a tool")
-    properties, required = schema.get("properties") or {}, schema.get("required") or []
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise InvalidGrammar("properties must be an object and required a list")
-    if not all(isinstance(name, str) for name in required):
-        raise InvalidGrammar("required must hold names")
-    unknown = [name for name in required if name not in properties]
-    if unknown:
-        raise InvalidGrammar(f"the required parameter {unknown[0]!r} has no schema among the properties")
-    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
-    written = []
-    for name, one in properties.items():
-        if not isinstance(one, Mapping) or not name or any(char in name for char in '>"\n'):
-            raise InvalidGrammar(f"the parameter {name!r} cannot be written in this model's calls")
-        argument = lark.rule(write(name, {**definitions, **resolved(one, schema)}))
-        written.append(argument if name in required else f"{argument}?")
-    return " ".join(written) or lark.text("")
+        schema = checked(parameters)
+        _only(schema, _ROOT | _NOTES, "the parameters of a tool")
+        properties, required = schema.get("properties") or {}, schema.get("required") or []
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            raise InvalidGrammar("properties must be an object and required a list")
+        if not all(isinstance(name, str) for name in required):
+            raise InvalidGrammar("required must hold names")
+        unknown = [name for name in required if name not in properties]
+        if unknown:
+            raise InvalidGrammar(f"the required parameter {unknown[0]!r} has no schema among the properties")
+        definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+        written = []
+        for name, one in properties.items():
+            if not isinstance(one, Mapping) or not name or any(char in name for char in '>"\n'):
+                raise InvalidGrammar(f"the parameter {name!r} cannot be written in this model's calls")
+            argument = lark.rule(write(name, {**definitions, **resolved(one, schema)}))
+            written.append(argument if name in required else f"{argument}?")
+        return " ".join(written) or lark.text("")
 
 
 def bare_value(

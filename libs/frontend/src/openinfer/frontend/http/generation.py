@@ -43,38 +43,6 @@ class Choice:
     of an answer that has other parts, `read` has the parts, and there is no text to take.
     """
 
-    __slots__ = (
-        "_abort",
-        "_detokenizer",
-        "_first_time",
-        "_include_stop",
-        "_last_time",
-        "_metrics",
-        "_more_stop_ids",
-        "_only_echo",
-        "_scheduled_time",
-        "_stops",
-        "_stream",
-        "_text",
-        "_undecoded",
-        "_wake",
-        "cached_tokens",
-        "drafts",
-        "error",
-        "finish_reason",
-        "index",
-        "kv_transfer",
-        "logprobs",
-        "num_tokens",
-        "prompt_logprobs",
-        "read",
-        "reasoning_tokens",
-        "request",
-        "started",
-        "stop_reason",
-        "token_ids",
-    )
-
     def __init__(
         self,
         index: int,

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openinfer.frontend.http.admin import (
-    AdapterEndpoints,
     Admin,
     LoadBody,
     SleepBody,
@@ -77,7 +76,6 @@ def endpoints(
 ) -> list[Endpoint]:
     """All that a server answers, /openapi.json apart."""
     messages, refused = MessagesBody, messages_body.REFUSED
-    adapters = AdapterEndpoints(service)
     return [
         Endpoint(
             *("/v1/completions", service.completions, "Continue prompts", CompletionBody),
@@ -103,8 +101,8 @@ def endpoints(
         Endpoint(
             "/tokenizer_info", dialects.tokenizer_info, "The tokenizer's settings and the chat template"
         ),
-        Endpoint("/v1/load_lora_adapter", adapters.load, "Load an adapter (LoRA)", LoadBody),
-        Endpoint("/v1/unload_lora_adapter", adapters.unload, "Forget an adapter (LoRA)", UnloadBody),
+        Endpoint("/v1/load_lora_adapter", admin.load, "Load an adapter (LoRA)", LoadBody),
+        Endpoint("/v1/unload_lora_adapter", admin.unload, "Forget an adapter (LoRA)", UnloadBody),
         Endpoint("/v1/models", service.models, "The names of the model and of its adapters"),
         Endpoint("/v1/models/{name:path}", service.model, "One of the model's names"),
         Endpoint("/health", service.health, "503 when the engine is dead or hangs"),

@@ -19,7 +19,7 @@ from openinfer.frontend.errors import APIError, EngineDeadError, Unsupported
 from openinfer.frontend.http.body import read_json_body
 from openinfer.frontend.http.service import Service, json_response
 
-__all__ = ["AdapterEndpoints", "Admin", "LoadBody", "SleepBody", "UnloadBody", "UpdateBody", "WakeBody"]
+__all__ = ["Admin", "LoadBody", "SleepBody", "UnloadBody", "UpdateBody", "WakeBody"]
 
 
 NOTHING = '{"found": 0, "traces": []}'
@@ -48,8 +48,23 @@ class WakeBody(msgspec.Struct):
     """POST /wake_up; the body may be empty."""
 
 
+class LoadBody(msgspec.Struct):
+    """POST /v1/load_lora_adapter. lora_path: a folder that the server can read."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadBody(msgspec.Struct):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
 class Admin:
-    """Commands to the engine. They want the API key where there is one. weight_updates: take /update_weights."""
+    """Commands to the engine. They want the API key where there is one. Those for adapters (LoRA) are as vLLM's.
+    weight_updates: take /update_weights."""
 
     def __init__(self, service: Service, weight_updates: bool) -> None:
         self._service = service
@@ -97,36 +112,6 @@ class Admin:
         """GET /is_sleeping."""
         return json_response({"is_sleeping": self._service.client.stats().asleep})
 
-    async def _control(self, command: Command, status: int) -> str | None:
-        """Carry out a command. Raises APIError with this status where the engine cannot."""
-        try:
-            return await self._service.client.control(command)
-        except Unsupported as error:
-            raise APIError(str(error), status=status) from None
-        except EngineDeadError as error:
-            raise APIError(str(error), status=503) from None
-
-
-class LoadBody(msgspec.Struct):
-    """POST /v1/load_lora_adapter. lora_path: a folder that the server can read."""
-
-    lora_name: str
-    lora_path: str
-    load_inplace: bool = False
-
-
-class UnloadBody(msgspec.Struct):
-    """POST /v1/unload_lora_adapter."""
-
-    lora_name: str
-
-
-class AdapterEndpoints:
-    """Loading and unloading adapters (LoRA), with vLLM's bodies and answers."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter: answers when requests may name the adapter."""
         body = await read_json_body(request, LoadBody)
@@ -145,7 +130,7 @@ class AdapterEndpoints:
             raise APIError(
                 f"{name!r} is a name of the model itself; give another lora_name", param="lora_name"
             )
-        await self._control(LoadAdapter(name, body.lora_path, body.load_inplace))
+        await self._control(LoadAdapter(name, body.lora_path, body.load_inplace), 400, "invalid_adapter")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -153,13 +138,14 @@ class AdapterEndpoints:
         name = (await read_json_body(request, UnloadBody)).lora_name
         if name not in self._service.adapters() and self._service.client.info.max_adapters:
             raise APIError(f"the adapter {name!r} is not loaded", status=404, param="lora_name")
-        await self._control(UnloadAdapter(name))
+        await self._control(UnloadAdapter(name), 400, "invalid_adapter")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
-    async def _control(self, command: LoadAdapter | UnloadAdapter) -> None:
+    async def _control(self, command: Command, status: int, code: str | None = None) -> str | None:
+        """Carry out a command. Raises APIError with this status and code where the engine cannot."""
         try:
-            await self._service.client.control(command)
+            return await self._service.client.control(command)
         except Unsupported as error:
-            raise APIError(str(error), code="invalid_adapter") from error
+            raise APIError(str(error), status=status, code=code) from None
         except EngineDeadError as error:
-            raise APIError(str(error), status=503) from error
+            raise APIError(str(error), status=503) from None
