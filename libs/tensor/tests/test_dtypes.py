@@ -28,7 +28,7 @@ TAGS = [
 def test_tag_and_name_go_both_ways(tag: str) -> None:
     dtype = dtypes.from_tag(tag)
     assert dtypes.tag(dtype) == tag
-    assert dtypes.of(dtypes.dtype_name(dtype)) == dtype
+    assert dtypes.of(dtype.name) == dtype
     assert dtypes.of(dtype.type) == dtype
     bits = 8 if tag == "BOOL" else int("".join(c for c in tag.removeprefix("B").split("_")[0] if c.isdigit()))
     assert dtype.itemsize * 8 == bits

@@ -14,7 +14,7 @@ from openinfer.tensor.cuda import check
 from openinfer.tensor.device import Closing, Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import ClosedError, CudaError, DeviceError, OutOfMemory, ShapeError
-from openinfer.tensor.memory import ALIGNMENT, Allocation, num_elements
+from openinfer.tensor.memory import ALIGNMENT, Allocation, mappable, num_elements, open_to
 from openinfer.tensor.tensor import Tensor
 
 
@@ -44,14 +44,7 @@ class MappedMemory(Allocation):
             return
         context = cuda.make_current(device.index)
         cu = cuda.driver()
-        self._prop = cu.CUmemAllocationProp()
-        self._prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._prop.location.id = device.index
-        granularity = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        unit = int(
-            check(cu.cuMemGetAllocationGranularity(self._prop, granularity), "cuMemGetAllocationGranularity")
-        )
+        self._prop, unit = mappable(device)
         self._size = -(-max(nbytes, 1) // unit) * unit
         self.ptr = int(check(cu.cuMemAddressReserve(self._size, unit, 0, 0), "cuMemAddressReserve"))
         self._handle = _Handle(cu, context, self.ptr, self._size)
@@ -98,12 +91,8 @@ class _Handle:
             check(cu.cuMemRelease(handle), "cuMemRelease")  # so that a later try finds the range as it was
             raise
         self.handle = handle
-        access = cu.CUmemAccessDesc()
-        access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = device.index
-        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         try:
-            check(cu.cuMemSetAccess(self.address, self.size, [access], 1), "cuMemSetAccess")
+            open_to(device, self.address, self.size)
         except CudaError:
             self.unmap()
             raise

@@ -100,10 +100,7 @@ class Checkpoint(Closing):
         outside the tensor or a file that ends early.
         """
         info = self.info(name)
-        if start < 0 or start + out.nbytes > info.nbytes:
-            raise CheckpointError(
-                info.file, name, f"bytes {start}..{start + out.nbytes} asked for; it has {info.nbytes}"
-            )
+        check_range(info, start, out.nbytes)
         fd, view, done = self._file(info).fileno(), out.data.cast("B"), 0
         while done < out.nbytes:
             got = os.preadv(fd, [view[done:]], info.offset + start + done)
@@ -228,6 +225,13 @@ class Checkpoint(Closing):
             raise CheckpointError(path, None, f"cannot be opened: {e.strerror}") from e
         self._files[path] = file
         return read_header(path, file)
+
+
+def check_range(info: TensorInfo, start: int, nbytes: int) -> None:
+    """Raise CheckpointError unless a tensor has these bytes."""
+    if start < 0 or start + nbytes > info.nbytes:
+        what = f"bytes {start} to {start + nbytes} are not there; it has {info.nbytes}"
+        raise CheckpointError(info.file, info.name, what)
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from openinfer.tensor import cuda, dtypes
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import DeviceError, DTypeError, ShapeError, TensorError
-from openinfer.tensor.memory import host_array
+from openinfer.tensor.memory import contiguous_strides, host_array
 
 View: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], DType, Device, object]
 
@@ -20,18 +20,9 @@ _LEGACY, _VERSIONED = b"dltensor", b"dltensor_versioned"
 _TAKEN = {name: b"used_" + name for name in (_LEGACY, _VERSIONED)}  # a capsule keeps no copy of its name
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
 _BFLOAT16 = 4
-_DTYPES: dict[tuple[int, int], DType] = (
-    {(_BFLOAT16, 16): dtypes.bfloat16}
-    | {
-        (_CODES[d.kind], 8 * d.itemsize): d
-        for d in (dtypes.of(n) for n in ("bool", "float16", "float32", "float64"))
-    }
-    | {
-        (_CODES[k], b): dtypes.of(f"{w}{b}")
-        for k, w in (("i", "int"), ("u", "uint"))
-        for b in (8, 16, 32, 64)
-    }
-)
+_DTYPES: dict[tuple[int, int], DType] = {(_BFLOAT16, 16): dtypes.bfloat16} | {
+    (_CODES[d.kind], 8 * d.itemsize): d for d in dtypes.ALL if d.kind in _CODES and "float8" not in d.name
+}
 _CODE_OF = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -188,12 +179,7 @@ def take(source: Any) -> View:
 
 def _read(t: _Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], DType, Device]:
     shape = tuple(t.shape[i] for i in range(t.ndim))
-    if t.strides:
-        strides = tuple(t.strides[i] for i in range(t.ndim))
-    else:
-        strides, step = (), 1
-        for n in reversed(shape):
-            strides, step = (step, *strides), step * max(n, 1)
+    strides = tuple(t.strides[i] for i in range(t.ndim)) if t.strides else contiguous_strides(shape)
     if t.device_type not in (_CPU, _CUDA, _CUDA_HOST):
         raise DeviceError(f"DLPack device type {t.device_type} is neither cpu nor cuda memory")
     dtype = _DTYPES.get((t.code, t.bits)) if t.lanes == 1 else None

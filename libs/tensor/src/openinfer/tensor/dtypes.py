@@ -52,6 +52,7 @@ _BY_TAG: dict[str, DType] = {
     "F8_E5M2": float8_e5m2,
     "F8_E8M0": float8_e8m0fnu,
 }
+ALL = tuple(_BY_TAG.values())
 _TAGS: dict[DType, str] = {dtype: tag for tag, dtype in _BY_TAG.items()}
 _BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in _TAGS}
 
@@ -71,11 +72,6 @@ def of(dtype: DType | type | str) -> DType:
     if found is None or found not in _TAGS:
         raise DTypeError(f"unknown dtype {dtype!r}; known: {', '.join(sorted(_BY_NAME))}")
     return found
-
-
-def dtype_name(dtype: DType) -> str:
-    """The name of a dtype, such as "bfloat16"; `of(name(d)) == d`."""
-    return of(dtype).name
 
 
 def from_tag(tag: str) -> DType:

@@ -12,9 +12,8 @@ from zlib import crc32
 import numpy as np
 
 from openinfer.tensor import dtypes
-from openinfer.tensor.checkpoint import Checkpoint
+from openinfer.tensor.checkpoint import Checkpoint, check_range
 from openinfer.tensor.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu
-from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.headers import TensorInfo
 from openinfer.tensor.parts import copied_part
 
@@ -66,8 +65,7 @@ class DummyCheckpoint(Checkpoint):
     def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
         """See Checkpoint."""
         info = self.info(name)
-        if start < 0 or start + out.nbytes > info.nbytes:
-            raise CheckpointError(info.file, name, f"bytes {start} to {start + out.nbytes} are not there")
+        check_range(info, start, out.nbytes)
         scale = "scale" in name
         block = _values(info.dtype, len(info.shape) > 1, info.shape[-1] if info.shape else 1, scale)
         counts = info.dtype.kind in "iu" and info.dtype.itemsize == 8

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.tensor.checkpoint import Checkpoint
+from openinfer.tensor.checkpoint import Checkpoint, check_range
 from openinfer.tensor.dtypes import DType, bfloat16, float16, float32
 from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.headers import TensorInfo
@@ -384,8 +384,7 @@ class GgufCheckpoint(Checkpoint):
     def read_into(self, name: str, out: Array, start: int = 0) -> None:
         """See Checkpoint. Only the rows that hold these bytes are dequantised."""
         info, entry = self.info(name), self._entries[name]
-        if start < 0 or start + out.nbytes > info.nbytes:
-            raise CheckpointError(info.file, name, f"bytes {start} to {start + out.nbytes} are not there")
+        check_range(info, start, out.nbytes)
         tensor = self._gguf.tensors[entry.tensor]
         columns = len(entry.columns) if entry.columns is not None else tensor.shape[-1]
         row_bytes = columns * info.dtype.itemsize

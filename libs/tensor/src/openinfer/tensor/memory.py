@@ -8,7 +8,7 @@ import math
 import platform
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,6 +145,37 @@ class PinnedBuffer(Closing):
     def close(self) -> None:
         """Let go of the memory. Wait for copies that use it first. Calling it again does nothing."""
         self._array = None
+
+
+def mappable(device: Device) -> tuple[Any, int]:
+    """The CUmemAllocationProp of memory on a GPU that can be mapped, and the unit of its sizes in bytes."""
+    cu = cuda.driver()
+    prop = cu.CUmemAllocationProp()
+    prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = device.index
+    kind = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    found = cu.cuMemGetAllocationGranularity(prop, kind)
+    return prop, int(cuda.check(found, "cuMemGetAllocationGranularity"))
+
+
+def open_to(device: Device, address: int, nbytes: int) -> None:
+    """Let a GPU read and write what cuMemMap has put at an address."""
+    cu = cuda.driver()
+    access = cu.CUmemAccessDesc()
+    access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device.index
+    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    cuda.check(cu.cuMemSetAccess(address, nbytes, [access], 1), "cuMemSetAccess")
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
 
 
 def num_elements(shape: tuple[int, ...]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from openinfer.tensor import cuda
 from openinfer.tensor.cuda import check
 from openinfer.tensor.device import Device
+from openinfer.tensor.memory import mappable, open_to
 
 
 class PeerMemory:
@@ -22,19 +23,16 @@ class PeerMemory:
         self.device = device
         cuda.make_current(device.index)
         self._cu = cu = cuda.driver()
-        prop, self._unit = _property(device)
-        self.nbytes = -(-nbytes // self._unit) * self._unit
+        prop, unit = mappable(device)
+        prop.requestedHandleTypes = _handle_type(cu)
+        self.nbytes = -(-nbytes // unit) * unit
         self._handle = check(cu.cuMemCreate(self.nbytes, prop, 0), "cuMemCreate")
-        self._own = _map(self, self._handle, device, self.nbytes, self._unit)
-        check(cu.cuMemsetD8(self._own, 0, self.nbytes), "cuMemsetD8")
+        self.address = _map(self, self._handle, device, self.nbytes)
+        """Of our own segment."""
+        check(cu.cuMemsetD8(self.address, 0, self.nbytes), "cuMemsetD8")
         check(cu.cuCtxSynchronize(), "cuCtxSynchronize")
         self.addresses: tuple[int, ...] = ()
         self._others: list[PeerSegment] = []
-
-    @property
-    def address(self) -> int:
-        """The address of our own segment."""
-        return self._own
 
     def export(self) -> int:
         """A descriptor of the segment, for the `connect` of other processes. The caller closes it."""
@@ -49,7 +47,7 @@ class PeerMemory:
         addresses = []
         for other, descriptor in enumerate(descriptors):
             if other == rank or descriptor is None:
-                addresses.append(self._own)
+                addresses.append(self.address)
                 continue
             segment = PeerSegment(self.device, descriptor, self.nbytes)
             os.close(descriptor)
@@ -72,36 +70,19 @@ class PeerSegment:
         handle = check(
             cu.cuMemImportFromShareableHandle(descriptor, _handle_type(cu)), "cuMemImportFromShareableHandle"
         )
-        self.address = _map(self, handle, device, nbytes, _property(device)[1])
+        self.address = _map(self, handle, device, nbytes)
 
 
 def _handle_type(cu: Any) -> Any:
     return cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
-def _property(device: Device) -> tuple[Any, int]:
-    """The kind of memory that has a descriptor, and the unit of its sizes in bytes."""
-    cu = cuda.driver()
-    prop = cu.CUmemAllocationProp()
-    prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    prop.location.id = device.index
-    prop.requestedHandleTypes = _handle_type(cu)
-    granularity = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-    unit = check(cu.cuMemGetAllocationGranularity(prop, granularity), "cuMemGetAllocationGranularity")
-    return prop, int(unit)
-
-
-def _map(owner: object, handle: Any, device: Device, nbytes: int, unit: int) -> int:
+def _map(owner: object, handle: Any, device: Device, nbytes: int) -> int:
     """The address of a handle's memory in this process, until `owner` is collected."""
     cu = cuda.driver()
-    address = check(cu.cuMemAddressReserve(nbytes, unit, 0, 0), "cuMemAddressReserve")
+    address = check(cu.cuMemAddressReserve(nbytes, mappable(device)[1], 0, 0), "cuMemAddressReserve")
     check(cu.cuMemMap(address, nbytes, 0, handle, 0), "cuMemMap")
-    access = cu.CUmemAccessDesc()
-    access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access.location.id = device.index
-    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    check(cu.cuMemSetAccess(address, nbytes, [access], 1), "cuMemSetAccess")
+    open_to(device, int(address), nbytes)
     weakref.finalize(owner, _unmap, cu, int(address), nbytes, handle).atexit = False
     return int(address)
 

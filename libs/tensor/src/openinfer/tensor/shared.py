@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.tensor import dtypes
-from openinfer.tensor.checkpoint import Checkpoint
+from openinfer.tensor.checkpoint import Checkpoint, check_range
 from openinfer.tensor.device import Closing, Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError
@@ -138,8 +138,7 @@ class SharedCheckpoint(Checkpoint):
             super().read_into(name, out, start)
             return
         info = self.info(name)
-        if start < 0 or start + out.nbytes > info.nbytes:
-            raise CheckpointError(info.file, name, f"bytes {start} to {start + out.nbytes} are not there")
+        check_range(info, start, out.nbytes)
         with Stream(self._device) as stream:
             stream.copy_async(out.ctypes.data, address + start, out.nbytes, "d2h")
             stream.synchronize()

@@ -12,7 +12,7 @@ from openinfer.tensor import cuda, dlpack, dtypes
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import DeviceError, DTypeError, IndexRangeError, ShapeError
-from openinfer.tensor.memory import Allocation, host_array, num_elements
+from openinfer.tensor.memory import Allocation, contiguous_strides, host_array, num_elements
 from openinfer.tensor.stream import CopyKind, Stream
 
 Index = int | slice
@@ -23,15 +23,6 @@ _COPY_KINDS: dict[tuple[str, str], CopyKind] = {
     ("cuda", "cpu"): "d2h",
     ("cuda", "cuda"): "d2d",
 }
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements."""
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
 
 
 class Tensor:
