@@ -19,8 +19,7 @@ INTERRUPTED = 128 + 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code: 0 done, 1 it failed (one line on stderr), 2 wrong arguments, 130 after
-    Ctrl-C."""
+    """Run a subcommand; returns the exit code: 0 done, 1 failed, 2 wrong arguments, 130 after Ctrl-C."""
     if None in (sys.stdin, sys.stdout, sys.stderr):
         from openinfer.frontend.logs import open_standard_streams
 

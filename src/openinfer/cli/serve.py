@@ -19,8 +19,7 @@ Serve a checkpoint over an OpenAI-compatible HTTP API.
 
 
 def main(argv: list[str]) -> int:
-    """Serve until told to stop; returns the exit code of frontend.serve, 1 for a checkpoint that no recipe serves, 2
-    for wrong arguments."""
+    """Serve until told to stop; returns frontend.serve's exit code, 1 without a recipe, 2 for wrong arguments."""
     parser = server_parser(PROG, TEXT)
     hub.add_hub_arguments(parser)
     recipes.with_recipe_flags(parser, recipes.installed())

@@ -244,8 +244,7 @@ class Client:
 def arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
     """Seconds after the start at which requests are sent; all 0 for an infinite rate.
 
-    They are a Poisson process, stretched so that the last request is sent at (count - 1) / rate. So the offered load is
-    the load that was named."""
+    A Poisson process, stretched so that the last request is sent at (count - 1) / rate."""
     if rate == float("inf") or count < 2:
         return [0.0] * count
     times = [0.0]

@@ -29,8 +29,7 @@ PROG = "openinfer bench eval"
 
 
 def main(argv: list[str]) -> int:
-    """Ask all questions. Returns 0; 1 if a request failed, no question could be asked or --at-least was missed; 2 for
-    wrong arguments."""
+    """Ask all questions. Returns 0; 1 if a request failed or --at-least was missed; 2 for wrong arguments."""
     at = argv.index("--") if "--" in argv else len(argv)
     parser = _parser()
     args = parser.parse_args(argv[:at])

@@ -61,8 +61,7 @@ def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs
 
 CPU = Device("cpu")
 BLOCK = 16
-"""Steps of a turn with, or without, what is measured. The watch learns from this many at once, so a mean has all of its
-work."""
+"""Steps of a turn with, or without, what is measured. The watch learns from this many at once."""
 PROMPT_LENS = range(64, 80)
 """Prompt lengths of one request after the other, so that a sixteenth of the rows gets a block in every step."""
 

@@ -1,7 +1,6 @@
 """`openinfer bench step MODEL_DIR`: decode and prefill steps and offline throughput.
 
-Steps are timed twice: through the engine on the host's clock, and on the device by events. Token ids are random and the
-prefix cache is off.
+Steps are timed through the engine on the host's clock, and on the device by events. Token ids are random.
 """
 
 import argparse

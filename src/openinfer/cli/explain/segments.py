@@ -43,8 +43,7 @@ Steps = list[list[Segment]]
 def step_segments(
     model: Model, buckets: Buckets, rows: int, context: int, prefill: int = 0, start: int = 0
 ) -> list[Segment]:
-    """Both segments of a step in which `rows` sequences get token number `context` and one more gets `prefill` tokens
-    after `start`."""
+    """Both segments of a step: `rows` sequences get token number `context`, one more `prefill` tokens after `start`."""
     workload = Workload(
         rows + prefill,
         rows + bool(prefill),
@@ -185,8 +184,7 @@ class Placed:
 def engine_segments(engine: Engine, context: int, tokens: Sequence[int] | None = None) -> Iterator[Segment]:
     """Every segment without drafts that the engine recorded (or those of these token counts), one after the other.
 
-    While one is in hand, its state is on the device, and its ops can be run there on engine.runner.pack, again and
-    again.
+    While one is in hand, its state is on the device, and engine.runner.pack can run its ops again and again.
 
     Decode rows have `context` tokens; a segment for more is all decode rows but one, and one prompt from its start.
     """

@@ -67,8 +67,7 @@ def _decoded(forced: Forced, pairs: Sequence[tuple[ForcedSeq, Reference]]) -> li
 
 
 def mixed(engine: Engine, sequences: Sequence[Reference]) -> list[Array]:
-    """The compared positions of the short sequences run in steps that also prefill the longest, and the longest's own
-    after that."""
+    """The compared positions of the short sequences, in steps that also prefill the longest, and then its own."""
     forced, (*short, long) = Forced(engine), sequences
     *rows, last = [forced.join(n, s.tokens) for n, s in enumerate(sequences, start=1)]
     for row, sequence in zip(rows, short, strict=True):
@@ -108,8 +107,7 @@ def cached(engine: Engine, sequences: Sequence[Reference], chunk: int, *, wrong:
 
 
 def preempted(engine: Engine, sequences: Sequence[Reference], chunk: int) -> list[Array]:
-    """Each sequence loses its row and its blocks in the middle of the compared positions, and is computed again in
-    another slot."""
+    """Each sequence loses row and blocks amid the compared positions, and is computed again in another slot."""
     found = []
     for sequence in sequences:
         forced, half = Forced(engine), len(sequence.top_ids) // 2

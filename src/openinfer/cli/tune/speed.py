@@ -91,8 +91,7 @@ def traced(outline: Outline, data: dict[str, Any]) -> list[Traced]:
 
 
 def _every(outline: Outline, data: dict[str, Any]) -> Iterator[Traced]:
-    """All timed steps of a trace. On a CPU the host's work between two steps counts too: a decode step goes on from the
-    end of the step before it."""
+    """All timed steps of a trace. On a CPU a decode step goes on from the end of the step before it."""
     shapes = {str(shape): shape for shape in outline.steps}
     before = math.inf
     for event in data["traceEvents"]:
@@ -133,8 +132,7 @@ def point_steps(outline: Outline, point: str) -> list[tuple[Sequence[Call], Work
 
 
 def fitted_figures(outline: Outline, paths: Sequence[Path]) -> tuple[Figures, str]:
-    """The figures with the speeds that the files give, and a text with the errors before and after. Raises FlagError,
-    OSError."""
+    """The figures with the speeds of the files, and the errors before and after. Raises FlagError, OSError."""
     found = [step for path in paths for step in measured_steps(outline, path)]
     if len(found) < FEWEST:
         raise FlagError(f"{len(found)} steps are too few to fit three speeds; at least {FEWEST} are needed")

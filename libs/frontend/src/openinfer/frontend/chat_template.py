@@ -171,8 +171,7 @@ def template_spec(
 def find_templates(model_dir: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Sources of the checkpoint's template and of that for chats with tools (`tool_use`); None for a missing one.
 
-    chat_template.jinja and the files of additional_chat_templates come before tokenizer_config.json. Raises
-    ModelFilesError.
+    The files come before tokenizer_config.json. Raises ModelFilesError.
     """
     found = config.get("chat_template")
     named: dict[str, object] = {"default": found}

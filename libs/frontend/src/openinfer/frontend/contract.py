@@ -1,13 +1,11 @@
 """The contract of an engine: the messages and the Protocol between an engine and its driver.
 
-Token ids cross this line, text never does: tokenizing, chat templates, stop strings and detokenizing
-belong to the frontend. The messages are msgspec structs so that they travel between processes as msgpack,
-never as pickle.
+Token ids cross this line, text never does: tokenizing, chat templates, stop strings and detokenizing belong to the
+frontend. The messages travel between processes as msgpack, never as pickle.
 
-The life of a request: the client mints an id and submits. The engine answers through the StepOutputs of its
-steps: at most one Scheduled, then any number of tokens, then **exactly one terminal** (Finished, Rejected or
-Failed). After that the id is never named again. An engine Rejects by name a field that it cannot honour; it never
-ignores one.
+The life of a request: the client mints an id and submits. The engine answers through the StepOutputs of its steps: at
+most one Scheduled, then any number of tokens, then **exactly one terminal** (Finished, Rejected or Failed). After that
+the id is never named again. A field that the engine cannot honour is Rejected by name.
 
 Times are `time.monotonic()` seconds, which the processes of one Linux machine share.
 """
@@ -109,8 +107,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     """Log-probability of the token that was chosen, or that the prompt has."""
     top_token_ids: list[int]
-    """The alternatives asked for with SamplingParams.logprobs, most probable first (the chosen one
-    may be among them)."""
+    """The alternatives asked for with SamplingParams.logprobs, most probable first; the chosen one may be one."""
     top_logprobs: list[float]
     """Parallel to top_token_ids."""
     rank: int | None = None
@@ -152,8 +149,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     id: int
     reason: Literal["stop", "length", "abort"]
     stop_token_id: int | None = None
-    """With reason "stop": the EOS or stop id that ended it, also the last of the request's tokens in these same
-    StepOutputs."""
+    """With reason "stop": the EOS or stop id that ended it, the last of its tokens in these StepOutputs."""
     drafts: Drafts | None = None
     """None where no step verified a draft."""
     kv_transfer: KVTransfer | None = None  # where the prompt's KV is, after do_remote_decode
@@ -272,8 +268,7 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     compiles_after_ready: int = 0
     """Kernels compiled while serving; anything but 0 is a bug."""
     allocations_after_ready: int = 0
-    """Driver calls that took memory (on the device or page-locked, for kernels, for graphs) while serving; anything but
-    0 is a bug."""
+    """Driver calls that took memory of any kind while serving; anything but 0 is a bug."""
     host_waits_after_ready: int = 0
     """Driver calls in which the host may have waited for the device while serving, without the one a step that reads
     its results; anything but 0 is a bug."""
@@ -312,8 +307,7 @@ class TokenTable(msgspec.Struct, frozen=True, array_like=True, tag="token_table"
     special_ids: list[int]
     """Ids that no text can be, such as the end of a turn; markers that count as text are not among them."""
     definition: str = ""
-    """The tokenizer as JSON (tokenizer.json): text that a grammar forces is cut by it. Empty: the model chooses the
-    cut."""
+    """The tokenizer as JSON (tokenizer.json): it cuts text that a grammar forces. Empty: the model does."""
 
 
 class SlowTraces(msgspec.Struct, frozen=True, array_like=True, tag="slow_traces"):
@@ -336,8 +330,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="unload_ad
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
-    """Take all weights from another checkpoint of the same model. Cached prefixes are forgotten. Unsupported while
-    requests run."""
+    """Take all weights from another checkpoint of the model, and forget prefixes. Unsupported while requests run."""
 
     path: str
     """Its folder with safetensors, or the Unix socket of a process that shares them (tensor.SharedWeights)."""
@@ -349,8 +342,7 @@ class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
     """Give memory back, and take no request until WakeUp. Unsupported while requests run."""
 
     level: int = 1
-    """1: the weights wait in host memory. 2: they are dropped, and requests are refused until UpdateWeights after
-    WakeUp."""
+    """1: the weights wait in host memory. 2: they are dropped; after WakeUp must come UpdateWeights."""
 
 
 class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag="wake_up"):

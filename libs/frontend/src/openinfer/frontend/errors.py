@@ -134,14 +134,12 @@ def is_users_error(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException | str) -> str:
-    """A message, or an exception, as one line for a user: the exception's type if it has no message. The middle is left
-    out beyond MAX_MESSAGE_CHARS."""
+    """A message, or an exception, as one line for a user, without its middle beyond MAX_MESSAGE_CHARS."""
     return printable(_shortened(" ".join(str(error).split())) or type(error).__name__)
 
 
 def printable(text: str, keep: Callable[[str], bool] = str.isprintable) -> str:
-    """The text with characters that a terminal would obey, such as escape sequences, written out. keep: whether a
-    character stays as it is."""
+    """The text with characters that a terminal would obey written out. keep: whether a character stays."""
     return "".join(c if keep(c) else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 

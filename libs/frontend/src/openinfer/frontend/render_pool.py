@@ -25,8 +25,7 @@ class _Lost(Exception):
 class RenderPool:
     """A Renderer in processes of its own. start() first, close() last; both in the event loop that renders.
 
-    spec: how a process makes the renderer. first: a process of `spawn`, which the pool takes over; None: start() makes
-    one.
+    spec: how a process makes the renderer. first: of `spawn`, which the pool takes over; None: start() makes one.
     """
 
     def __init__(self, spec: RendererSpec, first: asyncio.subprocess.Process | None = None) -> None:

@@ -35,8 +35,7 @@ PREFIX_TOKENS = 128
 MAX_PREFIXES = 200_000
 """Prefixes that are remembered, at 400 bytes each; the least recently used are forgotten first."""
 SLACK = 8
-"""A replica may have this many requests more than the emptiest, and half as many again, before its prefixes are
-computed elsewhere."""
+"""A replica may have this many requests more than the emptiest, or half as many again, before others share its work."""
 
 _log = logging.getLogger(__name__)
 

@@ -59,8 +59,7 @@ class FakeEngine:
     the names of those that it starts with.
     features: what it claims to honour besides logprobs and prefix_cache (its tokens stay the known ones).
 
-    Its prefix cache has every block of 16 tokens that it has seen: of prompts from when they are scheduled, of outputs
-    from their end.
+    Its prefix cache has every block of 16 tokens that it has seen: of prompts once scheduled, of outputs once ended.
     """
 
     def __init__(

@@ -143,8 +143,7 @@ class Rows:
         return self._field(name)[2]
 
     def scatter(self, name: str, places: Sequence[int], values: Sequence[int]) -> None:
-        """Change words of a field anywhere: places count from the field's start, none twice. Raises FieldError for a
-        place outside."""
+        """Change words of a field: places count from its start, none twice. Raises FieldError for one outside."""
         field, start, width = self._field(name)
         at, array = np.array(places, np.int64), np.array(values, np.int32)
         if len(at) and not 0 <= at.min() <= at.max() < field.shape[0] * width:

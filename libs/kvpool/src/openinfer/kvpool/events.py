@@ -29,8 +29,7 @@ class BlockStored:
     """The adapter (LoRA) of the sequence, as adapter_salt names it."""
     group_idx: int = 0
     salt: bytes = b""
-    """The salt of the sequence without its adapter's part. A request with another salt or another adapter does not find
-    these blocks."""
+    """The salt of the sequence without its adapter's part. Others do not find these blocks."""
 
 
 @dataclass(frozen=True, slots=True)

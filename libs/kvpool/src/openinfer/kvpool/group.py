@@ -20,9 +20,8 @@ class Group:
     snapshots: a block is the whole state of a sequence after some token (recurrent, convolution). Each sequence has one
     live block. `Lease.snapshot` keeps copies at multiples of `block_size`.
 
-    Block ids of a group are 0 .. num_blocks-1. Block 0 is the padding block: dead and padding rows write to it, and the
-    pool never hands it out. `block_bytes`: bytes of a block on the device, over all layers; the pool does not use it.
-    Raises InvalidGroup.
+    Block ids of a group are 0 .. num_blocks-1. Block 0 is padding: dead rows write to it, and the pool never hands it
+    out. `block_bytes`: bytes of a block on the device, over all layers; the pool does not use it. Raises InvalidGroup.
     """
 
     name: str

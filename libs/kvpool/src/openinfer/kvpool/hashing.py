@@ -1,9 +1,8 @@
 """The identity of a block: a hash chained over everything before it.
 
 Two blocks are the same state exactly when their own tokens, all tokens before them and the salt are the same. So the
-name of a block is sha256(name of the block before it, its tokens as little-endian u32). The chain starts
-from the salt (a tenant's cache salt, a LoRA name, ...) and the block size. Names are equal in every process
-and on every machine.
+name of a block is sha256(name of the block before it, its tokens as little-endian u32). The chain starts from the salt
+(a tenant's cache salt, a LoRA name, ...) and the block size. Names are equal everywhere.
 """
 
 import hashlib

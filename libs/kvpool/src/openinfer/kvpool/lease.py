@@ -25,8 +25,7 @@ class Lease:
     hashes: list[bytes]
     """Names of the first whole blocks of `pool.hash_block_size` tokens, as far as they were needed. Read only."""
     copies: list[Copy]
-    """Copies that the caller carries out before it computes. The first reserve that grows sets them, if the cached
-    prefix ends in a snapshot."""
+    """Copies to carry out first; set by the first reserve that grows, if the cached prefix ends in a snapshot."""
 
     def __init__(
         self,
@@ -67,8 +66,7 @@ class Lease:
 
     @property
     def num_loadable(self) -> int:
-        """Tokens after num_cached that load() would bring. 0 after the first reserve. The first read looks it up,
-        O(blocks)."""
+        """Tokens after num_cached that load() would bring, 0 after the first reserve. Looked up once, O(blocks)."""
         if self._num_loadable is None:
             end = self._loads.reach(self._tokens, self._chain) if self._num_queried is not None else 0
             self._num_loadable = max(0, end - self.num_cached)

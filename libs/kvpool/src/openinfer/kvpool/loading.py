@@ -38,20 +38,16 @@ class Loader(Protocol):
     """Has blocks elsewhere, and copies them into blocks of the pool. One thread, that of the pool's owner, calls it."""
 
     def holds(self, group: int, names: Sequence[bytes]) -> Sequence[bool]:
-        """For each name, whether the loader has the block. The block may be gone when begin() reads it; then it
-        fails."""
+        """For each name, whether the loader has the block. It may be gone when begin() reads it, and fails then."""
 
     def expect(self, group: int, names: Sequence[bytes]) -> None:
-        """A load of these blocks begins as soon as the pool has evicted blocks for it, which a Saver takes. The loader
-        keeps the blocks until then."""
+        """A load of these blocks begins when the pool has evicted others for it. The loader keeps them until then."""
 
     def begin(self, load: Load) -> None:
-        """Start to fill the blocks of the load, and return. The blocks are the loader's until poll() returns the
-        load."""
+        """Start to fill the load's blocks. They are the loader's until poll() returns the load."""
 
     def poll(self, wait_s: float | None) -> Sequence[Load]:
-        """Loads that have ended, each once. Waits up to wait_s seconds (None: no limit) if none has ended; returns at
-        once if nothing loads."""
+        """Loads that have ended, each once. Waits up to wait_s seconds (None: no limit) for one, if any loads."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,8 +94,7 @@ class LoadPart:
                 yield self.names[index], self.blocks[index]
 
     def register(self, come: set[bytes]) -> None:
-        """Make blocks findable whose content has come. In a group where pages need the pages before them, stop at the
-        first that is missing."""
+        """Make blocks findable whose content has come; where pages need those before, up to the first missing."""
         size, parent = self.ledger.group.block_size, self.parent
         for index, (name, block) in enumerate(zip(self.names, self.blocks, strict=True)):
             if name in come:

@@ -15,8 +15,7 @@ class Index:
 
     One hash chain serves all groups. A name stands for the whole prefix up to a position. So the chain needs a name
     only where a block of any group may end. `unit`: tokens between two names. `step`: tokens between two positions
-    where blocks of all groups end; a prefix ends at such a position. enabled=False: the index finds and hashes
-    nothing.
+    where blocks of all groups end; prefixes end there. enabled=False: it finds and hashes nothing.
     """
 
     def __init__(self, ledgers: Sequence[Ledger], *, enabled: bool) -> None:
@@ -50,8 +49,7 @@ class Index:
     def match(
         self, tokens: Sequence[int], chain: Chain, limit: int
     ) -> tuple[int, list[list[int]], list[int]]:
-        """The longest cached prefix in whole blocks, at most `limit` tokens: its length, and by group its pages and its
-        snapshot."""
+        """The longest cached prefix of whole blocks, up to `limit` tokens; by group its pages and snapshot."""
         unit, step = self.unit, self.step
         end = limit // step * step
         # Name all blocks at once, even if a miss comes early: commit() needs the names of the computed blocks anyway.
@@ -90,8 +88,7 @@ class Index:
         return _last_boundary(runs, end, self.step)
 
     def missing(self, tokens: Sequence[int], chain: Chain) -> list[list[bytes]]:
-        """By group, the names of whole blocks that are not cached, up to the last boundary that leaves a token to
-        compute."""
+        """By group, names of whole blocks that are not cached, to the last boundary that leaves a token."""
         end = max(0, len(tokens) - 1) // self.step * self.step if self.enabled else 0
         chain.extend(tokens, end // self.unit)
         named = [(ledger, self.names(ledger, chain.names, 0, end)) for ledger in self.ledgers]

@@ -133,8 +133,7 @@ class Snapshots:
         return 0 if self.table else 1
 
     def room(self, leave: float) -> int:
-        """Blocks that grow() may allocate, the source among them. A sequence needs one live block in total, so `leave`
-        is ignored for this group."""
+        """Blocks that grow() may allocate, the source among them. A sequence needs one, so `leave` is ignored."""
         return self.ledger.room(self.source)
 
     def reach(self, leave: float) -> int:
@@ -154,8 +153,7 @@ class Snapshots:
         return boundary in self._pending or self.ledger.num_free > 0
 
     def snapshot(self, boundary: int) -> int:
-        """A block to copy the live block into when it has seen `boundary` tokens. The caller checks has_room()
-        first."""
+        """A block to copy the live one into when it has seen `boundary` tokens. Call has_room() first."""
         if boundary not in self._pending:
             (self._pending[boundary],) = self.ledger.allocate(1)
             self.due = min(self._pending)

@@ -23,11 +23,10 @@ class Pool:
     pool names complete and committed blocks by content, and another sequence with the same prefix starts from them. A
     named block without users stays cached until the pool needs its room. The pool is not thread-safe.
 
-    groups: at least one, names unique. prefix_cache=False turns sharing off: nothing is hashed or kept.
-    eviction: "lru", "lineage", "priority", "s3fifo", or a function that makes an `Eviction` for a group. events:
-    keep events for `take_events`, which the caller must call then. loader: brings blocks that the pool does not have
-    (`Lease.load`, `poll`). saver: takes the blocks that the pool evicts; `openinfer.kvpool.tiers.Tiers` is a loader and
-    a saver. Raises InvalidGroup.
+    groups: at least one, names unique. prefix_cache=False turns sharing off: nothing is hashed or kept. eviction:
+    "lru", "lineage", "priority", "s3fifo", or a function that makes an `Eviction` for a group. events: keep events for
+    `take_events`, which the caller must call then. loader: brings blocks that the pool does not have (`Lease.load`,
+    `poll`). saver: takes blocks that it evicts; `tiers.Tiers` is both. Raises InvalidGroup.
     """
 
     def __init__(
@@ -183,8 +182,7 @@ class Pool:
         return sum(ledger.evict(count) for ledger in self._ledgers)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached blocks, those of the saver too, as after a change of weights. False: blocks are in use, and
-        nothing changed."""
+        """Drop all cached blocks, the saver's too, as for new weights. False: some are in use, and nothing changed."""
         if not self.idle:
             return False
         for ledger in self._ledgers:

@@ -132,9 +132,8 @@ class EventsConfig:
 class EventPublisher:
     """Sends a pool's events. `publish` is for one thread and never blocks; replays run in a thread of their own.
 
-    groups: of the pool, for the kind of each group's blocks. The first message begins with AllBlocksCleared: a
-    restarted engine has none of the blocks that routers remember. Raises InvalidConfig for an address that cannot be
-    had.
+    groups: of the pool, for the kind of each group's blocks. The first message begins with AllBlocksCleared, for
+    routers that remember an engine before. Raises InvalidConfig for an address that cannot be had.
     """
 
     def __init__(self, config: EventsConfig, groups: Sequence[Group]) -> None:

@@ -1,7 +1,6 @@
 """Structured output: a grammar compiled against a vocabulary, and for every step the mask of tokens that may come next.
 
-Importing this needs the standard library only. A `Grammar` is plain data, and a `Compiler` needs the extra [grammar]
-(llguidance).
+Importing this needs the standard library only. A `Compiler` needs the extra [grammar] (llguidance).
 """
 
 import json

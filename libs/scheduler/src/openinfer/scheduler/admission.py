@@ -36,10 +36,9 @@ def refusal(seq: Seq[Any], max_model_len: int, capacity_tokens: int) -> Rejected
 class Headroom:
     """Blocks that admissions leave free, against thrashing.
 
-    Admission is optimistic: it reserves neither a sequence's output nor the window blocks of later chunks. So
-    admitted sequences can fill the pool and then preempt each other. The level follows the recent preemptions per
-    ended sequence: a preemption adds 1/32, and an ending multiplies the level by 31/32. Without preemptions the
-    level is 0.
+    Admission is optimistic: it reserves neither a sequence's output nor the window blocks of later chunks. So admitted
+    sequences can fill the pool and then preempt each other. The level follows recent preemptions per ended sequence:
+    one adds 1/32, and an ending multiplies it by 31/32.
     """
 
     def __init__(self, ceiling: float) -> None:

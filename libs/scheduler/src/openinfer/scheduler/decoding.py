@@ -20,8 +20,7 @@ class DecodeRows(Generic[Owner]):
     def __init__(self) -> None:
         self.rows: dict[Seq[Owner], Row[Owner]] = {}
         self.drafts: Mapping[Seq[Owner], int] = {}
-        """Number of drafts of each row that has any. The mapping is replaced and never changed, because steps keep
-        it."""
+        """Number of drafts of each row that has any. Steps keep the mapping, so it is replaced and never changed."""
         self.listed: list[Row[Owner]] | None = []
         """The rows as a list, the same object while nothing changes. None: call rebuild() first."""
         self.horizon = 0
@@ -62,8 +61,7 @@ class DecodeRows(Generic[Owner]):
     def draft(self, wanted: Mapping[Seq[Owner], int], index: int) -> None:
         """Set the drafts of step `index`: the wanted number, limited by the tokens that the sequence has left.
 
-        Every draft in flight counts as accepted, so no draft stands at a position from seq.max_len - 1 on, for which
-        the row has no blocks."""
+        Every draft in flight counts as accepted, so none is at a position without blocks, from seq.max_len - 1 on."""
         if not (wanted or self.drafts or self._nearer):
             return  # most steps, where drafts do not pay
         drafts = {}

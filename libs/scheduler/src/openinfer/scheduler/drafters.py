@@ -29,8 +29,7 @@ class NGram:
 
     It takes the last n tokens, with the largest n of shortest..longest for which they have occurred before, and
     proposes the tokens that followed there. Among equally long matches the latest counts. A proposal that reaches the
-    end of the sequence goes on with its own beginning, as a text that repeats itself does. Raises InvalidSetup unless
-    1 <= shortest <= longest.
+    end goes on with its own beginning. Raises InvalidSetup unless 1 <= shortest <= longest.
     """
 
     def __init__(self, shortest: int = 2, longest: int = 5) -> None:

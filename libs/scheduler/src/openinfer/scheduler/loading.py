@@ -18,8 +18,7 @@ class Loads(Generic[Owner]):
         self.ended: dict[Seq[Owner], None] = {}
         """Waiting sequences that hold the lease of an ended load, the oldest first."""
         self.wanted: dict[Seq[Owner], float] = {}
-        """Waiting sequences with a lease whose load begins in this turn, and the part of the pool that it leaves
-        free."""
+        """Waiting sequences whose load begins in this turn, and the part of the pool that it leaves free."""
         self.short: dict[Seq[Owner], None] = {}
         """Waiting sequences whose load had no room in the last turn."""
         self._pool, self._stats = pool, stats
@@ -55,8 +54,7 @@ class Loads(Generic[Owner]):
         return missed
 
     def poll(self, wait_s: float | None) -> bool:
-        """Move sequences whose load has ended. Waits for a load, up to wait_s seconds. Returns whether any has
-        ended."""
+        """Move sequences whose load has ended, after up to wait_s seconds. Returns whether any has."""
         leases = self._pool.poll(wait_s)
         for lease in leases:
             if lease not in self.under_way:

@@ -4,10 +4,9 @@ Host work is O(changes). Decode rows run in every step, so their counters follow
 A calendar lists the rows that need blocks by step. A steady step touches no row without drafts. The advance of a row
 with drafts is known only from the step's result.
 
-A row that ends on the device while a step is in flight stays in that step as a dead row. The loop gives its slot
-and lease back when it has read the last step that has the row (the fence). It launches no step whose rows all end
-earlier by their length. It preempts only with nothing in flight, when every token is known. So it drains before it
-preempts.
+A row that ends on the device while a step is in flight stays in that step as a dead row. The loop gives its slot and
+lease back when it has read the last step that has the row (the fence). It launches no step whose rows all end earlier
+by their length. It drains before it preempts, when every token is known.
 """
 
 import time
@@ -473,8 +472,7 @@ class StepLoop(Generic[Owner, Payload]):
             self._changed = True
 
     def _preempt(self, seq: Seq[Owner]) -> None:
-        """Send a running sequence back to waiting, to be recomputed. Nothing is in flight, so all its tokens are
-        known."""
+        """Send a running sequence back to waiting, to be recomputed. Nothing is in flight."""
         if seq not in self._running:
             raise ContractError(f"the policy preempts request {seq.id}, which is not running")
         if seq.state is SeqState.DECODE and len(seq.tokens) != seq.confirmed + 1:

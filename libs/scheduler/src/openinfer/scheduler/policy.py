@@ -44,8 +44,7 @@ class Decision:
     """Waiting sequences to admit, in this order, until slots, blocks or admit_tokens run out. One whose prefix can be
     loaded from elsewhere turns LOADING instead, and waits again when the load has ended: name it again then."""
     admit_tokens: int = 0
-    """Tokens of this step that the admitted sequences share, in order. The cached prefix decides how many each
-    needs."""
+    """Tokens of this step that the admitted sequences share, in order, as each needs them."""
     preempt: Sequence[Seq[Any]] = ()
     """Running sequences to send back to waiting. The loop first drains: it calls plan() again until nothing is in
     flight, and only the last answer counts."""
@@ -81,8 +80,7 @@ class Policy(Protocol):
 
 
 class Speculation(Protocol[Owner]):
-    """Chooses the number of drafts of each decode row. The draft tokens pass from the engine to the runner, not through
-    the loop.
+    """Chooses the number of drafts of each decode row. Draft tokens do not pass through the loop.
 
     A row with k drafts runs as 1 + k tokens, and the step reports how far it advanced (StepResult.advanced). The number
     can follow from the cost of the step, the acceptance rate, or the drafts at hand: an MTP head drafts on the device,

@@ -9,8 +9,7 @@ class Lease(Protocol):
 
     @property
     def num_cached(self) -> int:
-        """Tokens of the prefix that are computed already: fewer than the tokens acquired for. Grows when a load
-        ends."""
+        """Tokens of the prefix that are computed: fewer than those acquired for. Grows when a load ends."""
 
     @property
     def num_loadable(self) -> int:
@@ -18,9 +17,8 @@ class Lease(Protocol):
         before the first reserve(). 0: there is nothing to load."""
 
     def load(self, leave: float = 0.0) -> bool:
-        """Take blocks for the num_loadable tokens and start to fill them. Pool.poll() returns the lease when the
-        load has ended. Until then the lease may only be released. leave: as in reserve(). False: no room, nothing
-        changed."""
+        """Take blocks for the num_loadable tokens and start to fill them. Until Pool.poll() returns the lease it may
+        only be released. leave: as in reserve(). False: no room, nothing changed."""
 
     @property
     def num_tokens(self) -> int:

@@ -21,8 +21,7 @@ class Row(NamedTuple, Generic[Owner]):
     by 1 to 1 + k tokens (StepResult.advanced). Later steps overwrite the KV of rejected drafts. The loop gives a row
     no drafts that could stand at positions from seq.max_len - 1 on, because the row has no blocks there.
 
-    A prefill chunk (start given) feeds seq.tokens[start : start + num_tokens], and emits only if it reaches the end
-    (seq.target).
+    A prefill chunk (start given) feeds seq.tokens[start : start + num_tokens], and emits if it reaches seq.target.
     """
 
     seq: Seq[Owner]
@@ -85,8 +84,7 @@ class StepResult(Generic[Payload]):
     """Tokens, log-probabilities, ...: opaque to the loop, which passes it on in the Tokens event."""
     advanced: Mapping[int, int] | None = None
     """Tokens that a decode row advanced by, by slot, where that is less than its q_len: 1 + accepted drafts, or fewer
-    where the row ended; 0: the row stood still and emitted no token. Other live rows advanced by their q_len.
-    None: all did."""
+    where the row ended; 0: it emitted no token. Other live rows advanced by their q_len. None: all did."""
     seconds: float | None = None
     """Seconds that the device took. None: the loop measures from the launch, or from the result before if that came
     later, to the reading of this result."""

@@ -79,8 +79,7 @@ class Seq(Generic[Owner]):
     slot: int = field(init=False, default=0)
     """Row of the batch while the sequence runs, and its last row afterwards. 0: it has had no row."""
     lease: Lease | None = field(init=False, default=None)
-    """Held from admission or the start of a load. Released at preemption, or after the end with the fence of the last
-    step that has the row."""
+    """Held from admission or the start of a load, to preemption or the end, with the fence of the row's last step."""
     target: int = field(init=False, default=0)
     """Tokens to prefill since the last admission: the prompt, and the output if the sequence was preempted."""
     num_preemptions: int = field(init=False, default=0)

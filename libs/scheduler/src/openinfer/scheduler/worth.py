@@ -34,8 +34,7 @@ class Worth:
 
     Drafts are tried out, and chances and costs are estimates. So drafts can lose time: a step with drafts takes longer
     than a step without, and may bring no more tokens. The books count the difference. While drafts have lost more than
-    LOSS of the time of the last STEPS steps, no row has any. So drafts cost at most about that much, whatever the load
-    and the text.
+    LOSS of the time of the last STEPS steps, no row has any.
 
     levels: the numbers of drafts to choose from, ascending, from 1 on. Raises InvalidSetup for others.
     """
@@ -120,8 +119,7 @@ class Worth:
         return 0.0 if least is None else max(least, CHEAPEST * plain) - plain - self._credit
 
     def saw(self, counts: Mapping[tuple[int, int], int]) -> None:
-        """Rows had drafts. counts: the number of rows by (drafts, accepted ones). A draft counts if it followed
-        accepted ones only."""
+        """Rows had drafts. counts: of rows by (drafts, accepted ones). A draft counts after accepted ones only."""
         drafted = sum(rows for (drafts, _), rows in counts.items() if drafts)
         for place in range(self._levels[-1]):
             tried = sum(rows for (drafts, right), rows in counts.items() if place < drafts and place <= right)

@@ -41,8 +41,7 @@ _COMPLETED = ctypes.CFUNCTYPE(
 
 
 class Activity(NamedTuple):
-    """One thing that the device did. Times are time.perf_counter_ns(); what one launch brought (all of a graph) has one
-    `correlation`."""
+    """One thing that the device did. Times are time.perf_counter_ns(); all of one launch has one `correlation`."""
 
     kind: str
     """kernel, copy or memset."""

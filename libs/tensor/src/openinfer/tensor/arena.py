@@ -1,5 +1,4 @@
-"""Arena: one allocation, cut up front to back and never given back piece by piece; and memory that can be given back
-as a whole, and taken again."""
+"""Arena: one allocation, cut up front to back; and memory that can be given back as a whole, and taken again."""
 
 import mmap
 import sys
@@ -174,8 +173,7 @@ class Arena(Closing):
         self._mapped().give_back()
 
     def take_back(self) -> None:
-        """Take memory again for the same addresses. The content of tensors is not defined. Raises OutOfMemory,
-        DeviceError."""
+        """Take memory again at the same addresses. Tensors hold anything. Raises OutOfMemory, DeviceError."""
         self._mapped().take_back()
 
     def _mapped(self) -> MappedMemory:

@@ -1,7 +1,6 @@
 """Checkpoint: a directory of safetensors files, opened with suspicion.
 
-Everything that headers and the index claim is checked when the checkpoint is opened, before anything is moved or
-allocated for it.
+Everything that headers and the index claim is checked when the checkpoint is opened, before all else.
 """
 
 import hashlib

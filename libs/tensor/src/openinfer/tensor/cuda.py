@@ -20,8 +20,7 @@ _counts = dict.fromkeys((*_ALLOCATE, *_WAIT), 0)
 class DriverCounts(NamedTuple):
     """Counts of this process's calls to the driver so far.
 
-    allocations: calls that take memory; page-locked memory, kernels and graphs count too. waits: calls that may make
-    the host wait for a device."""
+    allocations: calls that take memory of any kind. waits: calls that may make the host wait for a device."""
 
     allocations: int
     waits: int

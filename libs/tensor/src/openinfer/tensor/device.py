@@ -56,8 +56,7 @@ class Device:
     def activate(self) -> None:
         """cuda: make this device's primary context current in the calling thread; cpu and null: nothing.
 
-        Making a Stream, Event, Arena or PinnedBuffer does this. A thread that only uses those made elsewhere
-        must call it once itself.
+        Making a Stream, Event, Arena or PinnedBuffer does this. A thread that only uses some must call it once.
         """
         if self.kind == "cuda":
             cuda.make_current(self.index)

@@ -96,8 +96,7 @@ def give(
 ) -> Any:
     """A capsule over this memory that holds `owner`; keywords are those of the `__dlpack__` protocol.
 
-    Raises DTypeError for float8, DeviceError for null or a device other than asked, BufferError for
-    copy=True.
+    Raises DTypeError for float8, DeviceError for null or another device than asked, BufferError for copy.
     """
     where = device_of(device)
     if dtype not in _CODE_OF:
@@ -149,8 +148,7 @@ class _Taken:
 def take(source: Any) -> View:
     """(ptr, shape, strides in elements, dtype, device, owner) of an object with `__dlpack__`.
 
-    Raises TensorError for any other object. Raises DeviceError, DTypeError or ShapeError (read-only data) for data
-    that a Tensor cannot view.
+    Raises TensorError for any other object; DeviceError, DTypeError or ShapeError for data that a Tensor cannot view.
     """
     if not hasattr(source, "__dlpack__"):
         raise TensorError(f"{type(source).__name__} has no __dlpack__; pass an array of a DLPack library")

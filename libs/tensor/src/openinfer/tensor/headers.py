@@ -77,8 +77,7 @@ def _info(path: Path, name: str, tag: str, shape: list[int], offset: int) -> Ten
 
 
 def _refusal(path: Path, raw: bytes, data_bytes: int, words: str) -> CheckpointError:
-    """The error for a refused header. It names the tensor at fault, which the package's `words` often leave out, where
-    the header is readable so far."""
+    """The error for a refused header. It names the tensor at fault, which the package's `words` often leave out."""
     if not raw.startswith(b"{"):
         return CheckpointError(path, None, "header does not start with '{'; this is no safetensors file")
     unclear = CheckpointError(path, None, f"has a wrong header. The safetensors package says: {words}")

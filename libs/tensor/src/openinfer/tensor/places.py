@@ -21,8 +21,7 @@ from openinfer.tensor.tensor import Tensor
 class Conversion(NamedTuple):
     """The tensors `names` of a checkpoint become `dst` on the host: `convert` gets their arrays, in that order.
 
-    sources: the part of each that `convert` gets, as TensorLoad.source; () is the whole tensors. Only touched parts
-    are read.
+    sources: the part of each, as TensorLoad.source; () is the whole tensors. Only touched parts are read.
     """
 
     names: tuple[str, ...]
@@ -77,8 +76,7 @@ class Places:
         dtype: np.dtype[Any] = float32,
         source: tuple[slice, ...] = (),
     ) -> Tensor:
-        """A tensor made of one of the checkpoint's, or of its part `source`. `convert` may raise ValueError for values
-        that make none."""
+        """A tensor made of one of the checkpoint's, or of its part. `convert` may raise ValueError for wrong values."""
         tensor = self.arena.alloc(shape, dtype, name)
         self.conversions.append(Conversion((name,), tensor, convert, (source,)))
         return tensor

@@ -35,8 +35,7 @@ class Tensor:
     owner    whatever must stay alive for `ptr` to stay valid; views share it
     name     for messages and traces
 
-    Treat the fields as read-only: kernels and captured graphs have copied `ptr`. Nothing checks that `ptr`
-    is real.
+    Treat the fields as read-only: captured graphs have copied `ptr`. Nothing checks that it is real.
     """
 
     __slots__ = ("device", "dtype", "name", "owner", "ptr", "shape", "strides")

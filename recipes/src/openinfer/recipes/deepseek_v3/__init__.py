@@ -1,5 +1,4 @@
-"""DeepSeek-V3 and its kin (multi-head latent attention): config, weights, ops, model. `RECIPE` is what the command line
-finds."""
+"""DeepSeek-V3 and its kin: config, weights, ops, model. `RECIPE` is what the command line finds."""
 
 from openinfer.recipes.deepseek_v3.recipe import RECIPE
 

@@ -23,8 +23,7 @@ from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tens
 
 @dataclass(frozen=True, slots=True)
 class DeepseekV3(Blueprint[Model]):
-    """engine.Blueprint of a DeepSeek-V3. Its pool has one group: pages with the latents of all layers, and the keys of
-    their indexers."""
+    """engine.Blueprint of a DeepSeek-V3. Its pool has one group: pages with all layers' latents and indexers' keys."""
 
     config: Config
     page_size: int

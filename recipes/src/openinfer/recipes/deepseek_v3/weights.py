@@ -115,8 +115,7 @@ class Weights:
     def allocate(
         cls, config: Config, arena: Arena, dtype: np.dtype[Any], *, drafts: bool = False
     ) -> "Weights":
-        """Uninitialised weights in `arena`; drafts: of the layer that drafts too. Raises UnsupportedModel for a packing
-        that the model cannot have."""
+        """Uninitialised weights in `arena`; drafts: of the layer that drafts too. Raises UnsupportedModel."""
         p, hidden, before = _Places(arena, dtype, c=config), config.hidden_size, arena.used
         embed = p.table("model.embed_tokens", config.vocab_size, hidden, config.packing)
         layers = [_layer(p, config, f"model.layers.{n}.", n) for n in range(config.num_layers)]

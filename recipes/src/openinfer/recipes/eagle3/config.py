@@ -13,8 +13,7 @@ READ = 3
 
 
 class TargetConfig(Protocol):
-    """The fields of the config of the model whose tokens a head drafts. A frozen dataclass with these fields is
-    one."""
+    """Fields of the config of the model whose tokens a head drafts, as of a frozen dataclass."""
 
     @property
     def hidden_size(self) -> int: ...

@@ -173,8 +173,7 @@ class Followers(AllRanks):
                 process.stdin.close()
 
     def close(self) -> None:
-        """End all other ranks and give the exchange up. The graphs of rank 0 must be gone, because NCCL waits for those
-        that have its collectives."""
+        """End all other ranks and give the exchange up. The graphs of rank 0 must be gone: NCCL waits for them."""
         self.end()
         for watcher in self._watchers:  # of a lost rank: in NCCL, until the graphs are gone
             watcher.join(CLOSE_TIMEOUT_S)

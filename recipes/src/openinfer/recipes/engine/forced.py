@@ -57,8 +57,7 @@ class Forced:
         self, slot: int, tokens: Sequence[int], salt: bytes | None = None, shown: Sequence[int] | None = None
     ) -> ForcedSeq:
         """Start a sequence in a slot, 1 or more. Sequences of one salt share cached prefixes; without salt none do.
-        shown: tokens that the device gets in place of `tokens`, as a negative control. The prefix cache still finds and
-        names the blocks by `tokens`."""
+        shown: what the device gets in place of `tokens`, as a negative control; blocks are named by `tokens`."""
         own = os.urandom(16) if salt is None else salt
         named = list(tokens)
         seq = Seq(slot, list(shown or tokens), NO_LIMIT, salt=own, owner=Sampling(GREEDY, 0, ()))

@@ -50,8 +50,7 @@ class Ranks:
         return [int(n) for n in np.min(self.shared.exchange(np.array(numbers, np.int64)), axis=0)]
 
     def open(self, device: Device, stream: Stream, widths: Collection[int]) -> None:
-        """Connect the GPUs of all ranks. widths: bytes of the rows that ranks add up; all rows have one width. Raises
-        RankLost, MissingExtra."""
+        """Connect the GPUs of all ranks. widths: bytes of the rows that ranks add up. Raises RankLost, MissingExtra."""
         if self.shared is None or device.kind != "cuda":
             return
         mine = NcclRanks.unique_id() if self.rank == 0 else bytes(128)

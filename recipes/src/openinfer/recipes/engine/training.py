@@ -77,8 +77,7 @@ class Training:
             self._tiers.settle()
 
     def salt(self, salt: bytes) -> bytes:
-        """The salt of prefixes that these weights made: on a disk and at peers are blocks of others, and a version is
-        only a name."""
+        """The salt of prefixes that these weights made: on a disk and at peers are blocks of others."""
         digest = self.desk.digest
         return salt + b"\0weights " + digest if digest else salt
 

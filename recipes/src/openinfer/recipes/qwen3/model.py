@@ -170,8 +170,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class DraftingModel(Model):
-    """graph.runner.Proposer: a Qwen3 with a head that drafts. The head's keys and values have the last layer of the
-    pages."""
+    """graph.runner.Proposer: a Qwen3 with a head that drafts, whose keys and values are the pages' last layer."""
 
     drafter: Drafter = field(kw_only=True)
 

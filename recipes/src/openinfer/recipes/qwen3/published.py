@@ -23,8 +23,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 
 
 def config_json(size: str, *, fp8: bool = False, awq: bool = False) -> dict[str, Any]:
-    """The keys of config.json that matter, for a size of SIZES or MIXTURES; `fp8`: of the block-scaled checkpoint;
-    `awq`: of the one in INT4."""
+    """The keys of config.json that matter, for a size of SIZES or MIXTURES; fp8: block-scaled; awq: in INT4."""
     if size in MIXTURES:
         hidden, layers, heads, kv_heads, experts, width = MIXTURES[size]
         mlp = {

@@ -37,8 +37,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A rank's weights, and where each comes from. `embed` is whole on every rank. With tied embeddings `lm_head` is
-    rows of it."""
+    """A rank's weights, and where each comes from. `embed` is whole on every rank; a tied `lm_head` is rows of it."""
 
     embed: Tensor  # [V, H]
     layers: tuple[Layer, ...]

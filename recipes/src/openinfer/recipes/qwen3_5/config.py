@@ -99,8 +99,7 @@ class Config:
 
     @property
     def qkv_size(self) -> int:
-        """This rank's rows of a full layer's fused projections: each query head with its gate, then keys, then
-        values."""
+        """This rank's rows of a full layer's fused projections: query heads, each with its gate, keys, values."""
         return 2 * (self.part.of(self.num_heads) + self.part.of(self.num_kv_heads)) * self.head_dim
 
     @property

@@ -24,8 +24,7 @@ CHUNK = 64
 
 TILED_ROWS, SCANNED_ROWS = 8, 2
 """Rows of many tokens that a step has programs for. In a step with more such rows, programs take several tiles, or
-rows. A program without work is not free, and in a step of 256 rows nearly all have one token. A row's scan alone
-fills a GPU."""
+rows. A program without work is not free. A row's scan alone fills a GPU."""
 
 VERIFIED_COLUMNS = 32
 """Columns of a state that a warp has in rows with drafts. A program has one warp, so that no sum crosses warps."""

@@ -1,5 +1,4 @@
-"""The prompt of DeepSeek-V3.2, which its authors publish as code: kin to V4's. What it says of tools is read from that
-code, which is never run."""
+"""The prompt of DeepSeek-V3.2, published as code: kin to V4's. Its words about tools are read from that code."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,8 +100,7 @@ class DeepSeekV32Renderer:
 
 
 def coded_renderer(model_dir: Path, model_type: str) -> Renderer | None:
-    """The renderer of a checkpoint without a template whose authors publish code instead; None for others. Raises
-    ModelFilesError."""
+    """The renderer of a checkpoint that has published code and no template; None for others. Raises ModelFilesError."""
     if model_type.startswith("deepseek_v4"):
         return DeepSeekV4Renderer.of(model_dir)
     return DeepSeekV32Renderer.of(model_dir) if (model_dir / ENCODER).exists() else None

@@ -1,8 +1,7 @@
 """A model's text, a piece at a time, to reasoning, content and tool calls.
 
 One machine serves every format. The parts depend on the text alone, never on the pieces that it came in, nor on whether
-calls are streamed. So text that may still become a marker, and whitespace that a marker would swallow, are held back
-until that is decided.
+calls are streamed. So text that may become a marker, and whitespace that one would swallow, are held back until then.
 
 Where a call is:
 - Behind its opening marker, a call of a tool on offer is one as soon as it names the tool, and its arguments are handed

@@ -40,8 +40,7 @@ def escaped(text: str) -> str:
 def written_as(
     text: str, schema: Mapping[str, Any], root: Mapping[str, Any], *, says_json: bool = False
 ) -> str:
-    """The JSON of a value written as bare text, read as the schema's type: JSON or a Python literal. Text where it is
-    not of that type.
+    """The JSON of a value written as bare text, read as the schema's type: JSON or a Python literal, else text.
 
     root: what the schema's references are resolved in. says_json: the format says that the text is JSON; so it is where
     the schema does not say otherwise."""
@@ -88,8 +87,7 @@ def child(schema: Mapping[str, Any], key: str | None, root: Mapping[str, Any]) -
 
 
 def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that a local reference (`{"$ref": "#/..."}`) leads to; the schema itself without one, or where it
-    leads nowhere."""
+    """The schema that a local reference (`{"$ref": "#/..."}`) leads to; the schema itself where there is none."""
     for _ in range(MAX_HOPS):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):

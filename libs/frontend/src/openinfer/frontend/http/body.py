@@ -1,7 +1,6 @@
 """What JSON bodies have in common, typed. A known field that is not supported is refused by name.
 
-Unknown fields are ignored, as clients expect. A field that is known and would change the answer is either honoured
-or answered with 400.
+Unknown fields are ignored. A known one that would change the answer is honoured or answered with 400.
 """
 
 import asyncio
@@ -176,8 +175,7 @@ async def read_json_body(
     *,
     empty: _Body | None = None,
 ) -> _Body:
-    """The body of a request. refused: fields that are not honoured, with the values that change nothing. empty: the
-    value of a body without bytes.
+    """The body. refused: fields that are not honoured, with values that change nothing. empty: of a body without bytes.
 
     Raises APIError: 400 that names the field where there is one, or where the client leaves within the body; 408 for
     one that takes too long, 413 for one that is too large, 415 for one that is not JSON by its Content-Type.

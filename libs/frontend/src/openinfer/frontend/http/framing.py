@@ -9,8 +9,7 @@ import re
 HEAD_BYTES = 64 << 10
 """The limit of request line and headers together, and of trailers."""
 HEAD_LINES = 256
-"""Each line costs far more than its bytes. So does each chunk: a body may have so many as FREE_CHUNKS, and one more for
-each CHUNK_BYTES."""
+"""Lines and chunks cost far more than their bytes. A body may have FREE_CHUNKS, and one more for each CHUNK_BYTES."""
 FREE_CHUNKS = 512
 CHUNK_BYTES = 128
 CHUNK_LINE_BYTES = 256

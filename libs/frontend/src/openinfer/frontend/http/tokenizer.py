@@ -42,8 +42,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int = 0) -> "Tokenizer":
-        """Read tokenizer.json, or tiktoken.model where it is missing, and tokenizer_config.json. Raises ModelFilesError
-        naming the file at fault."""
+        """Read tokenizer.json, else tiktoken.model, and tokenizer_config.json. Raises ModelFilesError."""
         path, config_path = model_dir / "tokenizer.json", model_dir / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
         if not path.exists() and (model_dir / "tiktoken.model").exists():
@@ -87,8 +86,7 @@ class Tokenizer:
         return others if added else self._special_texts
 
     async def encode(self, *parts: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text, each part encoded by itself. Long ones are worked on in a thread that leaves the
-        interpreter lock alone.
+        """Ids of a text, each part encoded by itself. Long ones are encoded in a thread without the interpreter lock.
 
         Raises APIError (400) for a text that the tokenizer cannot read.
         """

@@ -148,8 +148,7 @@ class Batch:
         )
 
     def adapted(self, weight: Linear[Tensor] | Tensor, num_tokens: int) -> Lora[Tensor] | None:
-        """What each row's adapter adds to a product with `weight`, after `expand`. None in an engine without
-        adapters."""
+        """What each row's adapter adds to a product with `weight`, after `expand`; None without adapters."""
         if self.adapters is None:
             return None
         return self.adapters.of(

@@ -72,8 +72,7 @@ class Proposal:
 
 
 class NoDrafts:
-    """The Drafting of an engine whose rows never have drafts. Instruments may set `costs` and `worth` as they do there;
-    it changes nothing."""
+    """The Drafting of an engine whose rows never have drafts. Instruments may set `costs` and `worth`, to no effect."""
 
     layers = unsettled = weighs = False
     max_drafts = unseen = 0

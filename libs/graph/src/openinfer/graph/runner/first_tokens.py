@@ -17,9 +17,8 @@ FACTOR = 3.0
 
 @dataclass(slots=True)
 class FirstTokens:
-    """Reads the events of a step loop. Requests that come at once are served one after the other. So waits are compared
-    by the powers of two of prompt tokens, and of older requests whose first token came meanwhile. `Seq.arrival` must be
-    a time of `clock`."""
+    """Reads the events of a step loop. Waits are compared by the powers of two of prompt tokens, and of older requests
+    whose first token came meanwhile. `Seq.arrival` must be a time of `clock`."""
 
     watch: Watch
     clock: Callable[[], float] = time.monotonic

@@ -18,8 +18,7 @@ class Binding(Protocol):
 
 @dataclass(slots=True)
 class HostPack:
-    """Runs ops on `pack`, and reports each one's time to `trace`. repeats: `recorded` notes calls;
-    else it does nothing."""
+    """Runs ops on `pack`, and reports their times to `trace`. repeats: `recorded` notes calls."""
 
     pack: Binding
     trace: StepTrace = field(default_factory=NoTrace)

@@ -68,8 +68,7 @@ class Masking:
         drafts: Mapping[Seq[Sampling], int],
         counts: Mapping[Seq[Sampling], int],
     ) -> None:
-        """Write the masks of a step's rows. drafts: the step's. counts: tokens of the step before that are not in
-        `Seq.tokens` yet."""
+        """Write the masks of a step's rows. drafts: the step's. counts: tokens that are not in `Seq.tokens` yet."""
         if not constrained:
             return
         masks, complete = self.masks.fill([constraint for _, _, constraint in constrained])

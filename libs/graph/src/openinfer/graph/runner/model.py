@@ -28,8 +28,7 @@ class States(Protocol):
         runs in a bucket of `num_rows` rows."""
 
     def snapshots(self, start: int, end: int, prompt: int) -> Sequence[int]:
-        """Positions p, start < p <= end, where `chunks` keeps the state of a prompt of `prompt` tokens, if its chunk is
-        start..end."""
+        """Positions in (start, end] where `chunks` keeps the state of a prompt of `prompt` tokens for that chunk."""
 
 
 class NoStates:
@@ -76,8 +75,7 @@ class Masks(Protocol):
     ) -> tuple[np.ndarray[Any, Any], list[int]]:
         """The masks int32 [D, W] after each draft of one sequence, whose mask `fill` made, and the drafts to verify.
 
-        Where a mask is missing although the mask before it allows the draft, that draft is another one, which the mask
-        before it forbids."""
+        Where a mask is missing although the one before it allows the draft, that draft is one that it forbids."""
 
 
 class Model(Protocol):

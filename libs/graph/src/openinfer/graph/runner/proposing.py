@@ -77,8 +77,7 @@ def forward(model: Model, pack: Pack, shape: Shape) -> None:
 
 
 def catch_up(model: Model, pack: Pack, num_rows: int) -> None:
-    """Write the drafting layers' keys of the tokens that were kept of each row of the last step. It overwrites what
-    `draft` overwrites."""
+    """Write the drafting layers' keys of each row's kept tokens. It overwrites what `draft` overwrites."""
     batch, proposer = model.batch, _proposer(model)
     made, rows = batch.proposals, batch.rows
     assert made is not None

@@ -20,8 +20,7 @@ Array = np.ndarray[Any, Any]
 class PromptScore:
     """A sequence's request for scores: `tops` alternatives of each prompt token beside its own log-probability.
 
-    `done`: positions whose next token has been scored. Tokens that are computed again after a preemption are not scored
-    again.
+    `done`: positions whose next token has been scored; none is scored again after a preemption.
     """
 
     tops: int

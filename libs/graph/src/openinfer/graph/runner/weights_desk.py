@@ -25,8 +25,7 @@ Progress = Callable[[int, int], None]
 
 
 class AllRanks:
-    """The ranks of an engine, as one of them has them: a command has two halves, `prepare` and `commit`. This class is
-    of an engine with one rank."""
+    """The ranks of an engine: a command has two halves, `prepare` and `commit`. This class is of a single rank."""
 
     def agree(self, problem: str, command: str, *args: str | int) -> str:
         """This rank has prepared a command, or cannot (`problem`). Returns a problem of any rank, the same on all; ""

@@ -22,8 +22,7 @@ MEMORY = 256
 
 @dataclass(slots=True)
 class Bound:
-    """A running mean and mean deviation. A value is out of line above both `factor` means and mean + `deviations`
-    deviations.
+    """A running mean and deviation. A value is out of line above both `factor` means and mean + `deviations` of these.
 
     It learns from at most the limit, so one value out of line moves it little, and a lasting change is learned.
     """

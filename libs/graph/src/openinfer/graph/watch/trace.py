@@ -154,8 +154,7 @@ class StepTrace:
         self._under_way.append(TracedStep(index, bucket, timed, rows, kv_tokens, qk_pairs, launched, begun))
 
     def _begun_ns(self) -> int:
-        """The begin of this turn. With no step under way, turns before it waited for something to run, and are no work
-        for the step."""
+        """The begin of this turn. With no step under way, turns before it waited, and are no work for the step."""
         begun = self._marks[-1][1]
         for phase, start in reversed(self._marks):
             if not phase:

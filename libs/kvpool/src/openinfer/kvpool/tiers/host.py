@@ -255,8 +255,7 @@ class HostMemory:
                 self.used_bytes -= self._sizes[slot.group]
 
     def lend(self, group: int, name: bytes) -> Slot | None:
-        """The slot of a record that is whole, with one user more; `leave` takes that user away. Any thread may call
-        it."""
+        """The slot of a whole record, with one user more, until `leave`. Any thread may call it."""
         with self._lock:
             slot = self._index[group].get(name)
             if slot is None or not slot.whole:
@@ -326,6 +325,5 @@ def _pages(nbytes: int) -> Array:
 
 
 def _touch(memory: Array) -> None:
-    """Have the kernel give the pages of fresh memory. The driver launches no step while it locks memory, and it locks
-    such pages in little time."""
+    """Have the kernel give pages of fresh memory: the driver, which launches nothing meanwhile, locks them fast."""
     ctypes.memset(int(memory.ctypes.data), 0, memory.nbytes)  # without the interpreter's lock

@@ -36,8 +36,7 @@ _AT_ONCE = 64
 """Blocks of a group that `take_all` evicts before it waits: the host's memory must have room for them."""
 
 PIECES, FIRST_PIECES = 256, 64
-"""Copies that are begun in a turn of a load, and in its first turn, which evicts too. To begin more would hold up the
-next step."""
+"""Copies begun in a turn of a load, and in its first, which evicts too. More would hold up the next step."""
 LEAVING_BYTES = 128 << 20
 """Bytes on their way out for a load at most. A block that the next step overwrites leaves behind them."""
 
@@ -207,8 +206,7 @@ class Tiers:
         self._told.stored(slots[0].group, names, "CPU")
 
     def keep(self, pool: Pool, seconds: float = 2.0) -> None:
-        """Write the cached blocks of a pool to the disk, for at most this time. For the end of an engine: a restart
-        then finds them too."""
+        """Write the pool's cached blocks to the disk, for at most this time, so that the next engine finds them."""
         until, disk = time.monotonic() + seconds, self._disk
         if disk is None or self._mover is None:
             return
@@ -270,8 +268,7 @@ class Tiers:
         return there
 
     def expect(self, group: int, names: Sequence[bytes]) -> None:
-        """Keep the records of a load from eviction until they are copied. Blocks that the pool evicts until the load
-        begins make room for it."""
+        """Keep the records of a load until they are copied. Blocks that the pool evicts until then make room for it."""
         self._swaps = self._swaps or {}
         self._expected |= self._host.expect(group, names)
 

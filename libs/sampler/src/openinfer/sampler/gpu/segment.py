@@ -78,8 +78,7 @@ def sample_rows(pack: Pack, rows: RowFields, buffers: SampleBuffers, num_rows: i
 
 
 def greedy_rows(pack: Pack, rows: RowFields, buffers: SampleBuffers, num_rows: int) -> None:
-    """`sample_rows` of a step in which each row is greedy, adjusts nothing and asks for no logprobs. Their place in the
-    result has NaN."""
+    """`sample_rows` of rows that are greedy, adjust nothing and ask for no logprobs, which are NaN."""
     _sample(pack, rows, buffers, slice(num_rows), rows["emits"], rows["q_starts"], masks=None)
 
 

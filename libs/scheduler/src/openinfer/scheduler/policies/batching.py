@@ -12,8 +12,7 @@ from ..runner import Step
 from ..sequence import Seq, SeqState
 
 FLOOR = 64
-"""A step may always carry this many prompt tokens, because prompts must advance even if decoding alone misses the
-objective."""
+"""A step may always carry this many prompt tokens, even if decoding alone misses the objective."""
 START = 512
 
 
@@ -53,8 +52,7 @@ class Batching:
     max_batched_tokens: limit of a step's tokens, at least the loop's max_rows, so that prefill cannot starve. Where no
     row decodes, a chunk of View.lone_tokens may exceed it. max_chunk_tokens: limit of a chunk. tpot_s: seconds that a
     step with decode rows should take; the tokens for prompts adapt to it (see Pace). rank: the lowest rank goes first;
-    a rank is fixed while its sequence waits. None: order of arrival, preempted sequences first. Victims come from the
-    other end of the order.
+    a rank is fixed while its sequence waits. None: by arrival, preempted ones first. Victims come from the other end.
 
     A policy of your own subclasses this class and overrides `candidates`, which orders `waiting`. Raises InvalidSetup.
     """
@@ -164,8 +162,7 @@ class Batching:
         return chunks
 
     def victim(self, view: View) -> Seq[Any]:
-        """The running sequence with the highest rank, the latest admitted among equals. The first one always
-        advances."""
+        """The running sequence with the highest rank, the latest among equals. The first one always advances."""
         latest_first = reversed(view.running)
         return next(latest_first) if self._rank is None else max(latest_first, key=self._rank)
 

@@ -72,8 +72,7 @@ class Deadline(Batching):
         )
 
     def _deadline(self, seq: Seq[Any]) -> float:
-        """Latest start of prefill. Preempted sequences come first, because their clients wait in the middle of an
-        answer."""
+        """Latest start of prefill. Preempted sequences, amid an answer, come first."""
         if seq.num_output:
             return -math.inf
         ttft_s = self._ttft_s if seq.ttft_s is None else seq.ttft_s
@@ -113,8 +112,7 @@ class Deadline(Batching):
         super().on_step(step, seconds)
 
     def candidates(self, view: View) -> Iterator[Seq[Any]]:
-        """Preempted sequences, then sequences that can meet their deadline; every fourth place goes to one that
-        cannot."""
+        """Preempted ones, then those that can meet their deadline; every fourth place is for one that cannot."""
         # Two steps are in flight, and a prompt shares its step with others, so it must start this much earlier.
         start = view.now + 4 * self._step_s
         resumed = takewhile(lambda seq: seq.num_output, self._deadlines)

@@ -17,8 +17,7 @@ class StepWork(NamedTuple):
     """Sum over decode rows of the tokens that they attend to."""
     prefill_tokens: int
     prefill_context: int
-    """Sum over prompt tokens of the tokens that they attend to, themselves included. A chunk of n tokens after m tokens
-    has n * m + n * (n + 1) / 2."""
+    """Tokens that prompt tokens attend to, themselves included: n * m + n * (n + 1) / 2 for a chunk of n after m."""
     drafts: int = 0
     """Drafts that decode rows verify: tokens besides one for each row."""
 

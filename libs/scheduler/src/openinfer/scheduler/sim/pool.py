@@ -8,9 +8,8 @@ _NO_NAMES: tuple[int, ...] = ()
 
 
 class SimPool:
-    """`num_blocks` blocks of `block_size` tokens. Sequences share whole blocks by prefix. Unused blocks stay
-    cached; the least recently used is evicted first. Names are Python's hashes, which are quick and good enough for
-    a simulation."""
+    """`num_blocks` blocks of `block_size` tokens. Sequences share whole blocks by prefix. Unused blocks stay cached;
+    the least recently used is evicted first. Names are Python's hashes."""
 
     num_groups = 1
 

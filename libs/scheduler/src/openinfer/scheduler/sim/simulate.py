@@ -36,8 +36,7 @@ def simulate(
 ) -> Report:
     """Serve a workload and report. Policy, pool and loop are real, and must be new; `cost` models the time of the
     device. ttft_s, tpot_s: objectives of Report.goodput. drafts: the speculation; None: no row has drafts. tiers: the
-    pool's loader and saver, which get this clock. snapshots: of a pool with groups of snapshots, see SimRunner.
-    lone_tokens: see StepLoop.
+    pool's, which get this clock. snapshots: see SimRunner. lone_tokens: see StepLoop.
 
     Raises SchedulerError if requests wait and the policy runs none. Exceptions of the parts pass through.
     """

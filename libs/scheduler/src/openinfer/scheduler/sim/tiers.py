@@ -53,8 +53,7 @@ class SimTiers:
 
     host_bytes are divided among the groups as the device's memory is. The disk has disk_bytes; 0: there is no disk.
     Records leave each tier in the order of their last use. Loads share a link, and reads and writes the disk, one after
-    the other. Copies out are free: they run beside the steps, in the other direction of the link. `simulate` sets the
-    clock.
+    the other. Copies out run beside the steps and are free. `simulate` sets the clock.
     """
 
     def __init__(

@@ -59,8 +59,7 @@ def bursts(
     size: int = 32,
     seed: int = 0,
 ) -> list[Request]:
-    """Bursts of `size` requests at random times, `rate` requests per second on average. Each burst has its own
-    tenant."""
+    """Bursts of `size` requests at random times, `rate` a second on average. Each burst has its own tenant."""
     rng, now, requests = random.Random(seed), 0.0, []
     for number in range(num_requests):
         if number % size == 0:

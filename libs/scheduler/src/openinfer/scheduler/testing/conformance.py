@@ -70,8 +70,7 @@ class PolicyConformance:
                 raise
 
     def test_budget(self) -> None:
-        """No step has more tokens than max_batched_tokens, drafts included, but for a chunk of View.lone_tokens that is
-        alone in its step."""
+        """No step has more tokens than max_batched_tokens, drafts included, but a lone chunk of View.lone_tokens."""
         for budget in (6, 7, 24):
             for drafts in (0, 3):
                 for lone_tokens in (0, 12):

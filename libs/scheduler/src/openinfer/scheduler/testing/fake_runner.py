@@ -264,8 +264,7 @@ class FakeRunner:
             memory.blocks[block][offset] = (position, value)
 
     def _reads(self, row: _DeviceRow, group: int, block: int) -> bool:
-        """Whether a row may still read a block of its table: the row has not ended, and its window reaches the
-        block."""
+        """Whether a row may still read a block of its table: it has not ended, and its window reaches it."""
         memory = self._groups[group]
         first = 0 if memory.window is None else max(0, row.before - memory.window) // memory.block_size
         return not self._fenced(row) and block in row.tables[group][first:]

@@ -36,8 +36,7 @@ class Gate(Protocol):
         """No gate has refused the request. Notes what `take` needs of it; `end` forgets it."""
 
     def take(self, seq: Seq[Sampling]) -> bool:
-        """A sequence comes to this gate. Returns whether it waits here; if not, it goes on to the next gate. Raises
-        Refused."""
+        """A sequence comes to this gate. Returns whether it waits here; else it goes on. Raises Refused."""
 
     def ready(self, wait_s: float) -> Sequence[Seq[Sampling] | Rejected]:
         """The sequences that go on, and the terminals of those that cannot. Waits up to wait_s seconds for the first,

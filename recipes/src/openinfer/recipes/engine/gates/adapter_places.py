@@ -24,8 +24,7 @@ class AdapterPlaces:
     """A Gate: the adapters that requests may name, and the sequences that wait for a place. `adapters` None: an engine
     without places, where no sequence waits.
 
-    Adapters are read in a thread, so that no step waits for it. An adapter that is unloaded stays until its last
-    sequence has ended.
+    Adapters are read in a thread. One that is unloaded stays until its last sequence has ended.
     """
 
     def __init__(
@@ -84,8 +83,7 @@ class AdapterPlaces:
     def carry_out(self, command: LoadAdapter | UnloadAdapter) -> Future[None] | None:
         """Read an adapter, or forget its name. Requests may name an adapter when the future is done.
 
-        Raises Unsupported where a name is taken, not known, or being loaded. The future may raise it too: the folder
-        has no adapter that fits.
+        Raises Unsupported where a name is taken, not known, or being loaded. So may the future: no adapter fits.
         """
         name = command.name
         if self._adapters is None:

@@ -15,9 +15,8 @@ from openinfer.scheduler import Seq
 
 
 class Transfers:
-    """A Gate: a request that may find blocks at a peer waits for the peer's answer. One that leaves blocks copies each
-    to host memory once it is computed, and ends when all are there. tiers: without `sharing`, or None: no request has
-    transfers.
+    """A Gate: a request that may find blocks at a peer waits for its answer. One that leaves blocks copies each to host
+    memory, and ends when all are there. tiers: without `sharing`, or None: no request has transfers.
     """
 
     def __init__(self, tiers: Tiers | None, pool: Pool, max_queued: int) -> None:

@@ -8,8 +8,7 @@ from openinfer.scheduler import Decision, Policy, Seq, View, make_policy
 
 
 class Restless:
-    """A wrapped policy that also preempts its last row after `every` changes, then after one more each time, `most`
-    times in all."""
+    """A wrapped policy that also preempts its last row after `every` changes, then one more each time, up to `most`."""
 
     def __init__(self, policy: Policy, every: int = 3, most: int = 12) -> None:
         self._policy, self._every, self._most = policy, every, most

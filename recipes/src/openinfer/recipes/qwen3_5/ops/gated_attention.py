@@ -1,5 +1,4 @@
-"""gated_attention: attention of a step from its qkv projection to the input of its output projection. sigmoid_gate: a
-gate alone."""
+"""gated_attention: from a step's qkv projection to the input of its output projection. sigmoid_gate: a gate alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -117,8 +117,7 @@ def delta_rule(q: Array, k: Array, v: Array, beta: Array, g: Array, state: Array
 
 
 def _gated_norm(o: Array, z: Array, weight: Array, eps: float, dtype: np.dtype[np.generic]) -> Array:
-    """RMS norm of o over its last axis, times silu(z); rounded to `dtype` after the norm, after its weight
-    and at the end."""
+    """RMS norm of o's last axis, times silu(z); rounded to `dtype` after the norm, its weight and at the end."""
     scale = np.float32(1) / np.sqrt(np.mean(o * o, axis=-1, keepdims=True) + np.float32(eps))
     normed = rounded(weight * rounded(o * scale, dtype), dtype)
     return rounded(normed * silu(f32(z)), dtype)

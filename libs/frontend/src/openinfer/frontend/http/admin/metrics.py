@@ -331,8 +331,7 @@ class Cells:
 class Board:
     """Float64 numbers, starting at zero: our own, and where there are more processes, theirs to read.
 
-    All processes claim the same cells in the same order. A process that dies leaves its numbers to its successor, so
-    that sums never go down.
+    All processes claim cells in the same order. One that dies leaves its numbers to the next, so sums never go down.
     """
 
     def __init__(self, buffers: Sequence[bytearray | mmap.mmap] = ()) -> None:

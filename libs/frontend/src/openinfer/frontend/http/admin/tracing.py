@@ -45,8 +45,7 @@ class Tracing:
         *,
         problem: str = "",
     ) -> None:
-        """One sequence ended. Times are time.monotonic() seconds, 0.0 for what did not happen. problem: for the span's
-        status, if it went wrong."""
+        """One sequence ended. Times are time.monotonic() seconds, 0.0 for what did not happen. problem: of the span."""
         epoch = time.time() - time.monotonic()
         carrier = {"traceparent": request.trace_parent} if request.trace_parent else {}
         span = self._tracer.start_span(

@@ -228,8 +228,7 @@ def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
 def prompt_logprobs(
     tokenizer: Tokenizer | None, prompt: list[int], scores: Sequence[TokenLogprobs], count: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's prompt_logprobs: nothing is known of the first token; of each other one, by id, its own and those of the
-    `count` most likely."""
+    """vLLM's prompt_logprobs: None for the first token; for the others, by id, its own and the `count` most likely."""
 
     def entry(token_id: int, value: float, rank: int | None) -> dict[str, Any]:
         return {"logprob": value, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}

@@ -153,8 +153,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    """Functions, and namespaces of functions. All others are left out of the prompt, because only a service could run
-    them."""
+    """Functions, and namespaces of functions. Others are left out of the prompt: only a service could run them."""
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Effort | None = None
@@ -165,8 +164,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     store: bool | None = None
     """false: the items of the answer are not kept for an item_reference. An answer itself never is."""
     include: Annotated[list[str], msgspec.Meta(max_length=MAX_INCLUDED)] | None = None
-    """Parts that the answer has only on demand: reasoning.encrypted_content. Log-probabilities are refused, and the
-    answer has all others."""
+    """Parts on demand: reasoning.encrypted_content. Log-probabilities are refused; all others are there."""
     metadata: dict[str, str] | None = None
     user: str | None = None
     top_k: int | None = None
@@ -202,8 +200,7 @@ def responses_common(body: ResponsesBody) -> CommonBody:
 
 
 def responses_chat(body: ResponsesBody, kept: KeptItems, variables: frozenset[str]) -> Chat:
-    """kept: what items may refer to. variables: options of the server's template. Raises APIError (400) naming the
-    item."""
+    """kept: what items may refer to. variables: of the template. Raises APIError (400) naming the item."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})

@@ -80,8 +80,7 @@ class PlanPage:
 
 
 def _whole(html: str, style: str, scripts: Sequence[str]) -> tuple[bytes, dict[str, str]]:
-    """A page with its style and scripts inside, and the headers that let it run these alone and ask this server
-    alone."""
+    """A page with style and scripts inside, and headers: it may run these alone, and ask this server alone."""
     css, script = _static(style), b"".join(map(_static, scripts))
     page = _static(html).replace(b"<style>", b"<style>" + css).replace(b"<script>", b"<script>" + script)
     policy = (

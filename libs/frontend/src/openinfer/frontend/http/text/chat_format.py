@@ -33,8 +33,7 @@ class ChatFormat:
     """The format in which this server's model writes chats.
 
     renderer: None refuses chats. options: the template's variables where a request gives no others. tools: None refuses
-    tools. reasoning: split `<think>` from the content. guard: None lets the text of a special token in a message become
-    that token.
+    tools. reasoning: split `<think>` from the content. guard: None lets text of special tokens become those.
     """
 
     renderer: RenderPool | None = None
@@ -44,8 +43,7 @@ class ChatFormat:
     guard: "SpecialTokenGuard | None" = None
 
     async def prompt(self, chat: Chat) -> list[str]:
-        """The prompt's text, in parts of which each is encoded by itself. Raises APIError (400) naming the field that
-        cannot be honoured."""
+        """The prompt's text, in parts that are encoded apart. Raises APIError (400) naming the field."""
         if self.renderer is None:
             raise APIError("this server has no chat template; use /v1/completions", param="messages")
         tools = self._tools_on_offer(chat)

@@ -42,8 +42,7 @@ class Reader:
     def each(self, choice: Choice, skip_special_tokens: bool) -> Iterator[TextPiece]:
         """Like take(), but with log-probabilities one token at a time.
 
-        A client that gets several tokens at once takes the text from their log-probabilities, which have markers and
-        the end of the sequence too."""
+        A client that gets several at once takes the text from their log-probabilities, which have markers too."""
         text, token_ids, logprobs = choice.take()
         if not logprobs or self._tokenizer is None:
             yield TextPiece(self._read(choice, text, token_ids, choice.done), token_ids, logprobs)

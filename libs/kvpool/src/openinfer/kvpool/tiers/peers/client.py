@@ -72,8 +72,7 @@ class Peers:
         self._done: list[Done] = []
 
     def ask(self, key: int, names: Sequence[Sequence[bytes]], address: Address | None = None) -> bool:
-        """Ask one peer, or all of `addresses`, which of these blocks it has; `names` are by group. False: there is no
-        peer to ask."""
+        """Ask one peer, or all of `addresses`, for these blocks, by group. False: there is none to ask."""
         asked = {address} if address is not None else set(self._addresses)
         for one in asked:
             peer = self._peer(one)

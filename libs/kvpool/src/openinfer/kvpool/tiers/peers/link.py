@@ -50,8 +50,7 @@ class Link:
         self.begin(timeout_s)
 
     def begin(self, timeout_s: float, began: float | None = None) -> None:
-        """All that is said and heard until the next call may take so long, from now on or since `began`
-        (time.monotonic())."""
+        """The limit of all that is said until the next call, from now on or since `began` (time.monotonic())."""
         self._timeout_s = timeout_s
         self._until = (time.monotonic() if began is None else began) + timeout_s
 

@@ -1,5 +1,4 @@
-"""Records over NIXL (https://github.com/ai-dynamo/nixl): the receiver reads the sender's host memory, through UCX by
-RDMA, shared memory or TCP.
+"""Records over NIXL (https://github.com/ai-dynamo/nixl): the receiver reads the sender's host memory through UCX.
 
 The wheel declares PyTorch as a requirement and does not need it, so it is installed alone:
 
@@ -24,8 +23,7 @@ _TICK_S = 0.0005
 class Nixl(Transport):
     """A NIXL agent with these backends. Raises InvalidConfig where NIXL is missing or has no such backend.
 
-    The agent has no progress thread, because that thread would keep a core busy. A sender makes progress while it
-    waits for its receiver.
+    The agent has no progress thread, which would keep a core busy: a sender makes progress while it waits.
     """
 
     name, local = "nixl", False

@@ -108,8 +108,7 @@ class Sharing:
         """Copy a cached prefix to the host memory of `saver`, and keep it there for a peer under this lease.
 
         The prefix leaves one of `tokens` to compute. Returns its length, and by group the name of its last block in
-        hexadecimal digits; 0 where host memory has no room for all of its blocks. `exported` says when the copies are
-        done.
+        hexadecimal digits; 0 where host memory has no room for all. `exported`: whether the copies are done.
         """
         if self.lending is None:
             return 0, []
