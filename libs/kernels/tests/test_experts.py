@@ -7,6 +7,7 @@ import pytest
 from openinfer.kernels import ContractError, NullPack, Store, Target, experts_add
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.moe.plain import ExpertTile
+from openinfer.kernels.op.reference import normed
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.testing import run_interpreted
 from openinfer.tensor import bfloat16, float32, int32
@@ -135,6 +136,16 @@ def test_the_sum_alone_goes_elsewhere(check_op, rng, normal):
     np.testing.assert_allclose(
         args["x"].astype(float32) + got["out"].astype(float32), added, atol=0.02, rtol=0.01
     )
+
+
+def test_the_sum_is_added_to_a_stream_whose_norm_is_known(check_op, rng, normal):
+    args = mixture(rng, normal, 6, 3, 2, 64, 48)
+    want = check_op(experts_add, {"x": BF16}, **args)["x"]
+    gain, eps, stream = args.pop("norm_weight"), args.pop("eps"), args["x"]
+    args["x"] = np.asarray(normed(stream, gain, eps), stream.dtype)
+    got = check_op(experts_add, {"out": BF16}, **args, out=stream.copy(), adds=True)
+    np.testing.assert_allclose(got["out"].astype(float32), want.astype(float32), atol=0.02, rtol=0.01)
+    np.testing.assert_array_equal(got["x"], args["x"])
 
 
 def test_a_wrong_expert_shows(check_op, rng, normal):

@@ -61,7 +61,7 @@ class DeepseekV3(Blueprint[Model]):
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.step_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks,
+            width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks, mixture=True,
             max_drafts=limits.max_drafts, proposes=limits.proposes,
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, limits.dtype, limits.step_tokens)

@@ -243,7 +243,7 @@ class Model:
         hidden = self._gate_up(pack, read, m.shared.gate_up, t)
         experts_add(
             pack, **read, expert_ids=ids, expert_weights=weights, gate_up=m.gate_up, down=m.down,
-            out=None if ranks == 1 else y, all_experts=count,
+            out=y, adds=ranks == 1, all_experts=count,
         )  # fmt: skip
         batch.add(pack, y, h=hidden, weight=m.shared.down)
         return batch.add_sum(pack, x, y=y, ranks=ranks, norm=norm, eps=c.rms_norm_eps)

@@ -58,7 +58,7 @@ class Qwen3(Blueprint[Model]):
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.step_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks,
+            width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks, mixture=c.experts is not None,
             max_drafts=limits.max_drafts, proposes=limits.proposes,
             adapters=adapters_of(
                 arena, limits, weights.adapted(), weights.places.layers, lambda: self._whole(limits).places.layers

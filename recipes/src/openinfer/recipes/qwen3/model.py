@@ -130,7 +130,7 @@ class Model:
         c, b, ranks, experts = self.config, self.buffers, self.config.part.ranks, self.config.experts
         assert experts is not None
         count, ids, weights, logits = experts.count, b.expert_ids[:t], b.expert_weights[:t], b.router[:t]
-        x, y = b.x[:t], None if ranks == 1 else b.y[:t]
+        x, y = b.x[:t], b.x[:t] if ranks == 1 else b.y[:t]
         norm_linear(pack, out=logits, **read, weight=router)
         route_topk(
             pack,
@@ -150,10 +150,10 @@ class Model:
             gate_up=up,
             down=down,
             out=y,
+            adds=ranks == 1,
             all_experts=count,
         )
-        total = x if y is None else y
-        return self.batch.add_sum(pack, x, y=total, ranks=ranks, norm=layer.next_norm, eps=c.rms_norm_eps)
+        return self.batch.add_sum(pack, x, y=y, ranks=ranks, norm=layer.next_norm, eps=c.rms_norm_eps)
 
     def before_layer(self, pack: Pack, number: int, x: Tensor) -> None:
         """Called with the residual stream x [T, H] before each layer, and after the last, for a head that drafts."""

@@ -100,7 +100,7 @@ class Qwen35(Blueprint[Model]):
             ],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
             width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
-            ranks=c.part.ranks,
+            ranks=c.part.ranks, mixture=c.experts is not None,
             adapters=adapters_of(
                 arena, limits, weights.adapted(), weights.places.layers,
                 lambda: self._whole(limits).places.layers, NOT_RUN,

@@ -299,7 +299,8 @@ class Model:
             expert_weights=weights,
             gate_up=mlp.gate_up,
             down=mlp.down,
-            out=None if ranks == 1 else y,
+            out=y,
+            adds=ranks == 1,
             all_experts=count,
         )
         down = mlp.shared.down

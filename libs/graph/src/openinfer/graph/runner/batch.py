@@ -70,7 +70,7 @@ class Batch:
     adapters: Adapters | None = None  # the row field "adapters" has the place of each slot's, 0 for none
     max_drafts: int = 0
     proposals: Proposals | None = None  # None: no layer drafts
-    normed: Tensor | None = None  # [T, W]: of several ranks, the norm of what they have added up
+    normed: Tensor | None = None  # [T, W]: of several ranks or a mixture, the norm of what was added up
     part: Tensor | None = None  # float32 [N, V / ranks]: of several ranks, the logits of this one's tokens
 
     @classmethod
@@ -90,12 +90,14 @@ class Batch:
         proposes: bool = False,
         ranks: int = 1,
         adds: bool = True,
+        mixture: bool = False,
         seen: int | None = None,
     ) -> "Batch":
         """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states.
         max_drafts: of a row; 0: the fields of drafts do not exist. proposes: layers of the model make the drafts.
-        adds: whether several ranks add up hidden states by `add`. seen: the width of what layers that draft read of a
-        token; None: that of its hidden states."""
+        adds: whether several ranks add up hidden states by `add`. mixture: several products read the norm that follows
+        an `add`, so that one rank makes it once, too. seen: the width of what layers that draft read of a token; None:
+        that of its hidden states."""
         logits = max_rows * (1 + max_drafts)
         shared = row_fields(max_rows, max_tokens, vocab_size, logits)
         shared += draft_fields(max_rows, max_drafts, vocab_size, proposes)
@@ -121,7 +123,7 @@ class Batch:
             )
             if proposes
             else None,
-            normed=arena.alloc((max_tokens, width), dtype) if ranks > 1 and adds else None,
+            normed=arena.alloc((max_tokens, width), dtype) if (ranks > 1 and adds) or mixture else None,
             part=arena.alloc((logits, vocab_size // ranks), float32) if ranks > 1 else None,
         )
 
@@ -167,9 +169,9 @@ class Batch:
         eps: float | None = None,
     ) -> Read:
         """x += h @ weight^T and what each row's adapter adds to it (linear_add); the sum of all ranks. The result is
-        for a product of the norm of x, which several ranks make with their sum."""
+        for a product of the norm of x, which several ranks make with their sum, and mixtures for several products."""
         lora = self.adapted(weight, x.shape[0])
-        if ranks == 1 or self.normed is None:
+        if self.normed is None:
             linear_add(pack, x=x, h=h, weight=weight, lora=lora)
             return Read(x=x, norm_weight=norm, eps=eps)
         normed = self.normed[: x.shape[0]] if norm is not None else None

@@ -37,8 +37,9 @@ class _Args(Generic[T]):
     How many rows an expert gets is data: an implementation sorts them on the device.
 
     With `out` (as x, apart from it) the sum over the experts goes there alone, and x does not change: the sum of one of
-    several ranks. Without norm_weight and eps, x is normalised already, and there is an `out`. `all_experts`: how many
-    all ranks have; the cost takes an even part of the choices to be for these.
+    several ranks. `adds`: it is added onto `out`, which is the residual stream then. Without norm_weight and eps, x is
+    normalised already, and there is an `out`. `all_experts`: how many all ranks have; the cost takes an even part of
+    the choices to be for these.
     """
 
     x: T
@@ -49,6 +50,7 @@ class _Args(Generic[T]):
     norm_weight: T | None = None
     eps: float | None = None
     out: T | None = None
+    adds: bool = False
     all_experts: int | None = None
 
     @property
@@ -86,6 +88,7 @@ def _check(a: _Args[Tensor]) -> None:
     require(
         hidden % 16 == 0 and inter % 16 == 0, f"down is {a.down.shape}; its sizes must be multiples of 16"
     )
+    require(a.out is not None or not a.adds, "adds says what becomes of an out, and there is none")
     if a.out is not None:
         expect("out", a.out, a.x.shape, a.x.dtype)
 
@@ -103,10 +106,11 @@ def _reference(a: _Args[Array]) -> None:
     total = np.zeros(a.x.shape, np.float32)
     for j in range(a.expert_ids.shape[1]):
         total += f32(a.expert_weights[:, j])[:, None] * results[:, j]
-    if a.out is None:
-        a.x[:] = f32(a.x) + rounded(total, a.x.dtype)
-    else:
+    if a.out is not None and not a.adds:
         a.out[:] = total
+    else:
+        onto = a.x if a.out is None else a.out
+        onto[:] = f32(onto) + rounded(total, a.x.dtype)
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
@@ -122,7 +126,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     tile, weights = partial(expert_tile, target, pairs.count), _weights(a)
     kernels = PlainExperts(
         target, a.x if a.out is None else a.out, hidden, a.expert_ids, a.expert_weights, *weights,
-        adds=a.out is None, first=tile(weights[0], first=True), second=tile(weights[1], first=False),
+        adds=a.adds or a.out is None, first=tile(weights[0], first=True), second=tile(weights[1], first=False),
         results=Scratch((pairs.count, width), a.x.dtype),
     )  # fmt: skip
     yield from moe.mixture_launches(kernels, pairs)

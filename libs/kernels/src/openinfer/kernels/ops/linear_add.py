@@ -36,7 +36,7 @@ class _Args(Generic[T]):
     lora: adapters of the product, one part (low_rank.Lora); of several ranks, a rank's part of them.
 
     normed [T, H] gets rms_norm(x; norm_weight, eps) of the new x, as norm_linear normalises. With several ranks it can
-    be part of the sum's kernel.
+    be part of the sum's kernel; one rank makes it for several products at once.
     """
 
     x: T
@@ -92,7 +92,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     if isinstance(y, Scratch):
         yield from sum_of_ranks(target, a.x, y, a.ranks, normed=own)
     elif own is not None:
-        yield norm(own.out, a.x, own.weight, own.eps)
+        yield norm(own.out, a.x, own.weight, own.eps, early=target.starts_early)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
