@@ -1,11 +1,16 @@
 """What the tests of peers share: engines, by each connector."""
 
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sharing_engine import SharingEngine, transfer
+
 from openinfer.kvpool.tiers.peers.link import Link
-from openinfer.kvpool.tiers.testing import SharingEngine, transfer
 
 NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 SLOW = [

@@ -4,11 +4,11 @@ import json
 import socket
 
 import pytest
+from sharing_engine import ABOUT, PAGES, transfer
 
 from openinfer.kvpool import InvalidConfig
 from openinfer.kvpool.tiers import Sharing, TransferConfig, parse_peers
 from openinfer.kvpool.tiers.peers import nixl
-from openinfer.kvpool.tiers.testing import ABOUT, PAGES, transfer
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from sharing_engine import ABOUT, TOKENS, SharingEngine, transfer, two_engines
 
 from openinfer.kvpool import Group
 from openinfer.kvpool.tiers import SharedRecords
 from openinfer.kvpool.tiers.peers import server
 from openinfer.kvpool.tiers.peers import transport as shared
 from openinfer.kvpool.tiers.peers.link import Link, greet
-from openinfer.kvpool.tiers.testing import ABOUT, TOKENS, SharingEngine, transfer, two_engines
 
 pytestmark = pytest.mark.attack
 
@@ -455,7 +455,7 @@ def test_records_differ():
 PEER = """
 import sys, time
 from openinfer.kvpool import Group
-from openinfer.kvpool.tiers.testing import SharingEngine, transfer
+from sharing_engine import SharingEngine, transfer
 groups = (Group("pages", 4, 18, 16 << 20),)
 engine = SharingEngine(transfer(sys.argv[1]), groups=groups, host=17 * (16 << 20))
 tokens = [7] * 65

@@ -4,9 +4,9 @@ import random
 import time
 
 import pytest
+from sharing_engine import SharingEngine, transfer
 
 from openinfer.kvpool.tiers.peers import lane
-from openinfer.kvpool.tiers.testing import SharingEngine, transfer
 
 
 def all_slots_are_back(engine):

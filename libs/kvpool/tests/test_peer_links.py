@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from sharing_engine import ABOUT, PAGES, TOKENS, SharingEngine, transfer, two_engines
 
 from openinfer.kvpool import InvalidConfig, PeerRefused
 from openinfer.kvpool.tiers import SharedRecords, Sharing
@@ -16,7 +17,6 @@ from openinfer.kvpool.tiers.peers import transport as shared
 from openinfer.kvpool.tiers.peers.config import PeerRange
 from openinfer.kvpool.tiers.peers.link import Link, greet
 from openinfer.kvpool.tiers.peers.transport import TransferRecord, runs
-from openinfer.kvpool.tiers.testing import ABOUT, PAGES, TOKENS, SharingEngine, transfer, two_engines
 from openinfer.tensor.handover import Giver, sealed_file
 
 

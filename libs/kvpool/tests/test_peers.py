@@ -5,11 +5,11 @@ import threading
 import time
 
 import pytest
+from sharing_engine import ABOUT, PAGES, STATES, TOKENS, SharingEngine, transfer, two_engines
 
 from openinfer.kvpool import Group, InvalidConfig, hash_blocks
 from openinfer.kvpool.tiers.peers import client
 from openinfer.kvpool.tiers.peers.lending import Lending
-from openinfer.kvpool.tiers.testing import ABOUT, PAGES, STATES, TOKENS, SharingEngine, transfer, two_engines
 
 NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 FAST = ["shared", "TcpConnector", pytest.param("NixlConnector", marks=NIXL)]

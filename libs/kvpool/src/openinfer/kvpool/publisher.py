@@ -183,32 +183,16 @@ class EventPublisher:
             self._replays.join(5)
 
     def _map(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> dict[str, Any]:
-        match event:
-            case BlockStored():
-                parent, salt = event.parent_block_hash, event.salt
-                first = [salt.decode("utf-8", "replace")] if salt and parent is None else None
-                return {
-                    "type": "BlockStored",
-                    "block_hashes": [_number(name) for name in event.block_hashes],
-                    "parent_block_hash": None if parent is None else _number(parent),
-                    "token_ids": event.token_ids,
-                    "block_size": event.block_size,
-                    "lora_id": event.lora_id,
-                    "medium": event.medium,
-                    "lora_name": event.lora_name,
-                    "extra_keys": [first, *[None] * (len(event.block_hashes) - 1)] if first else None,
-                    "group_idx": event.group_idx,
-                    **self._kinds[event.group_idx],
-                }
-            case BlockRemoved():
-                return {
-                    "type": "BlockRemoved",
-                    "block_hashes": [_number(name) for name in event.block_hashes],
-                    "medium": event.medium,
-                    "group_idx": event.group_idx,
-                }
-            case AllBlocksCleared():
-                return {"type": "AllBlocksCleared"}
+        found = {"type": type(event).__name__} | {f.name: getattr(event, f.name) for f in fields(event)}
+        if not isinstance(event, AllBlocksCleared):
+            found["block_hashes"] = [_number(name) for name in event.block_hashes]
+        if isinstance(event, BlockStored):
+            parent, salt = event.parent_block_hash, found.pop("salt")
+            first = [salt.decode("utf-8", "replace")] if salt and parent is None else None
+            found["parent_block_hash"] = None if parent is None else _number(parent)
+            found["extra_keys"] = [first, *[None] * (len(event.block_hashes) - 1)] if first else None
+            found |= self._kinds[event.group_idx]
+        return found
 
     def _replay(self, router: zmq.Socket[Any]) -> None:
         """Answer requests, 8 bytes each: every kept message from that number on, then END."""

@@ -265,16 +265,9 @@ class HostMemory:
 
     def expect(self, group: int, names: Sequence[bytes]) -> dict[tuple[int, bytes], Slot]:
         """The slots of the names that have one, each with one user more, by group and name."""
-        index, idle, found = self._index[group], self._idle[group], {}
         with self._lock:
-            for name in names:
-                slot = index.get(name)
-                if slot is not None:
-                    if not slot.users:
-                        idle.use(name)
-                    slot.users += 1
-                    found[group, name] = slot
-        return found
+            slots = ((name, self._index[group].get(name)) for name in names)
+            return {(group, name): self.use(slot) for name, slot in slots if slot is not None}
 
     def absent(self, group: int, names: Sequence[bytes]) -> list[bool]:
         """Which names have no record. The records of the others are noted as wanted."""

@@ -388,13 +388,10 @@ class Tiers:
                     if self._disk.has(slot.group, slot.name):
                         self._told.stored(slot.group, [slot.name], "DISK")
                 else:
-                    self._from_disk(slot, problem)
+                    self._behind = False
+                    self.stats.from_disk += problem is None
+                    self._read(slot, problem)
                 self._host.leave(slot)
-
-    def _from_disk(self, slot: Slot, problem: str | None) -> None:
-        self._behind = False
-        self.stats.from_disk += problem is None
-        self._read(slot, problem)
 
     def _read(self, slot: Slot, problem: str | None) -> None:
         for loading in self._loads:

@@ -4,14 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from openinfer.kvpool import Group, Lease, Pool
+from openinfer.kvpool.tiers import Sharing, Tiers, TransferConfig
+from openinfer.kvpool.tiers.peers.lane import Address
 from openinfer.tensor import Device, Stream, Tensor
-
-from ..group import Group
-from ..lease import Lease
-from ..pool import Pool
-from .peers import Sharing, TransferConfig
-from .peers.lane import Address
-from .tiers import Tiers
 
 PAGES = Group("pages", 4, 8, 64)
 STATES = Group("state", 4, 6, 4096 + 64, snapshots=True)
