@@ -217,7 +217,7 @@ LINES = {
     "sampler": (4754, 3940),
     "scheduler": (4992, 3462),
     "frontend": (13827, 11763),
-    "recipes": (16129, 3973),
+    "recipes": (16090, 3973),
     "cli": (6861, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -52,7 +52,7 @@ from openinfer.recipes.engine.offload import Cache
 from openinfer.recipes.engine.refusal import no_token_left, request_refusal
 from openinfer.recipes.engine.training import Training
 from openinfer.sampler import fresh_seed
-from openinfer.scheduler import FinishReason, Policy, Seq, Stats, StepLoop, Tokens
+from openinfer.scheduler import FinishReason, Policy, Seq, StepLoop, Tokens
 from openinfer.tensor import DriverCounts
 
 FEATURES = ["logprobs", "prompt_logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_words"]
@@ -294,9 +294,34 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of the counters. Raises RankLost where the engine has lost one of its ranks."""
         self._followers.check()
-        loop, at_ready = self._loop.stats, self._counts_at_ready
-        stats = snapshot(self._stats, loop, self._cache, self.runner, self._store, at_ready)
-        stats.waiting, stats.adapters = self._waiting, self._adapters.states()
+        runner, loop, pool, tiers = self.runner, self._loop.stats, self.pool, self._cache.tiers
+        stats, pace = copy(self._stats), runner.pace
+        stats.running, stats.waiting = loop.running, self._waiting
+        stats.steps, stats.preemptions = loop.steps, loop.preemptions
+        stats.kv_used_tokens = pool.used_tokens
+        stats.prefix_query_tokens, stats.prefix_hit_tokens = pool.stats.query_tokens, pool.stats.hit_tokens
+        stats.prefix_loaded_tokens = pool.stats.loaded_tokens
+        if tiers is not None:
+            stats.offload_bytes = {"host": tiers.host_bytes, "disk": tiers.disk_bytes}
+            stats.offload_blocks = asdict(tiers.stats)
+            if tiers.sharing is not None and tiers.sharing.lending is not None:
+                stats.offload_blocks["lent"] = tiers.sharing.lending.lent
+        counts = runner.drafting.counts
+        stats.drafts, stats.draft_tokens = counts.drafts, counts.draft_tokens
+        stats.accepted_draft_tokens = counts.accepted_tokens
+        stats.accepted_by_position = list(counts.by_position)
+        stats.compiles_after_ready = self._store.misses_after_seal if self._store else 0
+        if runner.stream.device.kind == "cuda":
+            now = DriverCounts.now()
+            stats.allocations_after_ready = now.allocations - self._counts_at_ready.allocations
+            stats.host_waits_after_ready = now.waits - self._counts_at_ready.waits - runner.readback.waits
+        stats.outlier_steps = pace.num_outliers
+        stats.slow_findings = runner.watch.num_findings
+        stats.step_times = [
+            StepTimes(name, t.steps, t.predicted_s, t.measured_s)
+            for name, t in pace.account(whole=not loop.running)
+        ]
+        stats.adapters = self._adapters.states()
         self.training.tell(stats)
         return stats
 
@@ -314,7 +339,9 @@ class Engine:
 def _terminal(
     seq: Seq[Sampling], reason: FinishReason, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> Finished | Failed:
-    drafts = drafts_of(seq.owner)
+    counts = seq.owner.drafted
+    tokens, places = counts.draft_tokens, list(counts.by_position)
+    drafts = Drafts(counts.drafts, tokens, places) if counts.drafts else None
     match reason:
         case FinishReason.STOP:
             return Finished(seq.id, "stop", seq.tokens[-1], drafts)
@@ -329,48 +356,3 @@ def _terminal(
             if problem := no_token_left(seq, vocab_size, eos_token_ids):
                 return Failed(seq.id, problem, "invalid")
             return Failed(seq.id, "the model's output was not finite")
-
-
-def snapshot(
-    counted: EngineStats,
-    loop: Stats,
-    cache: Cache,
-    runner: Runner,
-    store: Store | None,
-    at_ready: DriverCounts,
-) -> EngineStats:
-    """A copy of `counted`, which the engine counts itself, with the counters of the parts. at_ready: of the
-    driver, when the engine was ready."""
-    stats, pace, pool, tiers = copy(counted), runner.pace, cache.pool, cache.tiers
-    stats.running, stats.waiting = loop.running, loop.waiting
-    stats.steps, stats.preemptions = loop.steps, loop.preemptions
-    stats.kv_used_tokens = pool.used_tokens
-    stats.prefix_query_tokens, stats.prefix_hit_tokens = pool.stats.query_tokens, pool.stats.hit_tokens
-    stats.prefix_loaded_tokens = pool.stats.loaded_tokens
-    if tiers is not None:
-        stats.offload_bytes = {"host": tiers.host_bytes, "disk": tiers.disk_bytes}
-        stats.offload_blocks = asdict(tiers.stats)
-        if tiers.sharing is not None and tiers.sharing.lending is not None:
-            stats.offload_blocks["lent"] = tiers.sharing.lending.lent
-    counts = runner.drafting.counts
-    stats.drafts, stats.draft_tokens = counts.drafts, counts.draft_tokens
-    stats.accepted_draft_tokens = counts.accepted_tokens
-    stats.accepted_by_position = list(counts.by_position)
-    stats.compiles_after_ready = store.misses_after_seal if store else 0
-    if runner.stream.device.kind == "cuda":
-        now = DriverCounts.now()
-        stats.allocations_after_ready = now.allocations - at_ready.allocations
-        stats.host_waits_after_ready = now.waits - at_ready.waits - runner.readback.waits
-    stats.outlier_steps = pace.num_outliers
-    stats.slow_findings = runner.watch.num_findings
-    stats.step_times = [
-        StepTimes(name, t.steps, t.predicted_s, t.measured_s)
-        for name, t in pace.account(whole=not loop.running)
-    ]
-    return stats
-
-
-def drafts_of(sampling: Sampling) -> Drafts | None:
-    """The drafts of a request that has ended; None if it had none."""
-    counts = sampling.drafted
-    return Drafts(counts.drafts, counts.draft_tokens, list(counts.by_position)) if counts.drafts else None

@@ -49,7 +49,9 @@ class Followers(AllRanks):
         links = [socket.socketpair() for _ in devices[1:]]
         self.ranks = Ranks.joined(memory, 0, size, [ours for ours, _ in links])
         self._ring = Ring(ring, size - 1)
-        self._reason, self._serving, self._closing = "", False, False
+        self.reason = ""
+        """Why a rank is lost; empty while all are there."""
+        self._serving = self._closing = False
         assert self.ranks.shared is not None
         shared = self.ranks.shared
         self.leader = Leader(Writer(self._ring, self._bells, lost=lambda: shared.aborted))
@@ -124,22 +126,17 @@ class Followers(AllRanks):
         for link in self.ranks.links:
             socket.send_fds(link, [b"r"], [shared.file])
         self._command("records", pieces)
-        return Others(shared, lambda *copies: self._command("copy", *copies), lambda: bool(self._reason))
+        return Others(shared, lambda *copies: self._command("copy", *copies), lambda: bool(self.reason))
 
     def _command(self, name: str, *args: Any) -> None:
         if not self._serving:
             raise RankLost("the other ranks have ended, or do not serve yet")
         self.leader.command(name, *args)
 
-    @property
-    def reason(self) -> str:
-        """Why a rank is lost; empty while all are there."""
-        return self._reason
-
     def check(self) -> None:
         """Raise RankLost, with the reason, if a rank is lost."""
-        if self._reason:
-            raise RankLost(self._reason)
+        if self.reason:
+            raise RankLost(self.reason)
 
     def _watch(self, rank: int, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -150,15 +147,14 @@ class Followers(AllRanks):
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         # The reason comes first: who sees the results of an abort must find the reason there.
-        self._reason = self._reason or f"rank {rank} of {self.ranks.size} {how}" + (
-            f": {said}" if said else ""
-        )
+        lost = f"rank {rank} of {self.ranks.size} {how}" + (f": {said}" if said else "")
+        self.reason = self.reason or lost
         self.ranks.abort()
 
     def end(self) -> None:
         """End all other ranks. The device of rank 0 must be idle, or its steps lost."""
         self._closing = True
-        serving, self._serving = self._serving and not self._reason, False
+        serving, self._serving = self._serving and not self.reason, False
         if serving:
             with suppress(RankLost):  # it hangs, and its ring is full
                 self.leader.end()

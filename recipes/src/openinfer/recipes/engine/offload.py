@@ -32,19 +32,6 @@ def transfer_config(options: Options) -> TransferConfig | None:
     return TransferConfig.parse(options.kv_transfer_config)
 
 
-def open_sharing(options: Options, groups: Sequence[Group], about: dict[str, Any]) -> Sharing | None:
-    """The engine's part in sharing; None where no flag asks for it. Raises InvalidConfig.
-
-    about: of the engine's blocks. Its weights are left out, because names and times of files differ from host to host;
-    their digest is added once they are loaded.
-    """
-    config = transfer_config(options)
-    if config is None:
-        return None
-    about = {name: value for name, value in about.items() if name != "weights"}
-    return Sharing(config, groups, about, *parse_peers(options.kv_peer))
-
-
 STAGING_BYTES = 256 << 20
 """Host memory through which blocks go to the disk where --kv-offload-gb asks for none."""
 PEER_TIMEOUT_S = 30.0
@@ -110,16 +97,21 @@ def open_tiers(
     """The tiers of an engine; None where no flag asks for one. groups: of a rank. parts: of a record, one for each rank
     that holds a part of the cache. Raises InvalidTiers."""
     host, folder, disk_gb = options.kv_offload_gb, options.kv_offload_dir, options.kv_offload_disk_gb
-    if host is None and folder is None and transfer_config(options) is None:
+    config, sharing, staging = transfer_config(options), None, float(STAGING_BYTES)
+    if host is None and folder is None and config is None:
         return None
     groups = [dataclasses.replace(group, block_bytes=parts * group.block_bytes) for group in groups]
     about, disk = description(options, groups, model_dir, limits, device), None
     if folder is not None and disk_gb is not None:
         name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
         disk = Disk(Path(folder), int(disk_gb * GB), groups, name, about)
-    sharing, staging = open_sharing(options, groups, about), float(STAGING_BYTES)
-    if sharing is not None:
-        staging = sharing.config.kv_buffer_size
+    if config is not None:
+        # Names and times of files differ from host to host. The weights' digest is added once they are loaded.
+        common = {name: value for name, value in about.items() if name != "weights"}
+        sharing, staging = (
+            Sharing(config, groups, common, *parse_peers(options.kv_peer)),
+            config.kv_buffer_size,
+        )
     return Tiers(
         groups, int(staging if host is None else host * GB), disk, eviction=eviction, events=events, sharing=sharing,
         parts=parts, load_timeout_s=5.0 if sharing is None else PEER_TIMEOUT_S,

@@ -267,9 +267,7 @@ class Builder(Generic[O]):
         self.loaded = read_modules(options, model.batch.adapters) if ranks.rank == 0 else ()
         ranks.stage(model.batch.adapters)
         # Recording depends on no weight's value.
-        weights = worker.submit(
-            _load, blueprint, model, checkpoint, device, self._progress("loading weights")
-        )
+        weights = worker.submit(self._load, model, checkpoint)
         tiers = self.cache.tiers
         sharing = tiers.sharing if tiers is not None else None
         digests = worker.submit(_digests, checkpoint, options) if sharing is not None else None
@@ -306,6 +304,11 @@ class Builder(Generic[O]):
             functools.partial(self._progress, "updating weights"),
             digests=tiers is not None and tiers.keeps_after_reset,
         )  # fmt: skip
+
+    def _load(self, model: Model, checkpoint: Checkpoint) -> LoadReport:
+        """Load weights on their own stream, because the engine's is being captured."""
+        with Stream(self.device) as stream:
+            return self.blueprint.load(model, checkpoint, stream, self._progress("loading weights"))
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
         """A bar. Only rank 0 shows one, because all ranks load as much."""
@@ -380,18 +383,6 @@ def make_pack(
     with _phase("libraries"):
         cublas = CublasLt() if target.cublas else None
     return LaunchPack(target, CudaDriver(device, stream, store, cublas, ranks.gpus), scratch, zeroed)
-
-
-def _load(
-    blueprint: Blueprint[M],
-    model: M,
-    checkpoint: Checkpoint,
-    device: Device,
-    progress: Callable[[int, int], None],
-) -> LoadReport:
-    """Load weights on their own stream, because the engine's is being captured."""
-    with Stream(device) as stream:
-        return blueprint.load(model, checkpoint, stream, progress)
 
 
 def _digests(checkpoint: Checkpoint, options: Options) -> list[str]:

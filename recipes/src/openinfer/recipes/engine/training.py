@@ -32,14 +32,14 @@ def desk_of(
     """The desk of a model that is laid out in `arena`. weights: the tensors that its first load filled. progress: makes
     the bar of an update. digests: new weights are digested."""
     cache = [tensor for group in blueprint.cache(model) for tensor in group]
-    check, load = partial(_validate, blueprint, limits), partial(blueprint.load, model)
+    load = partial(blueprint.load, model)
+
+    def check(checkpoint: Checkpoint) -> None:
+        blueprint.validate(checkpoint, limits)
+
     return WeightsDesk(
         check, load, arena, stream, cache, weights, ranks=followers, progress=progress, digests=digests
     )
-
-
-def _validate(blueprint: "Blueprint[Any]", limits: Limits, checkpoint: Checkpoint) -> None:
-    blueprint.validate(checkpoint, limits)
 
 
 class Training:
