@@ -218,7 +218,7 @@ LINES = {
     "scheduler": (4992, 3462),
     "frontend": (13827, 11763),
     "recipes": (16090, 3973),
-    "cli": (6861, 0),
+    "cli": (6827, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 

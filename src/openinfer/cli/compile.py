@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from openinfer.kernels import H200, Spec, Store, Target
 from openinfer.kernels.store.cubins import default_cache, nvrtc_version
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import kernel_specs
+from openinfer.tensor import ProgressBar
 
 GPUS = {
     80: Target(80, 108, gpu="NVIDIA A100-SXM4-80GB"),
@@ -49,7 +49,7 @@ def _compile(args: argparse.Namespace, asked: Asked) -> int:
         found = replace(target, cublas=cublas, nvrtc=nvrtc)
         specs += kernel_specs(asked.recipe, source, asked.options, found)
     cache = default_cache() if args.out is None else args.out / "cubin"
-    done = Store(target.arch, cache=cache).prepare(specs, _progress)
+    done = Store(target.arch, cache=cache).prepare(specs, ProgressBar("compiling", things="kernels"))
     seconds = time.perf_counter() - start
     print(
         f"{done.kernels} kernels for sm_{target.arch} in {cache}, "
@@ -68,10 +68,3 @@ def _target(args: argparse.Namespace) -> Target:
         )
     known = known or Target(args.arch, 0)
     return replace(known, num_sms=args.num_sms or known.num_sms, gpu=args.gpu or known.gpu)
-
-
-def _progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\rcompiling {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
-    elif done == total or done % 25 == 0:
-        print(f"compiling {done}/{total}", file=sys.stderr, flush=True)

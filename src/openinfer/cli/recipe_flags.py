@@ -25,6 +25,15 @@ class BadFlags(ValueError):
     user_can_mend = True
 
 
+def figure_type() -> Any:
+    """matplotlib's Figure. Raises BadFlags without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BadFlags("--plot needs matplotlib: pip install 'openinfer-cli[plot]'") from None
+    return Figure
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The choices of the command line: a checkpoint, its recipe and the engine's options. `published`: config.json of a

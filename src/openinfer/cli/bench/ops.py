@@ -16,13 +16,13 @@ from openinfer.cli import recipe_flags
 from openinfer.cli.bench.record import add_record_arguments, percentile, progress, record, write
 from openinfer.cli.explain import ledger
 from openinfer.cli.explain.ledger import (
-    CallRecorder,
     Machine,
     OpCall,
     entry_figures,
     grouped,
     machine,
     machine_flags,
+    recorded_calls,
 )
 from openinfer.cli.explain.segments import Segment, engine_segments
 from openinfer.cli.recipe_flags import Asked, without_prefix_cache
@@ -104,9 +104,8 @@ def ledger_entries(
     segment: Segment, pack: Pack, stream: Stream, repeats: int, limits: Machine, seen: set[str]
 ) -> Iterator[dict[str, Any]]:
     """A ledger's entries for the calls of a segment that are not in `seen` yet; their keys are added to `seen`."""
-    recorder = CallRecorder()
-    segment.run(recorder)
-    groups = {k: c for k, c in grouped(recorder.calls, segment.workload).items() if k not in seen}
+    calls_of = grouped(recorded_calls([segment]), segment.workload)
+    groups = {key: calls for key, calls in calls_of.items() if key not in seen}
     progress(f"{segment.name}: {len(groups)} new of its ops and shapes")
     for name, calls in groups.items():
         seen.add(name)

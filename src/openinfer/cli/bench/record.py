@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that all benchmarks share."""
@@ -30,7 +32,7 @@ def record(kind: str, args: argparse.Namespace, results: list[dict[str, Any]], *
         "bench": kind,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["openinfer", *_shown(sys.argv[1:])]),
-        "commit": args.commit or _git("rev-parse", "--short", "HEAD") or "unknown",
+        "commit": args.commit or commit(),
         "gpu": gpu,
         "driver": driver,
         "cpus": os.cpu_count(),
@@ -64,13 +66,8 @@ def progress(line: str) -> None:
 
 def percentile(values: Iterable[float], percent: float) -> float:
     """A percentile by linear interpolation between the nearest ranks; NaN without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    at = (len(ordered) - 1) * percent / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    found = list(values)
+    return float(np.percentile(found, percent)) if found else math.nan
 
 
 def _gpu() -> tuple[str | None, str | None]:
@@ -84,9 +81,11 @@ def _gpu() -> tuple[str | None, str | None]:
     return name, driver
 
 
-def _git(*arguments: str) -> str:
+def commit() -> str:
+    """The commit of the checkout that this runs in, or "unknown"."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
-        return ""
-    return done.stdout.strip()
+        return "unknown"
+    return done.stdout.strip() or "unknown"

@@ -7,17 +7,17 @@ ledger of `openinfer bench ops --json` the measured times stand beside it, where
 import argparse
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from openinfer.cli import recipe_flags
 from openinfer.cli.explain import ledger
 from openinfer.cli.explain.ledger import Machine, OpCall, machine, machine_flags
-from openinfer.cli.explain.segments import SERVED, Outline, Steps
+from openinfer.cli.explain.segments import SERVED, Outline, Segment, Steps
 from openinfer.cli.plan import tiers
 from openinfer.cli.recipe_flags import Asked
-from openinfer.kernels import GPUS, H200, NullPack, Parts, Target
+from openinfer.kernels import GPUS, H200, Call, NullPack, Parts, Target
 from openinfer.kernels.ranks.exchange import described
 from openinfer.recipes.engine import SetupError
 from openinfer.tensor import format_bytes
@@ -75,7 +75,7 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     if ranks < 1:
         raise recipe_flags.BadFlags(f"--ranks {ranks}: a model is on at least one GPU")
     if args.plot:
-        _figure()  # what is missing is said before the work
+        recipe_flags.figure_type()  # what is missing is said before the work
     outline = Outline(asked.recipe, asked.source(), asked.options, SERVED, ranks=ranks)
     measured = ledger.microseconds(args.ledger) if args.ledger else {}
     if args.prefill:
@@ -105,13 +105,18 @@ def _pair(text: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def trace(steps: Steps, target: Target, limits: Machine, measured: dict[str, float]) -> list[Line]:
-    """The lines of a list of steps, each a list of segments, in the order in which ops are first called."""
-    lines: dict[str, Line] = {}
+def _calls(steps: Steps, target: Target) -> Iterator[tuple[Segment, list[Call]]]:
     for segment in (segment for step in steps for segment in step):
         pack = NullPack(target)
         segment.run(pack)
-        for call in pack.calls:
+        yield segment, pack.calls
+
+
+def trace(steps: Steps, target: Target, limits: Machine, measured: dict[str, float]) -> list[Line]:
+    """The lines of a list of steps, each a list of segments, in the order in which ops are first called."""
+    lines: dict[str, Line] = {}
+    for segment, calls in _calls(steps, target):
+        for call in calls:
             cost = call.cost(segment.workload)
             name = _name(OpCall(call.op, call.args))
             line = lines.setdefault(name, Line(name))
@@ -128,10 +133,8 @@ def trace(steps: Steps, target: Target, limits: Machine, measured: dict[str, flo
 def predicted(steps: Steps, target: Target, ranks: int) -> str:
     """The time of these steps at the speeds that were fitted to the target's GPU, and what it goes to."""
     found = Counter[str]()
-    for segment in (segment for step in steps for segment in step):
-        pack = NullPack(target)
-        segment.run(pack)
-        parts = Parts.of(pack.calls, segment.workload, GPUS[target.gpu], ranks)
+    for segment, calls in _calls(steps, target):
+        parts = Parts.of(calls, segment.workload, GPUS[target.gpu], ranks)
         found.update({name: 1e3 * seconds for name, seconds in parts.names.items()})
     shares = ", ".join(f"{name} {ms:.2f}" for name, ms in found.most_common() if ms)
     return f"{found.total():.2f} ms: {shares}"
@@ -139,12 +142,8 @@ def predicted(steps: Steps, target: Target, ranks: int) -> str:
 
 def exchanges(steps: Steps, target: Target) -> Counter[str]:
     """The ways in which ranks exchange arrays in these steps, and how often each is taken."""
-    found = Counter[str]()
-    for segment in (segment for step in steps for segment in step):
-        pack = NullPack(target)
-        segment.run(pack)
-        found.update(how for call in pack.calls for command in call.commands if (how := described(command)))
-    return found
+    commands = (command for _, calls in _calls(steps, target) for call in calls for command in call.commands)
+    return Counter(how for command in commands if (how := described(command)))
 
 
 def _name(call: OpCall) -> str:
@@ -198,7 +197,7 @@ def memory_plan(outline: Outline, gpu_bytes: float, utilization: float) -> str:
 
 def _plot(lines: list[Line], title: str, path: Path) -> None:
     """Draw a bar for each line: its floor, and its measured time. Raises BadFlags without matplotlib."""
-    figure = _figure()(figsize=(9, 0.4 * len(lines) + 1.6), layout="constrained")
+    figure = recipe_flags.figure_type()(figsize=(9, 0.4 * len(lines) + 1.6), layout="constrained")
     axes = figure.subplots()
     places = range(len(lines), 0, -1)
     measured = [(at, line.us) for at, line in zip(places, lines, strict=True) if not math.isnan(line.us)]
@@ -210,12 +209,3 @@ def _plot(lines: list[Line], title: str, path: Path) -> None:
     axes.set_title(title)
     axes.legend()
     figure.savefig(path, dpi=150)
-
-
-def _figure() -> Any:
-    """matplotlib's Figure. Raises BadFlags without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise recipe_flags.BadFlags("--plot needs matplotlib: pip install 'openinfer-cli[plot]'") from None
-    return Figure

@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openinfer.frontend.errors import FlagError
 from openinfer.kernels import GPUS, H200, Cost, Op, Workload
 from openinfer.kernels.authoring import leaves, linear_of
 from openinfer.tensor import Tensor
+
+if TYPE_CHECKING:
+    from openinfer.cli.explain.segments import Segment
 
 BATCH = ("slots", "q_starts")
 """Arguments of the ops whose work depends on how tokens are spread over rows."""
@@ -46,6 +49,14 @@ class CallRecorder:
 
     def run(self, op: Op[Any], args: Any) -> None:
         self.calls.append(OpCall(op, args))
+
+
+def recorded_calls(segments: "Iterable[Segment]") -> list[OpCall]:
+    """The calls of these segments."""
+    recorder = CallRecorder()
+    for segment in segments:
+        segment.run(recorder)
+    return recorder.calls
 
 
 def ledger_key(op: Op[Any], args: Any, workload: Workload) -> str:

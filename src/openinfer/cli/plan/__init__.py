@@ -82,7 +82,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
     if args.plot:
-        text.matplotlib_figure()  # what is missing is said before the work
+        recipe_flags.figure_type()  # what is missing is said before the work
     begun = time.perf_counter()
     progress(f"the steps of {asked.model_dir.name}")
     objectives = Objectives(args.ttft_ms, args.tpot_ms)

@@ -4,12 +4,11 @@ import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from openinfer.cli.plan.compare import Objectives, Variant
 from openinfer.cli.plan.load import FULL, PlannedServer, Point
 from openinfer.cli.plan.tiers import describe
-from openinfer.cli.recipe_flags import BadFlags
+from openinfer.cli.recipe_flags import figure_type
 from openinfer.tensor import format_bytes
 
 
@@ -103,18 +102,9 @@ def advice(asked: Variant, best: Variant, objectives: Objectives, flags: list[st
     return f"take: openinfer serve {shlex.join(words)}{same}, and the other flags as asked{where}"
 
 
-def matplotlib_figure() -> Any:
-    """matplotlib's Figure. Raises BadFlags without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BadFlags("--plot needs matplotlib: pip install 'openinfer-cli[plot]'") from None
-    return Figure
-
-
 def plot_latencies(variants: list[Variant], path: Path) -> None:
     """Draw TTFT, TPOT, throughput and used cache over load, a line for each variant. Raises BadFlags."""
-    figure = matplotlib_figure()(figsize=(11, 7), layout="constrained")
+    figure = figure_type()(figsize=(11, 7), layout="constrained")
     for axis, (label, value) in zip(figure.subplots(2, 2).flat, _CURVES, strict=True):
         for one in variants:
             rated = sorted(one.rated, key=lambda point: point.load.request_rate)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.cli.bench import idle, points
+from openinfer.cli.bench.record import commit
 from openinfer.cli.selftest import gate
 from openinfer.cli.selftest.http_check import check_server
 from openinfer.frontend.errors import is_users_error, one_line
@@ -280,7 +281,7 @@ def _run(args: argparse.Namespace, work: Path) -> int:
     state: dict[str, Any] = (
         json.loads(path.read_text()) if path.exists() and not args.fresh else {"stages": {}}
     )
-    state |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": _commit()}
+    state |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit()}
     state["command"] = "openinfer selftest " + " ".join(sys.argv[2:])
     end, short = time.monotonic() + args.budget, list[str]()
     for name in _chosen(args):
@@ -333,10 +334,3 @@ def _stage(name: str, work: Path, model: Path | None, limit: float) -> Result:
         failure = f"not done within {limit:.0f} s"
     result = json.loads(result_file.read_text()) if result_file.exists() else {"ok": False, "why": failure}
     return {**result, "seconds": round(time.monotonic() - start, 2)}
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"

@@ -12,7 +12,6 @@ import numpy as np
 
 from openinfer.cli.bench import idle
 from openinfer.cli.selftest import gate
-from openinfer.recipes.engine import Recipe
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session, write_random_checkpoint
 from openinfer.recipes.engine.testing.checkpoint import write_tensors
@@ -30,19 +29,6 @@ WIDE = CONFIG | {
 }  # fmt: skip
 """A model whose products of few tokens go to clusters of blocks (openinfer.kernels.linear.choices.cluster_choice)."""
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
-ROWS = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
-        "targets": ["Linear"], "weights": {**FLOAT8, "strategy": "channel", "dynamic": False},
-        "input_activations": {**FLOAT8, "strategy": "token", "dynamic": True},
-    }},
-}  # fmt: skip
-INT4 = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
-        "targets": ["Linear"], "weights": {
-            "num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 128, "dynamic": False,
-        }}},
-}  # fmt: skip
 SHAPE_4B = WIDE | {
     "hidden_size": 2560,
     "num_hidden_layers": 2,
@@ -58,6 +44,11 @@ def _compressed(form: str, activations: Mapping[str, Any] | None = None, **weigh
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+ROWS = _compressed("float-quantized", FLOAT8, num_bits=8, type="float", strategy="channel")
+INT4 = _compressed(
+    "pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=128
+)
 NVFP4 = _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)
 MXFP4 = _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)
 BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
@@ -91,17 +82,13 @@ WIDER = {
 """Formats that run in a wider model too, where products of few tokens have kernels of their own."""
 
 
-def _recipe() -> Recipe[Any]:
-    return idle.recipes_that_can()["qwen3"]
-
-
 def checks(
     folder: Path, name: str, device: str = "auto", config: Mapping[str, Any] = CONFIG
 ) -> tuple[list[Check], list[Check]]:
     """The verdicts on every path of a format, and those on engines that are wrong on purpose."""
     quantization, flags = FORMATS[name]
     written = dict(config) | ({"quantization_config": quantization} if quantization else {})
-    model = write_random_checkpoint(recipe := _recipe(), folder, written)
+    model = write_random_checkpoint(recipe := idle.recipes_that_can()["qwen3"], folder, written)
     references = gate.references(recipe, model, **flags)
     built = build(recipe, model, device=device, **{**gate.SMALL, **flags}, kv_cache_memory_bytes=1 << 28)
     found = list(gate.run(built, references)), list(gate.negative_controls(built, references))
@@ -111,7 +98,7 @@ def checks(
 
 def adapters(folder: Path, device: str = "auto") -> tuple[list[Check], list[Check]]:
     """Log-probabilities of prompts with two adapters; as a control each with the other one's reference."""
-    model = write_random_checkpoint(recipe := _recipe(), folder / "model", CONFIG)
+    model = write_random_checkpoint(recipe := idle.recipes_that_can()["qwen3"], folder / "model", CONFIG)
     names = ["one", "two"]
     for seed, name in enumerate(names, start=1):
         _write_adapter(model, folder / name, seed)

@@ -14,7 +14,7 @@ from typing import Any
 
 from openinfer.cli import recipe_flags
 from openinfer.cli.bench.record import add_record_arguments, progress, record, write
-from openinfer.cli.explain.ledger import CallRecorder
+from openinfer.cli.explain.ledger import recorded_calls
 from openinfer.cli.explain.segments import Outline
 from openinfer.cli.recipe_flags import Asked
 from openinfer.cli.tune import speed
@@ -109,11 +109,8 @@ def _fit(args: argparse.Namespace, asked: Asked) -> int:
 
 def shapes_of(outline: Outline) -> list[ProductShape]:
     """The linear layers of a model, by a trace of its largest step."""
-    recorder = CallRecorder()
-    for segment in outline.prefill(outline.buckets.max_tokens)[0]:
-        segment.run(recorder)
     found: dict[ProductShape, None] = {}
-    for op, args in recorder.calls:
+    for op, args in recorded_calls(outline.prefill(outline.buckets.max_tokens)[0]):
         if op.name in LINEAR:
             out = getattr(args, "out", None)
             name = "logits" if out is not None and out.dtype == float32 else op.name

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from openinfer.cli.explain.ledger import CallRecorder
+from openinfer.cli.explain.ledger import recorded_calls
 from openinfer.cli.explain.segments import Outline
 from openinfer.kernels.measure.exchange_tuner import ExchangeRank, exchange_entry, other_ranks
 from openinfer.kernels.store import tables
@@ -19,10 +19,7 @@ Found = tuple[int, Mapping[Exchange, float]]
 
 def width_of(outline: Outline) -> int | None:
     """Columns of the rows that ranks add up; None where there is one rank."""
-    recorder = CallRecorder()
-    for segment in outline.prefill(outline.buckets.max_tokens)[0]:
-        segment.run(recorder)
-    for op, args in recorder.calls:
+    for op, args in recorded_calls(outline.prefill(outline.buckets.max_tokens)[0]):
         if op.collective and getattr(args, "ranks", 1) > 1 and op.name != "gather_columns":
             summed = args.x if hasattr(args, "x") else args.y
             return int(summed.shape[1])
