@@ -181,6 +181,23 @@ def test_route_topk(run_both: Both, rng: np.random.Generator, experts: int, chos
         assert error(got["expert_weights"], want["expert_weights"]) < 1e-3
 
 
+@pytest.mark.parametrize("width", [64, 1040])
+def test_route_topk_gates_a_shared_expert(run_both: Both, rng: np.random.Generator, width: int) -> None:
+    """The gate is the column after the logits. Of padding it is applied too."""
+    router, shared = ((rng.standard_normal((3, n)) * 4).astype(bfloat16) for n in (24, width))
+    args = {
+        "expert_ids": np.full((3, 2), 99, np.int32), "expert_weights": np.full((3, 2), np.nan, bfloat16),
+        "logits": router[:, :16], "token_slots": np.array([1, 0, 2], np.int32), "first_expert": 0, "num_experts": 16,
+    }  # fmt: skip
+    alone, _ = run_both(route_topk, args)
+    got, want = run_both(route_topk, args | {"shared": shared, "gate": router[:, 16:17]})
+    for name in ("expert_ids", "expert_weights"):
+        np.testing.assert_array_equal(got[name], alone[name])
+    wide, gate = shared.astype(np.float64), router[:, 16:17].astype(np.float64)
+    assert error(got["shared"], want["shared"]) < 1e-3
+    assert error(want["shared"], wide / (1 + np.exp(-gate))) < 5e-3
+
+
 def test_route_topk_by_hand() -> None:
     logits = np.array([[1, 5, 5, 0], [9, -9, 2, 3], [0, 0, 0, 0]], np.float32)
     for first, count, want in ((0, 4, [[1, 2], [0, 3], [-1, -1]]), (2, 2, [[-1, 0], [-1, 1], [-1, -1]])):

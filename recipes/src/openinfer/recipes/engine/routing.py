@@ -22,8 +22,10 @@ ROUTERS = ("route", "route_topk")
 
 
 def chosen(pack: Pack, stream: Stream, op: Op[Any], args: Any) -> Array:
-    """The experts of a router's call, those of other ranks too. The caller runs the call itself afterwards."""
-    pack.run(op, replace(args, first_expert=0, num_experts=args.logits.shape[1]))
+    """The experts of a router's call, those of other ranks too. The caller runs the call itself afterwards, and that
+    alone changes a shared expert's layer."""
+    gated = {"shared": None, "gate": None} if op.name == "route_topk" else {}
+    pack.run(op, replace(args, first_expert=0, num_experts=args.logits.shape[1], **gated))
     stream.synchronize()
     return np.array(args.expert_ids.numpy())
 

@@ -22,7 +22,7 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.authoring import KvCache, Linear
 from openinfer.recipes.qwen3_5.config import Config
-from openinfer.recipes.qwen3_5.ops.gated_attention import columns, gated_attention, sigmoid_gate
+from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.states import States
 from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Weights
@@ -282,7 +282,6 @@ class Model:
         norm_linear(pack, out=router, **read, weight=mlp.router)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
         self._gate_up(pack, mlp.shared.gate_up, read, t)
-        sigmoid_gate(pack, out=hidden.reshape(t, 1, -1), gate=columns(router, count, (1, 1), (1, 1)))
         route_topk(
             pack,
             expert_ids=ids,
@@ -291,6 +290,8 @@ class Model:
             token_slots=self.batch.token_slots[:t],
             first_expert=c.part.first(count),
             num_experts=c.part.of(count),
+            shared=hidden,
+            gate=router[:, count : count + 1],
         )
         experts_add(
             pack,

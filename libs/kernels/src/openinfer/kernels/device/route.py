@@ -83,16 +83,32 @@ def route(
 
 
 @triton.jit
+def _gate_columns(shared, gate, width, block, BLOCK: tl.constexpr):
+    """A block of columns of a row of `shared`, times sigmoid(gate)."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    factor = (1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))).to(shared.dtype.element_ty)
+    value = tl.load(shared + column, mask=inside, other=0.0).to(tl.float32) * factor.to(tl.float32)
+    tl.store(shared + column, value.to(shared.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def route_topk(
-    expert_ids, expert_weights, logits, token_slots, logits_stride, experts, first_expert, num_experts,
-    K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    expert_ids, expert_weights, logits, token_slots, shared, gate, logits_stride, gate_stride, width, experts,
+    first_expert, num_experts,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The K largest of a token's logits, in their order and of equals the lowest index first, and their softmax.
-    BLOCK >= experts and K_BLOCK >= K are powers of two. Grid (T,)."""
+    BLOCK >= experts and K_BLOCK >= K are powers of two. Programs after a token's first multiply COLUMNS each of its row
+    of `shared` by sigmoid(gate). Grid (T, 1 + cdiv(width, COLUMNS)), or (T, 1)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) > 0:
+        row, of_gate = shared + token * width, gate + token * gate_stride
+        _gate_columns(row, of_gate, width, tl.program_id(1) - 1, COLUMNS)
+        return
     live = tl.load(token_slots + token) != 0
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, K_BLOCK)
     inside = expert < experts

@@ -10,7 +10,7 @@ from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, expect_each, require
 from openinfer.kernels.op.launch import Command, aligned, launch, power_of_two
 from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
-from openinfer.kernels.op.reference import Array, f32
+from openinfer.kernels.op.reference import Array, f32, rounded
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, float32, int32
 
@@ -174,6 +174,9 @@ class _TopkArgs(Generic[T]):
 
     This rank has the experts first_expert .. first_expert + num_experts - 1 of E: expert_ids are counted from
     first_expert, and -1 for experts of other ranks, whose weights stay in the sum.
+
+    shared [T, I] of logits' dtype, where there is a `gate` [T, 1], rows at any stride: what a shared expert's last
+    layer reads becomes shared * sigmoid(gate), in place. The sigmoid is rounded, then the product.
     """
 
     expert_ids: T
@@ -182,6 +185,8 @@ class _TopkArgs(Generic[T]):
     token_slots: T
     first_expert: int
     num_experts: int
+    shared: T | None = None
+    gate: T | None = None
 
 
 def _topk_check(a: _TopkArgs[Tensor]) -> None:
@@ -197,6 +202,10 @@ def _topk_check(a: _TopkArgs[Tensor]) -> None:
         a.first_expert >= 0 and 1 <= a.num_experts <= experts - a.first_expert,
         f"this rank has {a.num_experts} experts from {a.first_expert} on; there are {experts}",
     )
+    require((a.shared is None) == (a.gate is None), "shared and gate come together")
+    if a.shared is not None and a.gate is not None:
+        expect("shared", a.shared, (tokens, -1), a.logits.dtype)
+        expect("gate", a.gate, (tokens, 1), a.logits.dtype, dense=False)
 
 
 def _topk_reference(a: _TopkArgs[Array]) -> None:
@@ -207,17 +216,26 @@ def _topk_reference(a: _TopkArgs[Array]) -> None:
     mine = chosen - a.first_expert
     a.expert_ids[:] = np.where(live & (mine >= 0) & (mine < a.num_experts), mine, -1)
     a.expert_weights[:] = np.where(live, best / best.sum(axis=1, keepdims=True), 0)
+    if a.shared is not None and a.gate is not None:
+        half = np.float32(0.5)
+        a.shared[:] = f32(a.shared) * rounded(half + half * np.tanh(f32(a.gate) * half), a.shared.dtype)
 
 
 def _topk_launches(target: Target, a: _TopkArgs[Tensor]) -> Iterator[Command]:
     (tokens, experts), chosen = a.logits.shape, a.expert_ids.shape[1]
+    shared, gate = a.logits if a.shared is None else a.shared, a.logits if a.gate is None else a.gate
+    block = min(1024, power_of_two(shared.shape[1]))
     yield launch(
         "openinfer.kernels.device.route",
         "route_topk",
-        (tokens,),
+        (tokens, 1 if a.shared is None else 1 + -(-shared.shape[1] // block)),
         {
             **tensors(a, "expert_ids", "expert_weights", "logits", "token_slots"),
+            "shared": shared,
+            "gate": gate,
             "logits_stride": aligned(a.logits.strides[0]),
+            "gate_stride": aligned(gate.strides[0]),
+            "width": aligned(shared.shape[1]),
             "experts": experts,
             "first_expert": a.first_expert,
             "num_experts": a.num_experts,
@@ -226,6 +244,7 @@ def _topk_launches(target: Target, a: _TopkArgs[Tensor]) -> Iterator[Command]:
             "K": chosen,
             "K_BLOCK": power_of_two(chosen),
             "BLOCK": power_of_two(experts),
+            "COLUMNS": block,
             "EARLY": target.starts_early,
         },
         num_warps=1,
@@ -235,7 +254,8 @@ def _topk_launches(target: Target, a: _TopkArgs[Tensor]) -> Iterator[Command]:
 
 def _topk_cost(workload: Workload, a: _TopkArgs[Tensor]) -> Cost:
     experts, chosen = a.logits.shape[1], a.expert_ids.shape[1]
-    bytes_per_token = experts * a.logits.itemsize + chosen * (4 + a.logits.itemsize)
+    columns = experts + chosen + (0 if a.shared is None else 2 * a.shared.shape[1] + 1)
+    bytes_per_token = 4 * chosen + columns * a.logits.itemsize
     return Cost(workload.tokens * bytes_per_token, workload.tokens * 4 * experts)
 
 
