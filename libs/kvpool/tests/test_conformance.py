@@ -68,7 +68,7 @@ class HeadOfTheOldest(Lineage):
     """Believes that every name is a leaf."""
 
     def add(self, name, parent, priority):
-        self._leaves.add(name, parent)
+        super().add(name, parent, priority)
         self._queue[name] = None
         self._queue.move_to_end(name, last=False)
 

@@ -40,15 +40,12 @@ class Lru:
         self._order: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """Append it as the most recent name."""
         self._order[name] = None
 
     def use(self, name: bytes) -> None:
-        """Take it out of the order."""
         del self._order[name]
 
     def pop(self) -> bytes:
-        """The least recently used name."""
         return self._order.popitem(last=False)[0]
 
     def __len__(self) -> int:
@@ -58,31 +55,39 @@ class Lru:
         return iter(self._order)
 
 
-class Leaves:
-    """A set of names that knows its leaves: the names without a child in the set."""
+class _Leaves:
+    """The kept names of a policy that evicts leaves: the names without a kept child. `queue` has those of a name."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group) -> None:
         self._parents: dict[bytes, bytes | None] = {}
         self._num_children: dict[bytes, int] = {}
 
-    def add(self, name: bytes, parent: bytes | None) -> bool:
-        """Whether `name`, new in the set, is a leaf."""
+    def queue(self, name: bytes) -> OrderedDict[bytes, None]:
+        """The queue of a leaf, the next victim first."""
+        raise NotImplementedError
+
+    def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
+        """Keep it, and queue it if it is a leaf."""
         self._parents[name] = parent
         if parent is not None:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
-        return name not in self._num_children
+        if name not in self._num_children:
+            self.queue(name)[name] = None
 
-    def remove(self, name: bytes) -> bytes | None:
-        """The parent of `name`, if that is a leaf now."""
+    def use(self, name: bytes) -> None:
+        self.queue(name).pop(name, None)
+        self.remove(name)
+
+    def remove(self, name: bytes) -> None:
+        """Drop a name that no queue has. Its parent is queued if that is a leaf now."""
         parent = self._parents.pop(name)
         if parent is None:
-            return None
-        left = self._num_children[parent] - 1
-        if left:
-            self._num_children[parent] = left
-            return None
-        del self._num_children[parent]
-        return parent if parent in self._parents else None
+            return
+        self._num_children[parent] -= 1
+        if not self._num_children[parent]:
+            del self._num_children[parent]
+            if parent in self._parents:
+                self.queue(parent)[parent] = None
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -91,42 +96,23 @@ class Leaves:
         return iter(self._parents)
 
 
-class Lineage:
+class Lineage(_Leaves):
     """The oldest leaf first. A parent that becomes a leaf joins the end of the queue.
 
     So all long chains lose blocks in turn, and common prefixes stay.
     """
 
     def __init__(self, group: Group) -> None:
-        self._leaves = Leaves()
+        super().__init__(group)
         self._queue: OrderedDict[bytes, None] = OrderedDict()
 
-    def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """Queue it if it is a leaf."""
-        if self._leaves.add(name, parent):
-            self._queue[name] = None
-
-    def use(self, name: bytes) -> None:
-        """Take it out of the queue."""
-        self._queue.pop(name, None)
-        self._remove(name)
+    def queue(self, name: bytes) -> OrderedDict[bytes, None]:
+        return self._queue
 
     def pop(self) -> bytes:
-        """The oldest leaf."""
         name, _ = self._queue.popitem(last=False)
-        self._remove(name)
+        self.remove(name)
         return name
-
-    def _remove(self, name: bytes) -> None:
-        parent = self._leaves.remove(name)
-        if parent is not None:
-            self._queue[parent] = None
-
-    def __len__(self) -> int:
-        return len(self._leaves)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._leaves)
 
 
 class Priority:
@@ -151,7 +137,6 @@ class Priority:
         self._size += 1
 
     def use(self, name: bytes) -> None:
-        """Take it out of its queue."""
         del self._queues[self._priority[name]][name]
         self._size -= 1
 
@@ -170,7 +155,7 @@ class Priority:
         return (name for queue in self._queues.values() for name in queue)
 
 
-class S3Fifo:
+class S3Fifo(_Leaves):
     """S3-FIFO: names that are used once leave by a small queue, and do not push out names that are used again.
 
     New names enter the probation queue. If probation holds more than a tenth of the names, pop() evicts its oldest
@@ -180,7 +165,7 @@ class S3Fifo:
     """
 
     def __init__(self, group: Group) -> None:
-        self._leaves = Leaves()
+        super().__init__(group)
         self._probation: OrderedDict[bytes, None] = OrderedDict()
         self._kept: OrderedDict[bytes, None] = OrderedDict()
         self._uses: dict[bytes, int] = {}  # 0..3, also of names that are in use
@@ -190,27 +175,24 @@ class S3Fifo:
         self._max_ghosts = group.num_blocks
 
     def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """Queue it if it is a leaf; a new name on probation."""
+        """Keep it; a new name on probation."""
         if name not in self._uses:
             self._uses[name] = 0
             if name in self._ghosts:
                 del self._ghosts[name]
                 self._proven.add(name)
         self._num_probation += name not in self._proven
-        if self._leaves.add(name, parent):
-            self._queue(name)[name] = None
+        super().add(name, parent, priority)
 
     def use(self, name: bytes) -> None:
-        """Count the use."""
+        """Drop it, and count the use."""
         self._uses[name] = min(3, self._uses[name] + 1)
-        self._probation.pop(name, None)
-        self._kept.pop(name, None)
-        self._remove(name)
+        super().use(name)
 
     def pop(self) -> bytes:
         """The oldest name without a recent use. Each extra round takes back a use, so O(1) on average."""
         while True:
-            on_probation = self._num_probation * 10 > len(self._leaves) or not self._kept
+            on_probation = self._num_probation * 10 > len(self) or not self._kept
             if on_probation and self._probation:
                 name, _ = self._probation.popitem(last=False)
                 if not self._uses[name]:
@@ -226,25 +208,19 @@ class S3Fifo:
                     break
                 self._uses[name] -= 1
             self._kept[name] = None
-        self._remove(name)
+        self.remove(name)
         del self._uses[name]
         self._proven.discard(name)
         return name
 
-    def _queue(self, name: bytes) -> OrderedDict[bytes, None]:
+    def queue(self, name: bytes) -> OrderedDict[bytes, None]:
+        """That of names on probation, or of those that have passed it."""
         return self._kept if name in self._proven else self._probation
 
-    def _remove(self, name: bytes) -> None:
+    def remove(self, name: bytes) -> None:
+        """Drop it from the count of its queue too."""
         self._num_probation -= name not in self._proven
-        parent = self._leaves.remove(name)
-        if parent is not None:
-            self._queue(parent)[parent] = None
-
-    def __len__(self) -> int:
-        return len(self._leaves)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._leaves)
+        super().remove(name)
 
 
 POLICIES: dict[str, Callable[[Group], Eviction]] = {

@@ -72,7 +72,7 @@ class History:
         self.num_hits = self.num_copies = self.num_dry = self.num_holds = self.num_loads = 0
 
     def run(self, operations: int) -> None:
-        """Do a number of random operations, then give everything back."""
+        """Do a number of random operations, then give everything back; if one fails, abandon()."""
         weighted = [self.acquire] * 5 + [self.reserve] * 5 + [self.compute] * 6 + [self.release] * 3
         weighted += [self.fork, self.reset]
         if any(group.snapshots for group in self.groups):
@@ -81,10 +81,14 @@ class History:
             weighted += [self.hold, self.hold, self.pin, self.let_go, self.let_go]
         if self.loader:
             weighted += [self.load] * 4 + [self.poll] * 4 + [self.store]
-        for _ in range(operations):
-            self.random.choice(weighted)()
-            self.check()
-        self.close()
+        try:
+            for _ in range(operations):
+                self.random.choice(weighted)()
+                self.check()
+            self.close()
+        except BaseException:
+            self.abandon()
+            raise
 
     def close(self) -> None:
         """Give everything back. All blocks must be free then."""

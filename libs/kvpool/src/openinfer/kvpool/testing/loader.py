@@ -45,7 +45,6 @@ class FakeLoader:
                 known[names[end // unit - 1]] = held[end] if group.snapshots else page
 
     def holds(self, group: int, names: Sequence[bytes]) -> list[bool]:
-        """Whether the loader has each block."""
         return [name in self._contents[group] for name in names]
 
     def expect(self, group: int, names: Sequence[bytes]) -> None:

@@ -98,11 +98,7 @@ class PoolSuite:
         for groups in (PAGES, MIXED):
             for seed in range(3):
                 history = History(self.make_pool(groups), groups, seed)
-                try:
-                    history.run(self.num_operations)
-                except BaseException:
-                    history.abandon()
-                    raise
+                history.run(self.num_operations)
                 must_hold(history.num_hits > 0, "no prefix was ever found")
 
 
@@ -180,11 +176,7 @@ class LoadingSuite:
             for seed in range(3):
                 loader = FakeLoader(groups, seed)
                 history = History(self.make_pool(groups, loader), groups, seed, loader=loader)
-                try:
-                    history.run(self.num_operations)
-                except BaseException:
-                    history.abandon()
-                    raise
+                history.run(self.num_operations)
                 seen.update(loads=history.num_loads, come=loader.num_come, failed=loader.num_failed)
             must_hold(len(seen) == 3 and min(seen.values()) > 0, f"too little was loaded: {seen}")
 
@@ -243,11 +235,7 @@ class EvictionSuite:
     def test_random_histories_of_a_pool(self) -> None:
         for groups in (PAGES, MIXED):
             history = History(Pool(groups, eviction=self.make_policy), groups, seed=1, holds=True)
-            try:
-                history.run(self.num_operations)
-            except BaseException:
-                history.abandon()
-                raise
+            history.run(self.num_operations)
             must_hold(history.pool.stats.evicted > 0, "nothing was evicted")
 
     def _grow_and_shrink(self, seed: int) -> list[bytes]:

@@ -177,7 +177,6 @@ class Tiers:
     # -- saving --
 
     def save(self, group: int, names: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy blocks that leave the pool. See Saver."""
         if self._mover is None:
             return
         self._collect(0.0)
@@ -273,7 +272,6 @@ class Tiers:
         self._expected |= self._host.expect(group, names)
 
     def begin(self, load: Load) -> None:
-        """Start to fill the blocks of a load."""
         begun, pieces = time.monotonic(), deque(load.pieces)
         until, saves = begun + self._load_timeout_s, self._saves[-1].ticket.number if self._saves else 0
         loading = Loading(load, pieces, begun, until, saves, self._swaps or {}, self._expected)
@@ -282,7 +280,6 @@ class Tiers:
         self._advance(loading, FIRST_PIECES)
 
     def poll(self, wait_s: float | None) -> Sequence[Load]:
-        """Loads that have ended."""
         until = None if wait_s is None else time.monotonic() + wait_s
         while self._loads:
             self._collect(0.0)
