@@ -210,14 +210,14 @@ def test_exports_are_sorted(part: str) -> None:
 
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
-    "tensor": (4063, 2967),
+    "tensor": (4059, 2967),
     "kernels": (20600, 9750),
     "graph": (4304, 2574),
-    "kvpool": (6545, 5140),
+    "kvpool": (6509, 5135),
     "sampler": (4754, 3940),
-    "scheduler": (4992, 3462),
+    "scheduler": (4963, 3462),
     "frontend": (13827, 11763),
-    "recipes": (16093, 3973),
+    "recipes": (16076, 3973),
     "cli": (6827, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -40,7 +40,6 @@ class NGram:
         self._earlier: list[int] = []  # by place - shortest: the place before with the same tokens, or 0
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """See Drafter."""
         short = self._shortest
         for place in range(short + len(self._earlier), len(tokens)):
             key = tuple(tokens[place - short : place])

@@ -82,5 +82,4 @@ class _Guarded:
         self._drafter = guard.made()
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """See Drafter."""
         return () if self._drafter is None else self._guard.asked(self._drafter, tokens, count)

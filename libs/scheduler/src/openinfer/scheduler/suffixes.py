@@ -35,7 +35,6 @@ class Suffixes:
         self._earlier: list[int] = []  # by place - start: the place before with the same two tokens, or 0
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """See Drafter."""
         if len(tokens) < 3:
             return ()
         self._index(tokens)

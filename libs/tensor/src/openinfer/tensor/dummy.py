@@ -63,7 +63,6 @@ class DummyCheckpoint(Checkpoint):
         return copied_part(self, name, source)
 
     def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
-        """See Checkpoint."""
         info = self.info(name)
         check_range(info, start, out.nbytes)
         scale = "scale" in name

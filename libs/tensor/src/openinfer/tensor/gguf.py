@@ -404,5 +404,4 @@ class GgufCheckpoint(Checkpoint):
             done += nbytes
 
     def close(self) -> None:
-        """See Checkpoint."""
         self._gguf.close()

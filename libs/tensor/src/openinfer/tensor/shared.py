@@ -119,7 +119,6 @@ class SharedCheckpoint(Checkpoint):
         self._tensors = {one.name: one for one in found}
 
     def address(self, name: str) -> int | None:
-        """See Checkpoint."""
         info = self.info(name)
         return None if self._segment is None else self._segment.address + info.offset - self._start
 
@@ -132,7 +131,6 @@ class SharedCheckpoint(Checkpoint):
         return super().part(name, source) if self._segment is None else copied_part(self, name, source)
 
     def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
-        """See Checkpoint."""
         address = self.address(name)
         if address is None:
             super().read_into(name, out, start)

@@ -97,7 +97,6 @@ class Model:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
         return self.config.vocab_size
 
     @property
@@ -107,7 +106,6 @@ class Model:
 
     @property
     def hidden(self) -> Tensor:
-        """[T, H]: what `head` needs of each token."""
         return self.buffers.x
 
     def forward(
@@ -254,7 +252,6 @@ class Model:
         return self.batch.add(pack, self.buffers.x[:t], h=h, weight=linear, ranks=ranks, norm=norm, eps=eps)
 
     def head(self, pack: Pack, num_rows: int) -> None:
-        """Logits of the hidden states in `batch.last`."""
         self._logits(pack, num_rows, self.weights.norm)
 
     def _logits(self, pack: Pack, r: int, norm: Tensor) -> None:

@@ -35,7 +35,6 @@ class DeepseekV3Recipe(Recipe[LatentOptions]):
     def blueprint(
         self, source: Source, options: LatentOptions, *, ranks: int = 1, rank: int = 0
     ) -> "DeepseekV3":
-        """The model of a source."""
         from openinfer.recipes.deepseek_v3.blueprint import DeepseekV3
         from openinfer.recipes.deepseek_v3.config import Config
 

@@ -136,7 +136,6 @@ class Engine:
         self.pool.check_integrity()
 
     def submit(self, request: Request) -> None:
-        """Queue a request, or reject it in the next step's outputs."""
         problem = self._problem(request)
         if problem is not None:
             self._updates.append(problem)
@@ -197,7 +196,6 @@ class Engine:
         return sum(map(len, self.gates))
 
     def abort(self, request_id: int) -> None:
-        """End a request; its terminal comes with a later step."""
         if any(gate.drop(request_id) for gate in self.gates):
             self._updates.append(Finished(request_id, "abort"))
             self._over(self._seqs[request_id])

@@ -65,7 +65,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Weights, cache and buffers. cos_sin float32 [max_model_len, 2, d / 2]."""
+    """graph.runner.Model: weights, cache and buffers. cos_sin float32 [max_model_len, 2, d / 2]."""
 
     config: Config
     weights: Weights
@@ -78,12 +78,10 @@ class Model:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
         return self.config.vocab_size
 
     @property
     def hidden(self) -> Tensor:
-        """[T, H]: what `head` needs of each token."""
         return self.buffers.x
 
     def forward(
@@ -159,7 +157,6 @@ class Model:
         """Called with the residual stream x [T, H] before each layer, and after the last, for a head that drafts."""
 
     def head(self, pack: Pack, num_rows: int) -> None:
-        """Logits of the hidden states in `batch.last`."""
         w, last = self.weights, self.batch.last[:num_rows]
         self.batch.head(pack, last, norm=w.norm, eps=self.config.rms_norm_eps, weight=w.lm_head)
 
@@ -176,7 +173,6 @@ class DraftingModel(Model):
 
     @property
     def seen(self) -> Tensor:
-        """See Proposer."""
         return self.drafter.buffers.fused
 
     def before_layer(self, pack: Pack, number: int, x: Tensor) -> None:
@@ -186,7 +182,6 @@ class DraftingModel(Model):
         self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
         *, first: bool, only_keys: bool = False,
     ) -> None:  # fmt: skip
-        """See Proposer."""
         x, cache = self.buffers.x[: token_ids.shape[0]], self.kv.layer(self.config.num_layers)
         self.drafter.further(
             pack, token_ids, step, max_q_len, x=x, embeds=self.weights.embed, cache=cache,
@@ -194,5 +189,4 @@ class DraftingModel(Model):
         )  # fmt: skip
 
     def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
-        """See Proposer."""
         self.drafter.draft_head(pack, self.batch.last[:num_rows], self.batch.logits[:num_rows])

@@ -37,7 +37,6 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
         return config.get("model_type") in MODEL_TYPES
 
     def blueprint(self, source: Source, options: Qwen3Options, *, ranks: int = 1, rank: int = 0) -> "Qwen3":
-        """The model of a source."""
         from openinfer.recipes.qwen3.blueprint import Qwen3
         from openinfer.recipes.qwen3.config import Config
 

@@ -102,12 +102,10 @@ class Model:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
         return self.config.vocab_size
 
     @property
     def hidden(self) -> Tensor:
-        """[T, H]: what `head` needs of each token."""
         return self.buffers.x
 
     def forward(
@@ -135,7 +133,6 @@ class Model:
     """See graph.runner.Proposer."""
 
     def head(self, pack: Pack, num_rows: int) -> None:
-        """Logits of the hidden states in `batch.last`."""
         self._logits(pack, num_rows, self.weights.norm, Linear(self.weights.lm_head, None))
 
     def _logits(self, pack: Pack, r: int, norm: Tensor, head: Linear[Tensor]) -> None:

@@ -36,7 +36,6 @@ class HybridOptions(Options):
     )
 
     def check(self, recipe: str) -> None:
-        """Raise SetupError; see Options."""
         Options.check(self, recipe)
         if self.snapshot_interval < CHUNK or self.snapshot_interval % CHUNK:
             raise SetupError(

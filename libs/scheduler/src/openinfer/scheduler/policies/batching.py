@@ -80,19 +80,15 @@ class Batching:
         self.waiting = ArrivalQueue() if rank is None else SortedQueue(rank)
 
     def on_submit(self, seq: Seq[Any]) -> None:
-        """Queue it."""
         self.waiting.push(seq)
 
     def on_admit(self, seq: Seq[Any]) -> None:
-        """Remove it from the queue."""
         self.waiting.discard(seq)
 
     def on_preempt(self, seq: Seq[Any]) -> None:
-        """Queue it again."""
         self.waiting.push(seq)
 
     def on_finish(self, seq: Seq[Any]) -> None:
-        """Forget a sequence that ended."""
         self.waiting.discard(seq)
 
     def on_step(self, step: Step[Any], seconds: float) -> None:
@@ -178,7 +174,6 @@ class ArrivalQueue:
         self._seqs: OrderedDict[Seq[Any], None] = OrderedDict()
 
     def push(self, seq: Seq[Any]) -> None:
-        """Add one."""
         self._seqs[seq] = None
         if seq.num_preemptions:
             self._seqs.move_to_end(seq, last=False)
@@ -205,7 +200,6 @@ class SortedQueue:
         self._pushed = 0
 
     def push(self, seq: Seq[Any]) -> None:
-        """Add one."""
         self._pushed += 1
         key = self._keys[seq] = (self._rank(seq), self._pushed)
         insort(self._entries, (*key, seq))

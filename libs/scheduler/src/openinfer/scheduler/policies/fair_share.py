@@ -95,7 +95,6 @@ class FairShare(Batching):
         tenant.served += OUTPUT_WEIGHT * max(0, self._step - since)
 
     def on_step(self, step: Step[Any], seconds: float) -> None:
-        """Advance the step counter."""
         self._step = step.index
         super().on_step(step, seconds)
 

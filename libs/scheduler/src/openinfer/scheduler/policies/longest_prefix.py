@@ -40,7 +40,6 @@ class LongestPrefix(Batching):
         self._cached.pop(seq, None)
 
     def on_finish(self, seq: Seq[Any]) -> None:
-        """Forget it."""
         super().on_finish(seq)
         self._cached.pop(seq, None)
 

@@ -94,7 +94,6 @@ class Deadline(Batching):
         self._objectives.discard(seq)
 
     def on_finish(self, seq: Seq[Any]) -> None:
-        """Forget it."""
         super().on_finish(seq)
         self._objectives.discard(seq)
 

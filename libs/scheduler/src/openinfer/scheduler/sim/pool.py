@@ -8,8 +8,8 @@ _NO_NAMES: tuple[int, ...] = ()
 
 
 class SimPool:
-    """`num_blocks` blocks of `block_size` tokens. Sequences share whole blocks by prefix. Unused blocks stay cached;
-    the least recently used is evicted first. Names are Python's hashes."""
+    """A Pool of `num_blocks` blocks of `block_size` tokens. Sequences share whole blocks by prefix. Unused blocks stay
+    cached; the least recently used is evicted first. Names are Python's hashes."""
 
     num_groups = 1
 
@@ -23,7 +23,6 @@ class SimPool:
     def acquire(
         self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
     ) -> "SimLease":
-        """A lease on the longest cached prefix that leaves a token to compute."""
         lease = SimLease(self, hash(salt))
         lease.names = self._match(lease, tokens)
         for name in lease.names:
@@ -59,7 +58,7 @@ class SimPool:
 
 
 class SimLease:
-    """One sequence's blocks in a SimPool."""
+    """A Lease of a SimPool."""
 
     num_cached = num_tokens = num_blocks = num_loadable = 0
 
@@ -79,7 +78,6 @@ class SimLease:
     def reserve(
         self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0
     ) -> list[tuple[int, int, list[int]]] | None:
-        """Grow until that number of tokens fits. None: too few blocks, and nothing changed."""
         first = self.num_blocks
         count = -(-max(num_tokens, kept_tokens) // self._pool.block_size) - first
         if count <= 0:
@@ -92,14 +90,12 @@ class SimLease:
         return [(0, first, [0] * count)]
 
     def reach(self, leave: float = 0.0) -> int:
-        """Tokens that reserve() has room for."""
         return (self.num_blocks + max(0, self._room(leave))) * self._pool.block_size
 
     def _room(self, leave: float) -> int:
         return self._pool.num_free - math.ceil(leave * self._pool.num_blocks)
 
     def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
-        """Name the blocks that the first num_confirmed tokens fill."""
         pool, size, names = self._pool, self._pool.block_size, list(self.names)
         name = names[-1] if names else self.root
         for start in range(len(names) * size, num_confirmed // size * size, size):

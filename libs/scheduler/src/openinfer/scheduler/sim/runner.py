@@ -87,7 +87,6 @@ class SimRunner:
         self._context = 0
 
     def launch(self, step: Step[Record]) -> None:
-        """Queue it on the device."""
         work = self._work(step)
         for row in step.rows[step.num_decode :]:
             if row.emits:

@@ -78,7 +78,6 @@ class SimTiers:
     # -- saving --
 
     def save(self, group: int, names: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Blocks leave the device."""
         copied = []
         for name in names:
             if name in self._host[group]:
@@ -119,14 +118,12 @@ class SimTiers:
         self._disk_used += size
 
     def clear(self) -> None:
-        """Forget every block."""
         for host in self._host:
             host.clear()
         self._disk.clear()
         self._disk_used = 0
 
     def take_events(self) -> Sequence[Any]:
-        """No event."""
         return ()
 
     # -- loading --

@@ -32,7 +32,7 @@ class PoolShape(NamedTuple):
 
 
 class SimplePool:
-    """Blocks of one or several groups. A block's name is its prefix of tokens, not a hash. tier: loads blocks that
+    """A Pool of one or several groups. A block's name is its prefix of tokens, not a hash. tier: loads blocks that
     are not cached; None: no loads."""
 
     def __init__(
@@ -55,12 +55,10 @@ class SimplePool:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups."""
         return len(self.users)
 
     @property
     def num_free(self) -> int:
-        """Blocks without a user, cached blocks included, over all groups."""
         return sum(map(self.num_unused, range(self.num_groups)))
 
     def num_unused(self, group: int) -> int:
@@ -124,7 +122,7 @@ class SimpleLoad(NamedTuple):
 
 
 class SimpleLease:
-    """One sequence's blocks in a SimplePool."""
+    """A Lease of a SimplePool."""
 
     def __init__(self, pool: SimplePool, salt: bytes, tokens: Sequence[int]) -> None:
         self.num_cached = 0
@@ -149,7 +147,6 @@ class SimpleLease:
 
     @property
     def num_loadable(self) -> int:
-        """Tokens after num_cached that cache and tier have together."""
         tier, pool = self._pool.tier, self._pool
         if tier is None or self._salt or not pool.prefix_cache:
             return 0
@@ -199,14 +196,12 @@ class SimpleLease:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit into the blocks held."""
         return min(
             len(table) * shape.block_size
             for table, shape in zip(self._tables, self._pool.shapes, strict=True)
         )
 
     def block_table(self, group: int = 0) -> Sequence[int]:
-        """Block ids of a group; 0 where the window has moved past."""
         return self._tables[group]
 
     def _room(self, group: int, leave: float) -> int:
@@ -216,8 +211,6 @@ class SimpleLease:
     def reserve(
         self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0
     ) -> list[tuple[int, int, list[int]]] | None:
-        """Grow until num_tokens fit, or kept_tokens in groups without a window. None: too few blocks would stay
-        free, and nothing changed."""
         pool = self._pool
         wanted = []
         for shape, table in zip(pool.shapes, self._tables, strict=True):
@@ -233,7 +226,6 @@ class SimpleLease:
         return grown
 
     def reach(self, leave: float = 0.0) -> int:
-        """Tokens that reserve() has room for."""
         return min(
             (len(table) + max(0, self._room(group, leave))) * self._pool.shapes[group].block_size
             for group, table in enumerate(self._tables)
@@ -252,7 +244,6 @@ class SimpleLease:
                     table[position] = 0
 
     def release(self) -> None:
-        """Give all blocks back."""
         self.released = True
         self.clear()
 
