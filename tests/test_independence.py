@@ -213,12 +213,12 @@ LINES = {
     "tensor": (4059, 2967),
     "kernels": (20600, 9750),
     "graph": (4304, 2574),
-    "kvpool": (6509, 5135),
+    "kvpool": (6506, 5135),
     "sampler": (4754, 3940),
-    "scheduler": (4963, 3462),
-    "frontend": (13827, 11763),
-    "recipes": (16076, 3973),
-    "cli": (6827, 0),
+    "scheduler": (4941, 3462),
+    "frontend": (13820, 11763),
+    "recipes": (16057, 3973),
+    "cli": (6821, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 

@@ -156,11 +156,10 @@ class LLM:
     ) -> list[Answer]:  # fmt: skip
         """Continue every prompt; all run in one batch. The answers are in the order of the prompts.
 
-        sampling: default: as generation_config.json says. max_tokens: of each answer; default: as many as fit.
-        stop: strings that end an answer and are not in it. grammar: the form of each answer, from its first token, such
-        as Grammar.of_schema({...}). adapter: one of the flag lora_modules. progress: a bar on stderr.
-        Raises PromptRefused for a prompt that is empty or too long (no prompt is run then), and for what the engine
-        cannot honour, by name.
+        sampling: default: as generation_config.json says. max_tokens: of each answer; default: as many as fit. stop:
+        strings that end an answer and are not in it. grammar: the form of each answer, from its first token, such as
+        Grammar.of_schema({...}). adapter: one of the flag lora_modules. progress: a bar on stderr. Raises PromptRefused
+        for an empty or too long prompt (none is run then), and for what the engine cannot honour.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         asked = _Asked(sampling, max_tokens, stop, grammar, adapter)

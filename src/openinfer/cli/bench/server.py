@@ -21,8 +21,7 @@ class Server:
     """A running server.
 
     process, url: its process, which has ended after the block of `running`, and its URL. ready_s: seconds from process
-    start to /health. pss_bytes: idle memory in bytes, the proportional set size of the server's process and of the
-    processes that it started."""
+    start to /health. pss_bytes: idle memory, the proportional set size of the server's processes."""
 
     process: subprocess.Popen[bytes]
     url: str

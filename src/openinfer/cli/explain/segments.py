@@ -68,10 +68,9 @@ class Outline:
 
     `memory`: bytes by their use, without the cache; `fixed_bytes`: all of them. `target`: the GPU that the plan is for.
     `fitted`: the same with the kernels that speeds were fitted to, which are Triton's. `max_model_len`: tokens of a
-    sequence, where the cache has room for them. cache_form: of the cache of keys and values. `groups`: the
-    kinds of the cache, with the fewest blocks. `parts`: GPUs that each hold a part of a block of the cache.
-    ranks: the number of GPUs that share the model, by default that of the options; with more than one, this is the part
-    of the first GPU.
+    sequence, where the cache has room for them. cache_form: of the cache of keys and values. `groups`: the kinds of the
+    cache, with the fewest blocks. `parts`: GPUs that each hold a part of a block of the cache. ranks: GPUs that share
+    the model, by default as the options say; of several, this is the first one's part.
     """
 
     def __init__(

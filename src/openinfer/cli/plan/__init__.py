@@ -168,8 +168,7 @@ def _server(args: argparse.Namespace, asked: Asked) -> PlannedServer:
 
 
 def _other(argv: list[str], words: list[str]) -> tuple[str, argparse.Namespace, PlannedServer]:
-    """Flags, arguments and server of a `--compare`: of these flags besides those of the command line, or of the model
-    that they begin with."""
+    """Flags, arguments and server of a `--compare`: of these flags besides the command line's, or of their model."""
     flags, parser = shlex.join(words), recipe_flags.merged_parser("plan", __doc__, _flags)
     model, rest = recipes.model_and_rest(parser, argv)
     if not words[0].startswith("-"):

@@ -41,8 +41,7 @@ class _Total:
 class StepCost:
     """Seconds of a step (a sim.CostModel), padded as the engine pads it. It also keeps what the steps were made of.
 
-    steps: the calls of every recorded step by its shape. ranks: the GPUs that share each step. most_rows: the largest
-    number of rows in a step so far.
+    steps: the calls of every recorded step by its shape. ranks: GPUs that share a step. most_rows: of a step so far.
     """
 
     steps: Mapping[Shape, Sequence[Call]]
@@ -153,8 +152,7 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Agents:
     """Clients that go on: each prompt is all that was said, and the load's input_len tokens more. They all begin with
-    the same `system` tokens, take `turns` turns, and think `think_s` seconds, on average, between an answer and the
-    next prompt. speeds: of the tiers."""
+    the same `system` tokens, take `turns` turns, and think `think_s` seconds on average. speeds: of the tiers."""
 
     turns: int
     system: int

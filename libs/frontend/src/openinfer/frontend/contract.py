@@ -376,8 +376,7 @@ class Engine(Protocol):
         """
 
     def control(self, command: Command) -> Future[None] | str | None:
-        """Carry out a command before the next step, or begin it and return its future. Returns the answer of a command
-        that asks.
+        """Carry out a command before the next step, or begin it and return its future. Returns the answer, if any.
 
         Raises errors.Unsupported for a command that cannot be carried out; a future may raise it too.
         """

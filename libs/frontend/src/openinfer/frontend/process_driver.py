@@ -111,8 +111,7 @@ class ProcessDriver(Driver):
 class AttachedDriver(Driver):
     """Speaks to the engine behind a ProcessDriver in another process. An EngineClient.
 
-    The process that watches the engine calls lose() when the engine has died. It calls the ProcessDriver's forget()
-    when this client's process has died.
+    The process that watches calls lose() when the engine has died, and the ProcessDriver's forget() when this one has.
 
     address: waits for the ProcessDriver's address. client: our number, never used before with this engine.
     hang_timeout_s: requests without a step for longer make health() say that the engine hangs; None: EngineInfo's.

@@ -34,8 +34,7 @@ REASONING_PARSERS = ("deepseek_v4", "kimi_k2", "qwen3")
 class Recipe(Protocol):
     """Registered under the entry-point group `openinfer.recipes`: an object with these names.
 
-    Importing it must stay light (no driver, no GPU): `--help` imports it. The engine is built from the
-    EngineSpec, usually in another process.
+    Importing it must stay light (no driver, no GPU): `--help` imports it. EngineSpec builds in another process.
     """
 
     @property

@@ -81,9 +81,8 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Weights, cache and buffers. kv [pages, L, page_size, C + r]: a latent and a rotated key of each token, the same
-    on all ranks. keys [pages, layers that choose, page_size, D]: those of indexers. cos_sin float32
-    [max_model_len, 2, r / 2]."""
+    """Weights, cache and buffers. kv [pages, L, page_size, C + r]: latents and rotated keys, the same on all ranks.
+    keys [pages, layers that choose, page_size, D]: those of indexers. cos_sin float32 [max_model_len, 2, r / 2]."""
 
     config: Config
     weights: Weights

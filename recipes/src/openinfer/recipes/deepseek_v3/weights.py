@@ -30,9 +30,8 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """What chooses the tokens that a layer attends to: I heads of D numbers, of which the last r rotate in pairs. The
-    rows of published weights come in another order, which changes no product of a query and a key. All ranks have it
-    whole."""
+    """What chooses the tokens that a layer attends to: I heads of D numbers, of which the last r rotate in pairs.
+    Published rows come in another order, which changes no product of query and key. All ranks have it whole."""
 
     q: Linear[Tensor]  # [I D, Q]
     weights: Linear[Tensor]  # [I, padded, H]

@@ -23,8 +23,7 @@ def adapters_of(
     unused: tuple[str, ...] = (),
 ) -> Adapters | None:
     """Places for adapters of these weights, which the loads fill; None in an engine without adapters. whole: the loads
-    of the model of which this is a rank's part. unused: the beginnings of modules that the checkpoint may have and that
-    are not run."""
+    of the model of which this is a rank's part. unused: beginnings of modules that are not run."""
     if limits.adapters is None:
         return None
     shapes: dict[str, tuple[int, ...]] = {}

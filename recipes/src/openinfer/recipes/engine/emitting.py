@@ -75,8 +75,7 @@ def put_logprobs(
 
 
 def put_prompt_logprobs(outputs: StepOutputs, scores: Iterable[Any], live: Container[int]) -> None:
-    """Put out the prompt logprobs that are ready, except those of requests that have ended. scores: of
-    Runner.take_scores. live: ids of requests."""
+    """Put out the prompt logprobs that are ready, of requests in `live` (ids). scores: of Runner.take_scores."""
     for seq, *columns in scores:
         if seq.id in live:
             logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)

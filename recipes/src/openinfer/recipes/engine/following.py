@@ -6,28 +6,18 @@ from contextlib import suppress
 
 from openinfer.graph import NotPossible
 from openinfer.graph.runner import Runner, WeightsDesk
-from openinfer.kvpool import Group
 from openinfer.kvpool.tiers import Copier, Kind, Layout, SharedRecords
 from openinfer.recipes.engine.ranks import Ranks
-from openinfer.tensor import Tensor
 
 
 class Following:
-    """A rank above 0 and its commands. groups, cache: of its pool. alike: all ranks hold the cache alike."""
+    """A rank above 0 and its commands. layout: of its cache in records. saves: it holds a part of its own of them."""
 
     def __init__(
-        self,
-        runner: Runner,
-        desk: WeightsDesk,
-        ranks: Ranks,
-        groups: Sequence[Group],
-        cache: Sequence[Sequence[Tensor]],
-        *,
-        alike: bool,
+        self, runner: Runner, desk: WeightsDesk, ranks: Ranks, layout: Layout, *, saves: bool
     ) -> None:
         self.runner, self._desk, self._ranks = runner, desk, ranks
-        self._layout = Layout(groups, cache, 0 if alike else ranks.rank)
-        self._saves = not alike
+        self._layout, self._saves = layout, saves
         self._copier: Copier | None = None
         self.commands: Mapping[str, Callable[..., object]] = {
             "adapter": self._put_adapter,

@@ -26,8 +26,7 @@ def option(
     metavar: str | None = None, many: bool = False, within: tuple[float, float] | None = None,
 ) -> T:  # fmt: skip
     """A field of Options. text: its help. kind: the type of the command line's word; bool makes a flag without a word,
-    with `--no-` where the default is True. many: the flag takes one word or more. within: the least and the greatest
-    number."""
+    with `--no-` where the default is True. many: of one word or more. within: the least and the greatest number."""
     given = {
         "text": text,
         "kind": kind,

@@ -31,6 +31,7 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.authoring import Adapter
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
+from openinfer.kvpool.tiers import Layout
 from openinfer.recipes.engine import gguf
 from openinfer.recipes.engine.adapters import read_modules
 from openinfer.recipes.engine.blueprint import Blueprint, M
@@ -130,8 +131,7 @@ def build_named(recipe: Sequence[str], model_dir: str, **flags: Any) -> Engine:
 class Builder(Generic[O]):
     """Builds one rank of an engine: `engine` for rank 0, `following` for a rank above it.
 
-    followers: those of rank 0; a rank above it has NoFollowers with its own ranks. The fields below them are set phase
-    by phase.
+    followers: those of rank 0; a rank above it has NoFollowers. The fields below are set phase by phase.
     """
 
     recipe: Recipe[O]
@@ -185,9 +185,8 @@ class Builder(Generic[O]):
         """The commands of a rank above 0, with all steps recorded."""
         self._build()
         cache, alike = self.blueprint.cache(self.runner.model), self.blueprint.cache_is_alike
-        return Following(
-            self.runner, self.desk, self.followers.ranks, self.cache.pool.groups, cache, alike=alike
-        )
+        layout = Layout(self.cache.pool.groups, cache, 0 if alike else self.followers.ranks.rank)
+        return Following(self.runner, self.desk, self.followers.ranks, layout, saves=not alike)
 
     def _build(self) -> None:
         with self._opened() as checkpoint, ThreadPoolExecutor(3) as worker:

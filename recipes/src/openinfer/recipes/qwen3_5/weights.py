@@ -84,8 +84,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """Gated delta net. in_proj stacks qkv and z, and b and a where `ba` is None: else these are a product of their own,
-    because the former are FP8."""
+    """Gated delta net. in_proj stacks qkv and z, and b and a where `ba` is None: else qkv and z are FP8."""
 
     in_proj: Linear[Tensor]  # [C + Hv dv (+ 2 Hv, padded), H]
     ba: Linear[Tensor] | None  # [2 Hv, padded, H]

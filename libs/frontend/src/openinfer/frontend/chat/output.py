@@ -26,10 +26,9 @@ MAX_TRIES = 16
 class OutputParser:
     """Reads one sequence.
 
-    reasoning: whether `<think>...</think>` at the start is reasoning. tools: None leaves calls in the content.
-    schemas: parameters of the tools on offer. in_reasoning: the prompt ended inside `<think>`.
-    max_calls: later calls are dropped (1 for parallel_tool_calls: false). streams: give calls as they come; otherwise
-    each is one part, when it is complete.
+    reasoning: whether `<think>...</think>` at the start is reasoning. tools: None leaves calls in the content. schemas:
+    parameters of the tools on offer. in_reasoning: the prompt ended inside `<think>`. max_calls: later calls are
+    dropped (1 for parallel_tool_calls: false). streams: give calls as they come; otherwise each is one part.
     """
 
     def __init__(

@@ -51,9 +51,8 @@ _log = logging.getLogger(__name__)
 class Service:
     """The state that the endpoints share. `draining` set to True makes new work 503; `active` has the open answers.
 
-    client: a started engine client. tokenizer: None serves token-id prompts only.
-    chat_format: how chats are written and read. model_names: the names that the model answers to; it reports the
-    first. Empty for the engine's own name.
+    client: a started engine client. tokenizer: None serves token-id prompts only. chat_format: how chats are written
+    and read. model_names: what the model answers to; it reports the first. Empty: the engine's name.
     """
 
     def __init__(

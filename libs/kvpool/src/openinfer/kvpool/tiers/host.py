@@ -130,9 +130,8 @@ class HostMemory:
         register: Callable[[int, int], None] | None = None,
         memory: Array | None = None,
     ) -> None:
-        """Start to lock the memory for copies of this device. register: is called in that thread with the address and
-        the bytes of each piece, before the piece is used. memory: uint8 [nbytes], fresh, at a multiple of 4,096; None:
-        its own."""
+        """Start to lock the memory for copies of this device. register: gets the address and the bytes of each piece in
+        that thread, before its use. memory: uint8 [nbytes], fresh, at a multiple of 4,096; None: its own."""
         self._thread = threading.Thread(
             target=self._lock_pages, args=(device, register, memory), name="kv-offload-memory", daemon=True
         )

@@ -53,8 +53,7 @@ class Layout:
         self._spans = [_spans(group, tensors, part) for group, tensors in zip(groups, cache, strict=True)]
 
     def copy(self, stream: Stream, group: int, block: int, record: int, kind: Literal["d2h", "h2d"]) -> None:
-        """Put the copies between a block and the record at an address on a stream. kind: "d2h" to the record, "h2d"
-        from it."""
+        """Put the copies between a block and the record at an address on a stream. kind: "d2h" or "h2d"."""
         for span in self._spans[group]:
             inside, outside = span.ptr + block * span.stride, record + span.offset
             ends = (outside, inside) if kind == "d2h" else (inside, outside)

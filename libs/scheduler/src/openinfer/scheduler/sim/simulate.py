@@ -40,43 +40,21 @@ def simulate(
 
     Raises SchedulerError if requests wait and the policy runs none. Exceptions of the parts pass through.
     """
-    simulation = _Simulation(
-        workload, policy, pool, SimRunner(cost, drafts, snapshots), max_rows, max_model_len, max_queued, max_headroom,
-        drafts, lone_tokens,
-    )  # fmt: skip
+    runner = SimRunner(cost, drafts, snapshots)
     if tiers is not None:
-        tiers.clock = simulation.runner
-    return simulation.run(ttft_s, tpot_s)
+        tiers.clock = runner
+    loop: StepLoop[Record, None] = StepLoop(
+        runner, pool, policy, max_rows=max_rows, max_model_len=max_model_len, max_queued=max_queued,
+        max_headroom=max_headroom, lone_tokens=lone_tokens, speculation=drafts, clock=lambda: runner.now,
+    )  # fmt: skip
+    return _Simulation(workload, loop, runner, drafts is not None).run(ttft_s, tpot_s)
 
 
 class _Simulation:
     def __init__(
-        self,
-        workload: Sequence[Request],
-        policy: Policy,
-        pool: Pool,
-        runner: SimRunner,
-        max_rows: int,
-        max_model_len: int,
-        max_queued: int,
-        max_headroom: float,
-        drafts: SteadyDrafts | None,
-        lone_tokens: int,
+        self, workload: Sequence[Request], loop: StepLoop[Record, None], runner: SimRunner, drafts: bool
     ) -> None:
-        self.runner, self.drafts = runner, drafts is not None
-        self.loop = StepLoop(
-            self.runner,
-            pool,
-            policy,
-            max_rows=max_rows,
-            max_model_len=max_model_len,
-            max_queued=max_queued,
-            max_headroom=max_headroom,
-            lone_tokens=lone_tokens,
-            speculation=drafts,
-            clock=lambda: self.runner.now,
-        )
-        self.workload = workload
+        self.workload, self.loop, self.runner, self.drafts = workload, loop, runner, drafts
         self.records: list[Record] = []
         self.gaps = array("d")
         self.coming = [(r.arrival, i) for i, r in enumerate(workload) if r.after is None]

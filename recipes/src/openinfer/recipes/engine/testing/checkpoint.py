@@ -34,8 +34,7 @@ def write_random_checkpoint(
     """Write config.json (default: recipe.small) and model.safetensors with the tensors that the recipe requires.
 
     Matrices keep the variance of their inputs; vectors are around 1, as norms are. Packed weights of compressed-tensors
-    have scales that differ much, and zero points from 4 to 11. Raises ValueError for a model that wants other types.
-    Returns the folder.
+    have scales that differ much, and zero points from 4 to 11. Raises ValueError for other types. Returns the folder.
     """
     config, options = config or recipe.small, recipe.options(device="cpu")
     folder.mkdir(parents=True, exist_ok=True)

@@ -265,8 +265,7 @@ def _leave(
     place,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's states after position `upto` into block `target`: the program's part of S, and its head's part of
-    the ring."""
+    """Write a row's states after position `upto` into block `target`: its part of S, and its head's of the ring."""
     width: tl.constexpr = 2 * KEYS * DK + KEYS * GROUP * DV
     tl.store(state + target * state_stride + place, s)
     if part == 0:

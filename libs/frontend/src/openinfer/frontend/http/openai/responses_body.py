@@ -73,8 +73,7 @@ class KeptItems:
 
 def carried(thought: str) -> str:
     """A thought as encrypted_content: a client that stores nothing sends it back as it is, and often nothing else of
-    the thought. It is the thought itself with a digest, so that any server can read it, after a restart too. It is not
-    secret: the answer shows the same thought."""
+    the thought. It is the thought itself with a digest, so that any server can read it, after a restart too."""
     raw = thought.encode()
     return _THOUGHT + base64.urlsafe_b64encode(hashlib.sha256(raw).digest()[:16] + raw).decode()
 

@@ -97,8 +97,7 @@ class StopMatch(NamedTuple):
 class StopStrings:
     """Watches a text for the first of several strings; holds back only what may become one.
 
-    The one that is complete first counts (the longest, where several end together), so the answer does not
-    depend on how the text was cut.
+    The one that is complete first counts (the longest, where several end together), however the text was cut.
 
     stops: non-empty strings. include: hand out the stop string too.
     """

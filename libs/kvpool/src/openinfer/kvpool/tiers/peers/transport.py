@@ -101,8 +101,7 @@ class Run(NamedTuple):
 
 
 def runs(rooms: Sequence[TransferRecord], at: Sequence[int]) -> list[Run]:
-    """Rooms and their places on the other side; neighbours become one. Raises ValueError for too few, and for what is
-    no address."""
+    """Rooms and their places on the other side; neighbours become one. Raises ValueError for too few, or no address."""
     found: list[Run] = []
     if not all(type(place) is int and 0 <= place < 1 << 63 for place in at):
         raise ValueError("a place is no address")
