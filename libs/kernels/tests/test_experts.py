@@ -81,6 +81,7 @@ def test_few_pairs_are_not_sorted_and_have_the_same_bits(
     rng, normal, arena, plan, tokens, scaled, monkeypatch
 ):
     """An expert has more pairs than a tile; some tokens have no expert."""
+    monkeypatch.setattr("openinfer.kernels.moe.plain.SUMMED_TOKENS", 0)
     called = plan(experts_add, **null_call(arena, tokens, 70, 4, 128, 256, F8 if scaled else bfloat16))
     assert not any(one.function == "sort_pairs" for one in called.specs())
     args = mixture(rng, normal, tokens, 70, 4, 128, 256, scaled=scaled)
@@ -99,7 +100,7 @@ def test_very_few_pairs_of_float8_are_multiplied_row_by_row(arena, check_op, rng
     functions = {
         one.function for one in plan(experts_add, **null_call(arena, tokens, 40, 2, 384, 192, F8)).specs()
     }
-    assert functions == {"rms_norm", "experts_rows", "add_chosen"}
+    assert functions == {"rms_norm", "experts_rows", "experts_sums"}
     args = mixture(rng, normal, tokens, 40, 2, 384, 192, scaled=True)
     args["expert_ids"][:, 0] = 7
     check_op(experts_add, {"x": BF16}, **args)
@@ -119,6 +120,23 @@ def test_a_token_alone_has_the_bits_that_it_has_among_others(check_alone, rng, n
     """An expert has more pairs than a tile."""
     args = mixture(rng, normal, 83, 5, 2, 128, 128 if scaled else 48, scaled=scaled, skewed=True)
     check_alone(experts_add, args, "x")
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("tokens", "inter"), [(1, 640), (4, 48), (4, 256)])
+def test_the_second_product_of_few_tokens_adds_up(
+    check_op, rng, normal, arena, plan, tokens, inter, scaled, monkeypatch
+):
+    """Columns that are no power of two; tokens of one expert, and a token of none."""
+    made = plan(experts_add, **null_call(arena, tokens, 40, 3, 144, inter, F8 if scaled else bfloat16))
+    assert [one.function for one in made.specs()][-1] == "experts_sums"
+    args = mixture(rng, normal, tokens, 40, 3, 144, inter, scaled=scaled)
+    args["expert_ids"][:, 0] = 7
+    args["expert_ids"][2:3] = -1
+    got = check_op(experts_add, {"x": BF16}, **args)["x"].astype(float32)
+    monkeypatch.setattr("openinfer.kernels.moe.plain.SUMMED_TOKENS", 0)
+    apart = check_op(experts_add, {"x": BF16}, **args)["x"].astype(float32)
+    assert np.linalg.norm(got - apart) < 2e-3 * np.linalg.norm(apart)
 
 
 def test_no_expert_at_all_leaves_the_tokens_alone(check_op, rng, normal):

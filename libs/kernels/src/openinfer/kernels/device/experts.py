@@ -280,6 +280,16 @@ def experts_rows(
 
 
 @triton.jit
+def _store_sum(place, total, inside, ADDS: tl.constexpr):
+    """Store the rounded total, or its sum with what is there."""
+    dtype = place.dtype.element_ty
+    value = total.to(dtype)
+    if ADDS:
+        value = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(dtype)
+    tl.store(place, value, mask=inside)
+
+
+@triton.jit
 def add_chosen(
     x, results, expert_ids, expert_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -299,12 +309,46 @@ def add_chosen(
         share = tl.load(expert_weights + pair).to(tl.float32)
         result = tl.load(results + pair * width + column, mask=inside & chosen, other=0.0).to(tl.float32)
         total += tl.where(chosen, share, 0.0) * result
-    place = x + token * width + column
-    dtype = x.dtype.element_ty
-    value = total.to(dtype)
-    if ADDS:
-        value = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(dtype)
-    tl.store(place, value, mask=inside)
+    _store_sum(x + token * width + column, total, inside, ADDS)
+
+
+@triton.jit
+def experts_sums(
+    x, hidden, weight, scales, expert_ids, expert_weights, N, K,
+    CHOSEN: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
+    ADDS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The second product and add_chosen in one, for very few tokens: from hidden [pairs, K] in the order of pairs to x
+    [T, N]. A program loads BN rows of all experts of its token at once, all BK >= K columns, and multiplies without the
+    tensor cores. SCALED: as in linear.py; BN divides 128. CHOICES: CHOSEN or more, a power of two. Grid
+    (cdiv(N, BN), T)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    RUN: tl.constexpr = min(BK, 128)  # columns of a scale
+    on, choice = tl.program_id(0) * BN, tl.arange(0, CHOICES)
+    rn, block = on + tl.arange(0, BN), tl.arange(0, BK // RUN)
+    pair = tl.program_id(1) * CHOSEN + choice
+    expert = tl.load(expert_ids + pair, mask=choice < CHOSEN, other=-1).to(tl.int64)
+    share = tl.load(expert_weights + pair, mask=expert >= 0, other=0.0).to(tl.float32)
+    column = block[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    inside = (expert >= 0)[:, None, None] & (column < K)[None, :, :]
+    if SCALED:
+        of_blocks = scales + (expert * tl.cdiv(N, 128) + on // 128) * tl.cdiv(K, 128)
+        known = (expert >= 0)[:, None] & (block * RUN < K)[None, :]
+        scale = tl.load(of_blocks[:, None] + block[None, :], mask=known, other=0.0)
+    of_rows = weight + (expert[:, None] * N + tl.minimum(rn, N - 1)[None, :]) * K
+    of_pairs = hidden + pair.to(tl.int64) * K
+    value = tl.load(
+        of_rows[:, :, None, None] + column[None, None, :, :], mask=inside[:, None, :, :], other=0.0
+    ).to(tl.float32)
+    row = tl.load(of_pairs[:, None, None] + column[None, :, :], mask=inside, other=0.0).to(tl.float32)
+    part = tl.sum(value * row[:, None, :, :], 3)
+    if SCALED:
+        part *= scale[:, None, :]
+    result = tl.sum(part, 2).to(hidden.dtype.element_ty).to(tl.float32)
+    total = tl.sum(result * share[:, None], 0)
+    _store_sum(x + tl.program_id(1).to(tl.int64) * N + rn, total, rn < N, ADDS)
 
 
 @triton.jit

@@ -74,15 +74,15 @@ class Kernels(Protocol):
     def multiply(self, pairs: Pairs) -> Iterator[Command]:
         """From tokens to a result a pair."""
 
-    def add(self, pairs: Pairs) -> Command:
-        """From results to tokens."""
+    def add(self, pairs: Pairs) -> Iterator[Command]:
+        """From results to tokens, where `multiply` has not come to these."""
 
 
 def mixture_launches(kernels: Kernels, pairs: Pairs) -> Iterator[Command]:
     """The launches of one call."""
     yield from kernels.sort(pairs)
     yield from kernels.multiply(pairs)
-    yield kernels.add(pairs)
+    yield from kernels.add(pairs)
 
 
 def results(expert_ids: Array, width: int, mlp: Callable[[int, Array, Array], Array]) -> Array:

@@ -201,11 +201,11 @@ class PackedExperts:
         )
         yield self._product(pairs, self.results, hidden, scales, linear_of(self.a.down))
 
-    def add(self, pairs: Pairs) -> Launch:
+    def add(self, pairs: Pairs) -> Iterator[Launch]:
         """The results of a token and `shared`, in `out`."""
         width = self.a.x.shape[1]
         block = min(1024, power_of_two(width))
-        return launch(
+        yield launch(
             _DEVICE,
             "add_chosen",
             (pairs.tokens, -(-width // block)),

@@ -12,7 +12,7 @@ from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.fp4 import Fp4
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
-from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.formats.linear import Linear, Plain
 from openinfer.kernels.linear.few_bits import form_kernels, in_pairs, unpacks
 from openinfer.kernels.moe import Pairs
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
@@ -24,6 +24,9 @@ MANY = 64
 """The most places of a tile whose weights a product unpacks. Where tiles are as large, columns are arranged first."""
 ROW_NUMBERS = 8192
 """Numbers of a float8 weight that a program of experts_rows keeps, twice as many in the first product."""
+SUMMED_TOKENS, SUMMED_NUMBERS = 4, 16384
+"""Tokens up to which the second product adds up its results (experts_sums), and the numbers of weights that a program
+of it loads. So few tokens share few experts, and nearly all weights are read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,12 @@ class PlainExperts:
         """See Pairs.looked_through."""
         return pairs.looked_through(max(self.first.bm, self.second.bm))
 
+    def _sums(self, pairs: Pairs) -> bool:
+        """Whether the second product adds up its results."""
+        numbers = power_of_two(pairs.chosen) * power_of_two(self.down.shape[-1])
+        fits = numbers <= SUMMED_NUMBERS and isinstance(self.down.form, Plain | Fp8)
+        return fits and pairs.tokens <= SUMMED_TOKENS and self._ids(pairs) > 0
+
     def sort(self, pairs: Pairs) -> Iterator[Launch]:
         """Fill `order` and `starts`, unless the products look through the pairs."""
         if self._ids(pairs):
@@ -115,7 +124,7 @@ class PlainExperts:
         )
 
     def multiply(self, pairs: Pairs) -> Iterator[Launch]:
-        """From normed tokens to the results of pairs."""
+        """From normed tokens to the results of pairs, or to those of tokens."""
         inter = self.gate_up.shape[1] // 2
         mlp, x, bits = Scratch((pairs.count, inter), self.x.dtype), self.hidden, _word_bits(self.gate_up)
         arranged = self.first.bm == MANY and bits > 0 and bits == _word_bits(self.down)
@@ -126,13 +135,39 @@ class PlainExperts:
             constants = {"BITS": bits, "BLOCK": block}
             yield launch(_DEVICE, "arrange_rows", (-(-numbers // block),), args, constants, num_warps=8)
         yield self._product(pairs, self.first, mlp, x, self.gate_up, arranged, first=True)
-        yield self._product(pairs, self.second, self.results, mlp, self.down, arranged, first=False)
+        if self._sums(pairs):
+            yield self._summed(pairs, mlp)
+        else:
+            yield self._product(pairs, self.second, self.results, mlp, self.down, arranged, first=False)
 
-    def add(self, pairs: Pairs) -> Launch:
-        """The weighted results of a token, added up."""
+    def _summed(self, pairs: Pairs, hidden: Scratch) -> Launch:
+        """The second product and `add`."""
+        weight, scales = self.down.weight, self.down.scales
+        (n, k), choices, early = weight.shape[1:], power_of_two(pairs.chosen), self.target.starts_early
+        columns = power_of_two(k)
+        rows = min(128, SUMMED_NUMBERS // (choices * columns))
+        args: dict[str, Arg] = {
+            "x": self.x,
+            "hidden": hidden,
+            "weight": weight,
+            "scales": hidden if scales is None else scales,
+            "expert_ids": self.expert_ids,
+            "expert_weights": self.expert_weights,
+            "N": Aligned(n),
+            "K": Aligned(k),
+        }
+        constants = {"CHOSEN": pairs.chosen, "CHOICES": choices, "BN": rows, "BK": columns}
+        constants |= {"SCALED": scales is not None, "ADDS": self.adds, "EARLY": early}
+        grid = (-(-n // rows), pairs.tokens)
+        return launch(_DEVICE, "experts_sums", grid, args, constants, early=early)
+
+    def add(self, pairs: Pairs) -> Iterator[Launch]:
+        """The weighted results of a token, added up where the second product has not done it."""
+        if self._sums(pairs):
+            return
         width = self.x.shape[1]
         block = min(1024, power_of_two(width))
-        return launch(
+        yield launch(
             _DEVICE,
             "add_chosen",
             (pairs.tokens, -(-width // block)),
