@@ -1,7 +1,5 @@
 """Answers of /v1/chat/completions in OpenAI's form. Pure: choices in, bytes out."""
 
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,21 +8,19 @@ from msgspec import UNSET, UnsetType
 
 from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
 from openinfer.frontend.contract import KVTransfer
-from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.openai.completions import (
+    OpenAIShape,
     UsageBody,
     event,
     has_news,
     prompt_logprobs,
-    stream_end,
-    stream_error,
     token_text,
     usage_body,
     usage_so_far,
 )
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.shapes import encode, error_body, fingerprint
+from openinfer.frontend.http.shapes import encode, fingerprint
 from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader, TextPiece, new_call_id, said
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -75,9 +71,8 @@ class ChatResponse(msgspec.Struct):
     kv_transfer_params: KVTransfer | UnsetType = UNSET
 
 
-class ChatShape:
-    """A Shape. new_parser: makes a parser of the text; None: all text is content. show_reasoning: send the thoughts.
-    mark: the system_fingerprint."""
+class ChatShape(OpenAIShape):
+    """A Shape. new_parser: makes a parser of the text; None: all text is content. show_reasoning: send the thoughts."""
 
     def __init__(
         self,
@@ -88,14 +83,9 @@ class ChatShape:
         show_reasoning: bool = True,
         mark: Callable[[], str] = fingerprint,
     ) -> None:
-        self._mark = mark
-        self._head = (f"chatcmpl-{uuid.uuid4().hex}", "chat.completion.chunk", int(time.time()), model)
-        self._plan = plan
-        self._tokenizer = tokenizer
-        self._names = None if plan.tokens_as_ids else tokenizer
+        super().__init__("chatcmpl", "chat.completion.chunk", model, plan, tokenizer, mark)
         self._reader = Reader(new_parser, tokenizer)
         self._show_reasoning = show_reasoning
-        self._begun: set[int] = set()
         self._calls: dict[int, int] = {}
 
     def events(self, choice: Choice) -> bytes:
@@ -115,18 +105,8 @@ class ChatShape:
                 chunks += event(self._chunk([body], usage=usage_so_far(choice, self._plan)))
         return chunks
 
-    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        last = self._chunk([], usage=usage_body(usage))
-        return stream_end(last if self._plan.include_usage else None)
-
     def _chunk(self, bodies: Sequence[_Choice], **fields: Any) -> ChatResponse:
         return ChatResponse(*self._head, bodies, system_fingerprint=self._mark(), **fields)
-
-    def broken(self, error: APIError) -> bytes:
-        return stream_error(error)
-
-    def refusal(self, error: APIError) -> bytes:
-        return error_body(error)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         bodies = []

@@ -16,7 +16,7 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import CommonBody
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.shapes import encode, error_body, fingerprint
+from openinfer.frontend.http.shapes import encode, error_body
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 
@@ -74,50 +74,66 @@ class CompletionResponse(msgspec.Struct):
     kv_transfer_params: KVTransfer | UnsetType = UNSET
 
 
-class CompletionShape:
-    """/v1/completions."""
+class OpenAIShape:
+    """What the shapes of completions and of chats share. prefix: of ids; kind: the `object`. mark: the
+    system_fingerprint."""
+
+    def __init__(
+        self,
+        prefix: str,
+        kind: str,
+        model: str,
+        plan: Plan,
+        tokenizer: Tokenizer | None,
+        mark: Callable[[], str],
+    ) -> None:
+        self._head = (f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
+        self._plan, self._tokenizer, self._mark = plan, tokenizer, mark
+        self._names = None if plan.tokens_as_ids else tokenizer
+        self._begun: set[int] = set()
+
+    def _chunk(self, bodies: Sequence[Any], **fields: Any) -> msgspec.Struct:
+        raise NotImplementedError
+
+    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        last = event(self._chunk([], usage=usage_body(usage))) if self._plan.include_usage else b""
+        return last + DONE_EVENT
+
+    def broken(self, error: APIError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n" + DONE_EVENT
+
+    def refusal(self, error: APIError) -> bytes:
+        return error_body(error)
+
+
+class CompletionShape(OpenAIShape):
+    """/v1/completions. echoes: the text of each prompt, where the plan echoes."""
 
     def __init__(
         self,
         model: str,
         plan: Plan,
         tokenizer: Tokenizer | None,
-        echoes: Sequence[str] = (),
-        mark: Callable[[], str] = fingerprint,
+        echoes: Sequence[str],
+        mark: Callable[[], str],
     ) -> None:
-        """echoes: the text of each prompt, where the plan echoes. mark: the system_fingerprint."""
-        self._echoes, self._mark = echoes, mark
-        self._head = (f"cmpl-{uuid.uuid4().hex}", "text_completion", int(time.time()), model)
-        self._plan = plan
-        self._tokenizer = tokenizer
-        self._names = None if plan.tokens_as_ids else tokenizer
-        self._begun: set[int] = set()
+        super().__init__("cmpl", "text_completion", model, plan, tokenizer, mark)
+        self._echoes = echoes
         self._offsets: dict[int, _Offsets] = {}
 
     def events(self, choice: Choice) -> bytes:
         if not has_news(choice, self._plan):
             return b""
         body = self._choice(choice)
-        return event(self._response([body], usage_so_far(choice, self._plan)))
+        return event(self._chunk([body], usage=usage_so_far(choice, self._plan)))
 
-    def _response(self, bodies: Sequence[_Completion], usage: UsageBody | UnsetType) -> CompletionResponse:
-        return CompletionResponse(*self._head, bodies, usage, system_fingerprint=self._mark())
-
-    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        last = self._response([], usage_body(usage))
-        return stream_end(last if self._plan.include_usage else None)
-
-    def broken(self, error: APIError) -> bytes:
-        return stream_error(error)
-
-    def refusal(self, error: APIError) -> bytes:
-        return error_body(error)
+    def _chunk(self, bodies: Sequence[_Completion], **fields: Any) -> CompletionResponse:
+        return CompletionResponse(*self._head, bodies, system_fingerprint=self._mark(), **fields)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         bodies = [self._choice(choice) for choice in choices]
-        answer = self._response(bodies, usage_body(usage))
-        answer.kv_transfer_params = choices[0].kv_transfer or UNSET
-        return encode(answer)
+        left = choices[0].kv_transfer or UNSET
+        return encode(self._chunk(bodies, usage=usage_body(usage), kv_transfer_params=left))
 
     def _choice(self, choice: Choice) -> _Completion:
         text, token_ids, logprobs = choice.take()
@@ -204,16 +220,6 @@ def likeliest(entry: TokenLogprobs, count: int, text: Callable[[int], str]) -> d
     for token_id, value in zip(entry.top_token_ids[:count], entry.top_logprobs[:count], strict=True):
         found.setdefault(text(token_id), value)
     return found
-
-
-def stream_error(error: APIError) -> bytes:
-    """The error as an event of a stream that had begun, and the end of that stream."""
-    return b"data: " + error_body(error) + b"\n\n" + DONE_EVENT
-
-
-def stream_end(last: msgspec.Struct | None) -> bytes:
-    """The end of an OpenAI stream, after a last chunk where there is one."""
-    return DONE_EVENT if last is None else event(last) + DONE_EVENT
 
 
 def has_news(choice: Choice, plan: Plan) -> bool:
