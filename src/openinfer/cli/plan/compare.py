@@ -72,8 +72,7 @@ class Variant:
 
 
 def alternatives(asked: Variant, args: argparse.Namespace) -> list[str]:
-    """Flags to compare with those asked for: other token budgets of a step, and paced decode rows. A flag that the
-    command line names keeps its value."""
+    """Flags to compare with those asked for: other token budgets of a step, and paced decode rows. Given flags stay."""
     found, options = [], asked.server.asked.options
     if options.max_num_batched_tokens is None:
         own = asked.server.outline.buckets.max_tokens

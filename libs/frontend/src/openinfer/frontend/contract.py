@@ -170,8 +170,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="x"):
     id: int
     message: str
     code: Literal["engine", "grammar", "invalid"] = "engine"
-    """"engine": by no fault of the request. Otherwise the request could not be finished by anyone: its grammar, or its
-    settings together, left no token."""
+    """"engine": by no fault of the request. Otherwise its grammar, or its settings together, left no token."""
     """engine: through no fault of the request. grammar: its grammar cannot be followed any further."""
 
 

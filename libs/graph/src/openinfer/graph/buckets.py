@@ -31,8 +31,7 @@ class Buckets:
     """The shapes that steps are recorded in. A step runs in the smallest shape that holds it. All are ascending.
 
     max_drafts: the most drafts of a row. Above 0, each shape exists for steps without and with drafts: a decode step's
-    for each of `draft_levels`, a mixed step's for the most. lone_tokens: tokens of a shape for a lone row of more
-    than max_tokens, or 0."""
+    for each of `draft_levels`, a mixed step's for the most. lone_tokens: of a shape for a lone, longer row, or 0."""
 
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]

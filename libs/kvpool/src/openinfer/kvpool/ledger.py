@@ -159,8 +159,7 @@ class Ledger:
     ) -> None:
         """Name private blocks, each the child of the one before it, the first of `parent`.
 
-        If another used block has the name, the new block becomes its duplicate. tokens: of the blocks, and salt: of
-        the sequence, both for events.
+        If another used block has the name, the new block becomes its duplicate. tokens, salt: for events.
         """
         index, fresh, before = self._index, [], parent
         for position, name in enumerate(names):

@@ -138,9 +138,8 @@ def _forbidden(mask: NDArray[np.int32], vocabulary: int) -> int | None:
 
 
 class Masks:
-    """Makes the masks of a step's sequences. They are some microseconds of work each, and a GPU is busy with the step's
-    forward pass meanwhile. Slow ones are made in threads of their own: matching does not hold the GIL. `Constraint`
-    bounds what a sequence may take.
+    """Makes the masks of a step's sequences, of some microseconds each, during the step's forward pass. Slow ones are
+    made in threads of their own: matching does not hold the GIL. `Constraint` bounds what a sequence may take.
 
     rows: sequences at most; vocabulary: the model's; max_drafts: of a sequence in a step.
     """

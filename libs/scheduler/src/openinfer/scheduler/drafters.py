@@ -18,9 +18,8 @@ class Drafter(Protocol):
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """The tokens that may follow `tokens`, at most `count` of them; none where the drafter has no guess.
 
-        tokens: prompt and output, not to be changed. A later call has the same tokens and perhaps more of them. count:
-        0 or more, and more than a row has in a step: the step under way takes the first ones. A wrong guess costs time
-        and changes no token of the output.
+        tokens: prompt and output, not to be changed; they only grow. count: 0 or more, and more than a row has in a
+        step: the step under way takes the first ones. A wrong guess costs time and changes no token of the output.
         """
 
 

@@ -46,8 +46,7 @@ class BlockWrite(NamedTuple, Generic[Owner]):
 class Step(Generic[Owner]):
     """One step. `left`, `joined` and `blocks` list changes only, so they are mostly empty.
 
-    The runner applies left, joined and blocks in this order, and then runs the rows. It may keep the step: the loop
-    does not change a launched step.
+    The runner applies left, joined and blocks in this order, then runs the rows. It may keep the step.
     """
 
     index: int

@@ -39,8 +39,7 @@ class FinishReason(Enum):
 
 @dataclass(slots=True)
 class Clock:
-    """The loop's two step counters. A decode row without drafts advances by one a step, so its own counters follow
-    from these."""
+    """The loop's two step counters. A decode row without drafts advances by one a step, so its own follow."""
 
     launched: int = 0
     """Index of the last launched step; 0 before the first."""

@@ -41,8 +41,7 @@ def memory_fence() -> None:
 class Allocation:
     """`nbytes` bytes on `device` from `ptr` on (256-byte aligned), freed when the object is collected.
 
-    cuda: one cuMemAlloc. cpu: one numpy array. null: addresses of no other allocation, without memory.
-    Raises OutOfMemory.
+    cuda: one cuMemAlloc. cpu: one numpy array. null: addresses of no other allocation, no memory. Raises OutOfMemory.
     """
 
     __slots__ = ("__weakref__", "_array", "device", "nbytes", "ptr")

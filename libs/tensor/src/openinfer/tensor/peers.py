@@ -15,8 +15,7 @@ class PeerMemory:
     """`nbytes` of zeros on `device`, which other processes of the host map by the descriptor of `export`.
 
     The memory is virtual (cuMemCreate) and has a POSIX descriptor for its handle. `connect` maps the segments of all
-    ranks; `addresses` then has where each of them is in this process. It is freed when the object is collected; the
-    device must be idle then.
+    ranks; `addresses` then has where each is here. It is freed with the object; the device must be idle then.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:

@@ -73,8 +73,7 @@ class Tensor:
         """A cpu tensor over the array's own memory, which it keeps alive.
 
         Raises DTypeError for an unknown dtype, and for what is no numpy array. Raises ShapeError for an array that is
-        read-only (a Tensor is writable), or whose strides are negative or no multiple of an element. Pass
-        `array.copy()` then.
+        read-only (a Tensor is writable), or whose strides are negative or no multiples of an element: pass a copy.
         """
         if not isinstance(array, np.ndarray):
             raise DTypeError(

@@ -187,8 +187,7 @@ class _Places(LinearPlaces):
         return self.stack(part, columns=columns)
 
     def half(self, module: str, pick: Callable[[Array], Array], rows: int, columns: int) -> Tensor:
-        """`pick` of the rank's heads [A, n + v, C] of kv_b_proj, in the model's dtype: products of heads apart take no
-        packed weight."""
+        """`pick` of the rank's heads [A, n + v, C] of kv_b_proj, in the model's dtype: they cannot stay packed."""
         c, own = self.c, module_packing(self.c.packing, module)
         packed = own is not None and not own.made
         if (

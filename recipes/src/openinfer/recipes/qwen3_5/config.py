@@ -122,9 +122,8 @@ class Config:
         cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True,
         checkpoint: Checkpoint | None = None,
     ) -> "Config":  # fmt: skip
-        """From the parsed config.json, nested or flat; eos None: those of config.json. quantization: the flag.
-        coded: whether activations may be quantised. checkpoint: which modules are packed, and whether it has an MTP
-        head. Raises UnsupportedModel."""
+        """From the parsed config.json, nested or flat; eos None: those of config.json. quantization: the flag. coded:
+        whether activations may be quantised. checkpoint: tells packed modules and MTP. Raises UnsupportedModel."""
         whole, model_type = Fields(raw), raw.get("model_type")
         if model_type not in MODEL_TYPES:
             raise whole.wrong("model_type", f"this recipe runs {', '.join(map(repr, MODEL_TYPES))}")

@@ -140,8 +140,7 @@ class Mtp:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A rank's weights, and where each comes from. `embed` is whole on every rank. With tied embeddings `lm_head` is
-    `embed`, or a rank's rows of it."""
+    """A rank's weights, and where each comes from. `embed` is whole; a tied `lm_head` is `embed`, or a rank's rows."""
 
     embed: Tensor  # [V, H]
     layers: tuple[Layer, ...]

@@ -26,8 +26,7 @@ class Chat:
     tool_choice: str = "auto"
     """none, auto, required, or the name of a tool after "tool "."""
     strict: Sequence[str] = ()
-    """Names of the tools whose calls must keep their schema, also where the model may decide. With one such tool, the
-    calls of all tools keep theirs."""
+    """Tools whose calls must keep their schema, also where the model may decide. Then the calls of all tools do."""
     parallel_calls: bool = True
     add_generation_prompt: bool = True
     continue_final: bool = False

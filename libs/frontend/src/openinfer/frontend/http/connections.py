@@ -121,8 +121,7 @@ def _strict(parser: Any) -> Any:
             return getattr(self, "pipeline", ())
 
         def _linger(self) -> None:
-            """Close once the client has closed too, or soon: to close before would reset the connection, and the answer
-            on its way would be lost."""
+            """Close once the client has closed too, or soon: a reset would lose the answer on its way."""
             self._refused = True
             self._unset_keepalive_if_required()
             if self.transport.is_closing():
@@ -135,8 +134,7 @@ def _strict(parser: Any) -> Any:
             self.loop.call_later(LINGER_S, self.transport.abort)
 
         def eof_received(self) -> bool:
-            """A client that has closed its sending half gets the answers to its whole requests. One that has left looks
-            the same, so it is looked at."""
+            """A client that has closed its sending half gets its answers. One that has left looks the same, so look."""
             if not self._refused:
                 self._whole = self._framing.heads - (not self._framing.in_head)
             waiting = self._whole - self._answered

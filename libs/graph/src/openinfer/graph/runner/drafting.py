@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 REST = 64
-"""The most steps for which the choice rests, while the books of Worth allow no drafts. The choice takes host time,
-which steps of 0.1 ms wait for."""
+"""The most steps for which the choice rests while Worth allows no drafts, because it takes host time."""
 RUN = 16
 """The most steps of a rest that are noted together."""
 UNSURE = 256

@@ -59,9 +59,8 @@ class Writer:
         self._head = self._free_until = 0
 
     def send(self, numbers: Sequence[int], *arrays: Words | Places) -> None:
-        """Publish a message: one number or more, and the words of `arrays`; of wider integers, the lower words. A ring
-        that is full is waited for. Raises RankLost where a reader does not take messages within the time limit, or
-        lost() is true."""
+        """Publish a message: one number or more, and the words of `arrays`; of wider integers, the lower words. Waits
+        for room. Raises RankLost where a reader does not take messages within the time limit, or lost() is true."""
         ring, words = self._ring, self._ring._memory
         count = 1 + len(numbers)
         for array in arrays:

@@ -68,8 +68,7 @@ class _Launched(NamedTuple):
 class Runner:
     """scheduler.Runner over a model: one stream, results in the order of the steps.
 
-    watch: looks at every step. leader: tells the ranks that run the same steps. drafting: chooses and writes drafts.
-    masks: of sequences with a constraint.
+    watch: looks at every step. leader: of ranks that run the same steps. masks: of sequences with a constraint.
 
     `record` comes first. `close` gives back graphs and host buffers; the arena owns the device's memory.
     """

@@ -33,8 +33,7 @@ class Sampling:
 
 
 class Wishes:
-    """The wishes of the sequences in the slots, because a step does no more than its rows ask for. A slot that never
-    held a sequence asks for nothing."""
+    """The wishes of the sequences in the slots, because a step does no more than its rows ask for."""
 
     def __init__(self, slots: int) -> None:
         self._tops, self._more = np.zeros(slots, bool), np.zeros(slots, bool)

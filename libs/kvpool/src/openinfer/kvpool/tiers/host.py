@@ -87,8 +87,7 @@ class Slot:
 
 
 class HostMemory:
-    """`num_bytes` of host memory, divided among groups as the pool's memory is. One thread calls it; other threads may
-    lend records (`lend`, `leave`).
+    """`num_bytes` of host memory, divided among groups as the pool's. One thread calls it; others may `lend`, `leave`.
 
     eviction: makes the policy of a group; it says which blocks are worth their room.
 

@@ -20,8 +20,7 @@ class Pace:
     """A controller: it scales the number of prompt tokens by the objective over the time of the last mixed step.
 
     objective_s: upper limit of a step with decode rows, in seconds. This is the time between two tokens of a row. The
-    controller assumes only that more tokens take longer. It ignores steps without prompts and steps without decode
-    rows. Raises InvalidSetup.
+    controller assumes only that more tokens take longer. It learns from mixed steps only. Raises InvalidSetup.
     """
 
     def __init__(self, objective_s: float, max_tokens: int) -> None:

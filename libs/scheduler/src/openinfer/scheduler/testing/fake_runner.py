@@ -85,13 +85,11 @@ class _Paged:
 
 
 class FakeRunner:
-    """A Runner with block_sizes[g] tokens a block in group g. windows[g]: the number of earlier tokens that a token
-    reads; None: all.
+    """A Runner with block_sizes[g] tokens a block in group g. windows[g]: earlier tokens that a token reads; None: all.
 
     delay(index): the number of collect() calls that find step `index` unfinished; a wait without limit finishes it.
-    stall(index, seq): whether a decode row stands still (StepResult.advanced 0). accept(index, seq, k): the number of
-    right drafts among the k drafts of a row. depth: limit of steps in flight. The payload is `Sampled`. Raises
-    DeviceFault.
+    stall(index, seq): whether a decode row stands still (StepResult.advanced 0). accept(index, seq, k): how many of a
+    row's k drafts are right. depth: limit of steps in flight. The payload is `Sampled`. Raises DeviceFault.
     """
 
     def __init__(

@@ -32,8 +32,7 @@ class PoolShape(NamedTuple):
 
 
 class SimplePool:
-    """A Pool of one or several groups. A block's name is its prefix of tokens, not a hash. tier: loads blocks that
-    are not cached; None: no loads."""
+    """A Pool of one or several groups. A block's name is its prefix of tokens, not a hash. tier: loads other blocks."""
 
     def __init__(
         self,

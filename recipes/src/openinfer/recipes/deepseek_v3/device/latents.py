@@ -29,8 +29,7 @@ def write_latents(
     width, qkv_stride, key_stride, table_width, page_stride, key_page_stride, eps, key_eps,
     BLOCK: tl.constexpr, C: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, 2): the query's `width` <= BLOCK columns, and the C + ROTARY of the cache; 3: an indexer's
-    key of KEY numbers, too."""
+    """Grid (tokens, 2): the query's `width` <= BLOCK columns, and the cache's C + ROTARY; 3: an indexer's KEY, too."""
     token = tl.program_id(0).to(tl.int64)
     source = qkv + token * qkv_stride
     if tl.program_id(1) == 0:

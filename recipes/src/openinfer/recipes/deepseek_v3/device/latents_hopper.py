@@ -145,8 +145,7 @@ def _score(weight, positions, token_slots, qbuf, rbuf, pbuf, factors, latents, k
 def _weigh(out, q, turned, partial, positions, token_slots, qbuf, rbuf, pbuf, factors, latents, empty, asked, given,
            taken, heads, C: gl.constexpr, MOST: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
            SPLITS: gl.constexpr, TURNS: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
-    """The warps that bring the queries, multiply probabilities with one half of the latents' numbers, and write the
-    sums."""
+    """The warps that bring the queries, multiply probabilities with half of the latents' numbers, write the sums."""
     SLABS: gl.constexpr = C // 2 // SLAB
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)

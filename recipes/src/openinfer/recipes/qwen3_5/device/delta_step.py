@@ -14,8 +14,7 @@ from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoi
 
 @triton.jit
 def _inputs(channel, token, ring, weight, width, position, TAPS: tl.constexpr):
-    """The inputs of channels [N] at the last TAPS positions, the newest first, zeros before position 0; and behind
-    them the taps that they meet."""
+    """The inputs of channels [N] at the last TAPS positions, newest first, zeros before position 0; and their taps."""
     inputs = (tl.load(token + channel),)
     for back in tl.static_range(1, TAPS):
         row = (position - back + TAPS) % TAPS * width

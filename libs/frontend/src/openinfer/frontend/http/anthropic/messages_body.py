@@ -122,8 +122,7 @@ def messages_common(body: MessagesBody) -> CommonBody:
 
 
 def messages_chat(body: MessagesBody, variables: frozenset[str], defaults: Mapping[str, Any]) -> Chat:
-    """variables: options of the server's template; defaults: those that the server sets. Raises APIError (400) naming
-    the place."""
+    """variables: of the server's template; defaults: those that it sets. Raises APIError (400) naming the place."""
     warnings: list[str] = []
     messages: list[dict[str, Any]] = []
     if body.system:

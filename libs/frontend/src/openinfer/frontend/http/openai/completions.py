@@ -75,8 +75,7 @@ class CompletionResponse(msgspec.Struct):
 
 
 class OpenAIShape:
-    """What the shapes of completions and of chats share. prefix: of ids; kind: the `object`. mark: the
-    system_fingerprint."""
+    """What completions and chats share. prefix: of ids; kind: the `object`. mark: the system_fingerprint."""
 
     def __init__(
         self,

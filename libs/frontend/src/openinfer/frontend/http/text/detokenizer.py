@@ -1,7 +1,6 @@
 """Token ids to text, a few at a time: the pieces add up to what decoding the whole sequence gives.
 
-Half a UTF-8 character is never handed out: it waits for its other half, or for the end. Stop strings are found
-however the text is cut into pieces.
+Half a UTF-8 character waits for its other half or the end. Stop strings are found however the text is cut into pieces.
 """
 
 import codecs

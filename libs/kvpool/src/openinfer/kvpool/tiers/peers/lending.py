@@ -30,8 +30,7 @@ class Lending:
         """Leases that no peer ended in time."""
 
     def grant(self, lease: str, records: Iterable[tuple[int, bytes]]) -> int:
-        """Keep these records, by group and name, from eviction. Records that are not in host memory are left out.
-        Returns the number of the others."""
+        """Keep these records, by group and name, from eviction. Returns how many of them are in host memory."""
         slots = []
         for group, name in records:
             slot = self._host.find(group, name)
