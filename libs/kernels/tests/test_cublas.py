@@ -41,6 +41,10 @@ class FakeLibrary:
         self.made.append((dtype, rows, cols, ld))
         return 0
 
+    def cublasLtMatrixLayoutSetAttribute(self, layout, attribute, value, size):  # noqa: N802
+        self.made.append((attribute, value._obj.value, size))
+        return 0
+
     def cublasLtMatmulPreferenceCreate(self, preference):  # noqa: N802
         return 0
 
@@ -82,6 +86,16 @@ def test_row_major_products_are_given_as_column_major_ones(library):
     assert library.attributes[4] == 0
     assert library.attributes[("preference", 1)] == 2 * ROOM
     assert library.products == [(1.0, 0x200, 0x100, 0.0, 0x300, 0x300, 0x1000, 2 * ROOM, 9)]
+
+
+def test_groups_are_a_batch_of_columns(library):
+    null = Device("null")
+    out, x, weight = (Tensor(256, shape, bfloat16, null) for shape in ((5, 192), (5, 96), (192, 32)))
+    command = Matmul(out, x, weight, Scratch((ROOM,), bfloat16), groups=3)
+    CublasLt().matmul(command, [0x300, 0x100, 0x200], workspace=0x1000, stream=9)
+    layouts = ((14, 32, 64, 32), 64 * 32), ((14, 32, 5, 96), 32), ((14, 64, 5, 192), 64)
+    told = [(layout, (5, 3, 4), (6, offset, 8)) for layout, offset in layouts]
+    assert library.made == [("desc", 68, 0), *(one for three in told for one in three)]
 
 
 def test_accumulate_reads_what_it_writes(library):

@@ -141,7 +141,8 @@ def record(command):
     """A command as JSON, without the name of the kernel's module."""
     if not isinstance(command, Launch):
         parts = (command.out, command.x, command.weight, command.workspace)
-        return ["matmul", *map(plain, parts), command.accumulate, command.branch]
+        own = [command.groups] if command.groups > 1 else [*map(plain, command.scales or ())]
+        return ["matmul", *map(plain, parts), command.accumulate, command.branch, *own]
     spec = command.spec.as_json() | {"module": ""}
     return [spec, command.grid, list(map(plain, command.args)), command.branch]
 

@@ -209,7 +209,7 @@ def test_norm_rows(reference: Run, run_both: Both, rng: np.random.Generator, qua
 @pytest.mark.parametrize(
     ("n", "k", "groups"), [(1536, 4096, 1), (32768, 1024, 1), (8192, 4096, 8), (4096, 8192, 1)]
 )
-@pytest.mark.parametrize("tokens", [1, 33, 128, 600])
+@pytest.mark.parametrize("tokens", [1, 33, 128, 600, 1024])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_projections_of_published_shape(
     on_gpu: Run,

@@ -143,6 +143,14 @@ def code_rows(codes, scales, x, width, x_stride, TOKENS, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def float_scales(out, scales, count, BLOCK: tl.constexpr):
+    """out float32 = the values of scales uint8, E8M0. Grid (cdiv(count, BLOCK),)."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    tl.store(out + place, e8m0(tl.load(scales + place, mask=inside, other=0)), mask=inside)
+
+
+@triton.jit
 def dequantize(out, weight, scales, first, N, K, scale_blocks, BN: tl.constexpr, SCALE_ROWS: tl.constexpr):
     """out [N, K] = rows `first` and up of a float8 weight as bf16, exactly; scales uint8, scale_blocks for each
     SCALE_ROWS rows. Grid (cdiv(N, BN), cdiv(K, 128))."""

@@ -4,15 +4,19 @@ are few, made bf16 first where they are many."""
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
+
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.linear import Linear, Plain
 from openinfer.kernels.linear.choices import CodedTile, measured, rule
+from openinfer.kernels.linear.cublas import CUBLAS_WORKSPACE
 from openinfer.kernels.linear.problem import Kernel, Operand, Problem, sums_of_parts
 from openinfer.kernels.op.launch import (
     Aligned,
     Arg,
     Command,
     Launch,
+    Matmul,
     Scratch,
     aligned,
     depth,
@@ -28,6 +32,9 @@ _DEVICE = "openinfer.kernels.device.packed_linear"
 FEW, FEW_PACKED, FEW_IN_GROUPS, FEW_CODED = 64, 128, 512, 512
 """Up to this many tokens the time is that of reading the weights. The limits of packed weights and of groups are
 higher: several reads cost less than making the weights bf16, or than one product a group."""
+
+MANY_BY_CUBLAS = 128
+"""Tokens from which on all groups are one product of cuBLASLt, if it is there."""
 
 SMALL_GROUP = 1 << 16
 """Numbers of a group's weight up to which all groups are one launch also with more tokens than FEW_IN_GROUPS: a launch
@@ -69,11 +76,33 @@ def _takes_codes(p: Problem) -> bool:
         and p.form != Plain()
         and p.rounded
         and p.groups == 1
-        and p.m <= FEW_CODED
         and multiplies_codes(p.target)
         and p.k % 128 == 0
         and _scale_rows(p) == SCALE_BLOCK
     )
+
+
+def _takes_codes_of_many(p: Problem) -> bool:
+    """cuBLASLt takes scales of blocks in fours."""
+    fits = p.m % 16 == 0 and p.k % (4 * SCALE_BLOCK) == 0 and p.rows % SCALE_BLOCK == 0
+    return _takes_codes(p) and p.target.cublas and p.m > FEW_CODED and fits
+
+
+def _takes_groups(p: Problem) -> bool:
+    large = p.groups > 1 and p.m >= MANY_BY_CUBLAS and not _small_groups(p)
+    dense = isinstance(p.x, Tensor) and p.x.is_contiguous and p.x.dtype == bfloat16
+    known = p.target.cublas and p.target.arch >= 90 and not p.target.batch_invariant
+    return p.op == "project" and large and dense and known
+
+
+def _groups(p: Problem) -> Iterator[Command]:
+    """All groups as one product."""
+    weight: Operand = p.weight.weight
+    if p.form != Plain():
+        weight = Scratch((p.rows, p.k), bfloat16)
+        yield _dequantized(p, weight, 0)
+    workspace = Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8))
+    yield Matmul(p.out, _tensor(p.x), weight, workspace, groups=p.groups)
 
 
 def _takes_few(p: Problem) -> bool:
@@ -156,22 +185,42 @@ def _few(p: Problem) -> Iterator[Command]:
     yield launch(_DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages)
 
 
-def _codes(p: Problem) -> Iterator[Launch]:
-    """Products of float8 codes: x is what q8 gave."""
-    x, k, tile = _tensor(p.x), p.k, packed_tile(p.target, p.m, p.rows, p.k)
-    padded, blocks = -(-p.m // tile.bm) * tile.bm, min(8, power_of_two(k // 128))
-    codes, x_scales = Scratch((p.m, k), float8_e4m3fn), Scratch((k // 128, padded), float32)
+def _coded(p: Problem, padded: int) -> tuple[Launch, Scratch, Scratch]:
+    """The launch that codes x, which is what q8 gave: codes [M, K] and float32 scales [K / 128, padded]."""
+    x, k = _tensor(p.x), p.k
+    blocks = min(8, power_of_two(k // 128))
+    codes, scales = Scratch((p.m, k), float8_e4m3fn), Scratch((k // 128, padded), float32)
     args: dict[str, Arg] = {
         "codes": codes,
-        "scales": x_scales,
+        "scales": scales,
         "x": x,
         "width": Aligned(k),
         "x_stride": aligned(x.strides[0]),
         "TOKENS": Aligned(padded),
     }
-    yield launch(_DEVICE, "code_rows", (p.m, -(-k // (128 * blocks))), args, {"BLOCKS": blocks})
+    grid = (p.m, -(-k // (128 * blocks)))
+    return launch(_DEVICE, "code_rows", grid, args, {"BLOCKS": blocks}), codes, scales
+
+
+def _codes_of_many(p: Problem) -> Iterator[Command]:
+    """The same by cuBLASLt, whose scales are float32."""
+    coded, codes, x_scales = _coded(p, p.m)
+    yield coded
+    found = _tensor(p.weight.scales)
+    scales, workspace = Scratch(found.shape, float32), Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8))
+    args: dict[str, Arg] = {"out": scales, "scales": found, "count": found.numel}
+    yield launch(_DEVICE, "float_scales", (-(-found.numel // 256),), args, {"BLOCK": 256}, num_warps=2)
+    yield Matmul(p.out, codes, p.weight.weight, workspace, scales=(x_scales, scales))
+
+
+def _codes(p: Problem) -> Iterator[Launch]:
+    """Products of float8 codes: x is what q8 gave."""
+    k, tile = p.k, packed_tile(p.target, p.m, p.rows, p.k)
+    padded = -(-p.m // tile.bm) * tile.bm
+    coded, codes, x_scales = _coded(p, padded)
+    yield coded
     columns, tiles = -(-p.n // tile.rows), -(-p.m // tile.bm)
-    args = {
+    args: dict[str, Arg] = {
         "out": p.out,
         "x": codes,
         "x_scales": x_scales,
@@ -204,7 +253,9 @@ def _dequantized(p: Problem, out: Scratch, first: int) -> Launch:
 
 
 KERNELS = (
-    Kernel("projection of codes", _takes_codes, _codes),
+    Kernel("projection of codes", lambda p: p.m <= FEW_CODED and _takes_codes(p), _codes),
+    Kernel("projection of many codes", _takes_codes_of_many, _codes_of_many),
+    Kernel("projection in groups", _takes_groups, _groups),
     Kernel("projection of few", _takes_few, _few),
     Kernel("projection of many", lambda p: p.op == "project", _many),
 )

@@ -178,7 +178,8 @@ class Matmul:
     """out[M, N] = x[M, K] @ weight[N, K]^T (+ out if `accumulate`) through cuBLASLt; fp32 accumulation.
 
     scales: float32 scales of x and of weight, which are float8 then: [1, M] and [N, 1], or [K / 128, M] and [N / 128,
-    K / 128]. `branch`: see beside."""
+    K / 128]. groups: of K columns of x [M, groups K], each with an equal part of the rows of the weight and of the
+    columns of out. `branch`: see beside."""
 
     out: Tensor | Scratch
     x: Tensor | Scratch
@@ -187,6 +188,7 @@ class Matmul:
     accumulate: bool = False
     branch: int = 0
     scales: tuple[Tensor | Scratch, Tensor | Scratch] | None = None
+    groups: int = 1
 
     @property
     def operands(self) -> tuple[Tensor | Scratch, ...]:

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ DATA_TYPES = {"bfloat16": 14, "float32": 0, "float8_e4m3fn": 28}
 COMPUTE_F32 = 68
 DESC_TRANSA, DESC_TRANSB = 3, 4
 DESC_SCALES, DESC_SCALE_MODES = (17, 18), (31, 32)
+LAYOUT_BATCH_COUNT, LAYOUT_BATCH_OFFSET = 5, 6
 OUTER_VECTORS, VECTORS_OF_128, BLOCKS_OF_128 = 3, 4, 5
 """cublasLtMatmulMatrixScale_t: scales of rows, of 128 numbers of a row, and of 128 x 128 numbers."""
 PREF_MAX_WORKSPACE, PREF_MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
@@ -28,6 +30,7 @@ PROTOTYPES: dict[str, list[Any]] = {
     "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
     "cublasLtMatmulDescDestroy": [c_void_p],
     "cublasLtMatrixLayoutCreate": [c_void_p, c_int, c_uint64, c_uint64, c_int64],
+    "cublasLtMatrixLayoutSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
     "cublasLtMatrixLayoutDestroy": [c_void_p],
     "cublasLtMatmulPreferenceCreate": [c_void_p],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
@@ -50,7 +53,7 @@ class _Heuristic(ctypes.Structure):
 
 
 class _Key(NamedTuple):
-    """The kind of a product. modes: of the scales of the weight and of x; empty for bf16."""
+    """The kind of a product, n columns a group. modes: of the scales of the weight and of x; empty for bf16."""
 
     m: int
     n: int
@@ -60,6 +63,7 @@ class _Key(NamedTuple):
     alignment: int
     room: int
     modes: tuple[int, ...]
+    groups: int
 
     @classmethod
     def of(cls, command: Matmul, alignment: int) -> "_Key":
@@ -69,7 +73,8 @@ class _Key(NamedTuple):
             rows = command.scales[1].shape[-1] == 1
             modes = (OUTER_VECTORS, OUTER_VECTORS) if rows else (BLOCKS_OF_128, VECTORS_OF_128)
         out, room = command.out.dtype.name, command.workspace.nbytes
-        return cls(m, n, k, out, command.accumulate, alignment, room, modes)
+        n //= command.groups
+        return cls(m, n, k, out, command.accumulate, alignment, room, modes, command.groups)
 
 
 class _Plan:
@@ -181,9 +186,16 @@ class CublasLt:
         ):
             self._call(set_attribute, plan.desc, attribute, byref(c_int32(value)), 4)
         self._point(plan, scales)
-        self._call("cublasLtMatrixLayoutCreate", byref(plan.left), kind, k, n, k)
-        self._call("cublasLtMatrixLayoutCreate", byref(plan.right), kind, k, m, k)
-        self._call("cublasLtMatrixLayoutCreate", byref(plan.out), DATA_TYPES[out], n, m, n)
+        for layout, dtype, rows, columns, stride, offset in (
+            (plan.left, kind, k, n, k, n * k),
+            (plan.right, kind, k, m, k * key.groups, k),
+            (plan.out, DATA_TYPES[out], n, m, n * key.groups, n),
+        ):
+            self._call("cublasLtMatrixLayoutCreate", byref(layout), dtype, rows, columns, stride)
+            if key.groups > 1:
+                set_layout = partial(self._call, "cublasLtMatrixLayoutSetAttribute", layout)
+                set_layout(LAYOUT_BATCH_COUNT, byref(c_int32(key.groups)), 4)
+                set_layout(LAYOUT_BATCH_OFFSET, byref(c_int64(offset)), 8)
         preference, answers = c_void_p(), c_int()
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
         set_preference = "cublasLtMatmulPreferenceSetAttribute"
@@ -207,4 +219,5 @@ class CublasLt:
 
 
 def _shown(key: _Key) -> str:
-    return f"M={key.m} N={key.n} K={key.k}{' of float8' if key.modes else ''} into {key.out}"
+    groups = f"{key.groups} groups of " if key.groups > 1 else ""
+    return f"{groups}M={key.m} N={key.n} K={key.k}{' of float8' if key.modes else ''} into {key.out}"
