@@ -5,8 +5,8 @@
 
 A rank's part of V4-Flash (79, 41 and 22 GB of 2, 4 and 8) fits one GPU. Weights, cache and batch are random but valid;
 the router sends tokens to experts of all ranks, as it would. A step is replayed as a graph; times are medians.
-`collectives` adds the time of two all-reduces a layer of [tokens, D] in bf16 and of a gather of the logits. No
-collective runs here: the times are those of NCCL 2.28 inside graphs on H200s of one host (ALL_REDUCE_US). `--ledger`:
+`collectives` adds the time of the exchanges between ranks. None runs here: the times are those of NCCL 2.28 inside
+graphs on H200s of one host (ALL_REDUCE_US), where a gather counts as an all-reduce of half the bytes. `--ledger`:
 every op of these steps at the rank's shapes, in the form of `openinfer bench ops`.
 """
 
@@ -27,10 +27,9 @@ from openinfer.cli.explain.ledger import Machine
 from openinfer.cli.explain.segments import step_segments
 from openinfer.graph import Readback, Shape, StepGraphs
 from openinfer.graph.runner import Runner, readback_bytes, segments
-from openinfer.kernels import CpuPack, Op, Pack, Store, Target, cublas_available
+from openinfer.kernels import H200, CpuPack, NullPack, Op, Pack, Store, Target, Workload, cublas_available
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.blueprint import window_pages
-from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
@@ -80,11 +79,12 @@ def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def fill(model: Model, num_experts: int, stream: Stream, rng: np.random.Generator) -> None:
-    """Random weights and cache, such that activations stay of the size that real ones have."""
+    """Random weights and cache, such that activations stay of the size that real ones have; and activations, for what
+    other ranks would have computed."""
     packed = rng.choice(CODES, BLOCK)
     numbers = (rng.standard_normal(BLOCK // 2, np.float32) * 0.02).view(np.uint32) >> 16
     halves = numbers.astype(np.uint16).view(np.uint8)
-    for name, tensor in (*tensors(model.weights), *tensors(model.cache)):
+    for name, tensor in (*tensors(model.weights), *tensors(model.cache), *tensors(model.buffers)):
         if tensor.dtype == int32:
             tensor.copy_from(rng.integers(0, num_experts, tensor.shape, np.int32), stream)
         elif tensor.dtype == float32:
@@ -197,20 +197,22 @@ def ledger(runner: Runner, path: Path, gpu: str) -> None:
         place(runner, rows, context, prompt, rng)
         for segment in step_segments(runner.model, runner.buckets, rows, context, prompt):
             entries = entries_of(segment, runner.pack, runner.stream, 10, Machine(), seen)
-            results += [entry for entry in entries if entry["op"] not in ("all_reduce", "gather_columns")]
+            results += [
+                entry
+                for entry in entries
+                if entry["op"] not in ("all_reduce", "gather_columns", "all_gather", "reduce_scatter")
+            ]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"bench": "ops", "gpu": gpu, "results": results}, indent=1) + "\n")
 
 
-def collectives_ms(config: Config, rows: int, tokens: int, ranks: int) -> float:
-    """Milliseconds of a step's collectives, by interpolation of ALL_REDUCE_US.
-
-    The gather counts as an all-reduce of as many bytes as a rank sends."""
-    sizes = ALL_REDUCE_US["bytes"]
-    layer, gather = np.interp(
-        [tokens * config.hidden_size * 2, rows * config.vocab_size * 4], sizes, ALL_REDUCE_US[ranks]
-    )
-    return float(2 * config.num_layers * layer + gather) / 1e3
+def collectives_ms(runner: Runner, bucket: Shape, ranks: int) -> float:
+    """Milliseconds of a step's collectives, by interpolation of ALL_REDUCE_US."""
+    pack = NullPack(H200)
+    calls = pack.traced(lambda: runner.model.forward(pack, *bucket))
+    whole = [call.cost(Workload.prefill(bucket.tokens)).link * ranks / (2 * ranks - 2) for call in calls]
+    times = [np.interp(size, ALL_REDUCE_US["bytes"], ALL_REDUCE_US[ranks]) for size in whole if size]
+    return float(sum(times)) / 1e3
 
 
 def main() -> None:
@@ -226,7 +228,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     source, device, found = Source(config_json(args.size, layers=args.layers)), Device("cuda", 0), []
-    whole = Config.parse(source.config)
     for ranks in args.ranks:
         runner = runner_of(source, ranks, device, 128, 4096, 4096)
         for rows, context, prompt in STEPS:
@@ -234,7 +235,8 @@ def main() -> None:
             batch = runner.model.batch
             logits = (batch.logits if batch.part is None else batch.part)[: rows or 1].numpy()
             finite = bool(np.isfinite(np.asarray(logits, np.float32)).all())
-            median, between = statistics.median(times), collectives_ms(whole, rows or 1, rows + prompt, ranks)
+            bucket = Shape(*runner.buckets.choose(rows + prompt, rows + bool(prompt)))
+            median, between = statistics.median(times), collectives_ms(runner, bucket, ranks)
             name = f"mixed {rows} x {context} + {prompt}" if rows and prompt else ""
             name = name or (f"prompt of {prompt}" if prompt else f"decode {rows} x {context}")
             print(

@@ -53,14 +53,10 @@ FEW_ROWS = ("--max-num-seqs", "128", "--max-model-len", "8192")
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "qwen3-4b/2026-11-23-h200-serve-one-commit.json": ("qwen3-4B", 1, ()),
     "qwen3_5-4b/2026-11-24-h200-serve-one-commit.json": ("qwen3_5-4B", 1, ()),
-    "served-deepseek_v4-flash-2-gpus-2026-11-23-h200.json": ("deepseek_v4-Flash", 2, FEW_ROWS),
 }
 """The model, GPUs and flags of each run of servers. Earlier runs had other kernels for steps of up to 128 tokens."""
 TWO_GPUS, FOUR_GPUS = "two-gpus-2026-11-23-h200.json", "four-gpus-2026-11-28-h200.json"
-ONE_OF_SEVERAL = (
-    "rank-deepseek_v4-flash-of-2-2026-11-23-h200.json",
-    "rank-deepseek_v4-flash-2026-11-22-h200.json",
-)
+ONE_OF_SEVERAL = "rank-deepseek_v4-flash-2026-11-29-h200.json"
 STEP_RUNS = {
     (TWO_GPUS, "Qwen3-4B, 2 ranks"): ("qwen3-4B", 2, ()),
     (TWO_GPUS, "Qwen3-32B, 1 rank"): ("qwen3-32B", 1, ()),
@@ -74,7 +70,7 @@ STEP_RUNS = {
         (*FEW_ROWS, "--max-num-batched-tokens", "4096"),
     ),
 }
-"""The model, GPUs and flags of recorded steps, by their file and name there."""
+"""The model, GPUs and flags of recorded steps, by their file and name there. V4's prompts were not dealt to ranks."""
 ONE_RANK = ("--max-num-seqs", "128", "--max-num-batched-tokens", "4096", "--max-model-len", "4352")
 """The flags of the steps of ONE_OF_SEVERAL (benchmarks/deepseek_rank.py)."""
 BEGIN, END = "<!-- {} of benchmarks/predicted.py -->\n", "<!-- end of {} -->"
@@ -148,12 +144,14 @@ def steps(figures: Figures = GPUS[H200.gpu]) -> Iterator[tuple[str, str, float, 
     for (file, name), (model, gpus, flags) in STEP_RUNS.items():
         made = outline(model, gpus, flags)
         for result in json.loads((RESULTS / file).read_text())["steps"][name]["results"]:
-            if "device_ms" in result:
+            if "device_ms" in result and not (model == "deepseek_v4-Flash" and "prefill" in result["point"]):
                 found = predicted(made, result["point"], gpus, figures)
                 yield name, result["point"], found, result["device_ms"]
     made = {gpus: outline("deepseek_v4-Flash", gpus, ONE_RANK) for gpus in (2, 4, 8)}
-    for result in (r for file in ONE_OF_SEVERAL for r in json.loads((RESULTS / file).read_text())["figures"]):
+    for result in json.loads((RESULTS / ONE_OF_SEVERAL).read_text())["figures"]:
         gpus, words = result["ranks"], result["step"].split()
+        if words[0] == "mixed":
+            continue
         point = f"decode:{words[1]},{words[3]}" if words[0] == "decode" else f"prefill:{words[2]}"
         name = f"V4-Flash, one of {gpus} ranks alone, no collectives"
         yield name, point, predicted(made[gpus], point, 1, figures, links=False), result["device_ms"]
@@ -339,10 +337,9 @@ LEDGERS = (
     *(
         Ledger(f"ops-deepseek_v4-flash-rank-of-{ranks}.json", "deepseek_v4-Flash", gpus, ONE_RANK, points)
         for ranks, gpus, points in (
-            ("2-2026-11-23-h200", 2, RANK_POINTS),
-            ("2-mixed-2026-11-23-h200", 2, ("mixed:4,1088,1148",)),
-            ("4-2026-11-22-h200", 4, RANK_POINTS),
-            ("8-2026-11-22-h200", 8, RANK_POINTS),
+            ("2-2026-11-29-h200", 2, RANK_POINTS),
+            ("4-2026-11-29-h200", 4, RANK_POINTS),
+            ("8-2026-11-29-h200", 8, RANK_POINTS),
         )
     ),
 )

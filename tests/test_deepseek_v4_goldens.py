@@ -117,7 +117,7 @@ def test_logits_with_the_published_rounding(load_model, deepseek, index):
 def halved_sinks(model: Model) -> None:
     """A denominator without its sink."""
     for layer in model.weights.layers:
-        layer.attention.sinks.numpy()[:] -= 1
+        layer.attention.heads.sinks.numpy()[:] -= 1
 
 
 def one_frequency_set(model: Model) -> None:

@@ -220,7 +220,8 @@ def test_a_fault_of_one_rank_changes_tokens(recipe, name, config, flags, golden_
     pack.fault = "none"
     assert golden_tokens(engine, golden, 8)
     engine.close()
-    monkeypatch.setattr(config, "of_rank", lambda self, rank, ranks: own(self, ranks - 1 - rank, ranks))
+    other = lambda self, rank, ranks, **deals: own(self, ranks - 1 - rank, ranks, **deals)  # noqa: E731
+    monkeypatch.setattr(config, "of_rank", other)
     engine = build(recipe, golden.path, **flags).engine
     assert not golden_tokens(engine, golden, 8), "another rank's part"
     engine.close()

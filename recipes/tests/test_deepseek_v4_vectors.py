@@ -18,7 +18,7 @@ from openinfer.kernels.op.rounding import hadamard, q4, q8
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.testing import error
 from openinfer.recipes.deepseek_v4.ops.compress import compress
-from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
+from openinfer.recipes.deepseek_v4.ops.queries import place_vectors, q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
 
@@ -93,6 +93,19 @@ def test_q_kv_write(
         rows = got["kv"][np.isfinite(got["kv"].astype(float32)).all(axis=2)].astype(float32)
         np.testing.assert_array_equal(rows[:, :64], q8(rows[:, :64], 64))
         np.testing.assert_array_equal(got["qr"].astype(float32), q8(got["qr"].astype(float32), 128))
+
+
+def test_vectors_that_are_placed_later_lie_where_q_kv_write_writes(
+    interpreted: Run, reference: Run, rng: np.random.Generator
+) -> None:
+    args = write_args(rng, TOKENS, 128, 128, quantized=True)
+    x = reference(q_kv_write, {**args, "kv": np.zeros((len(TOKENS), 128), bfloat16), "block_tables": None})[
+        "kv"
+    ]
+    where = {name: args[name] for name in ("kv", "positions", "token_slots", "block_tables")}
+    wanted = reference(q_kv_write, args)["kv"]
+    for run in reference, interpreted:
+        assert run(place_vectors, {"x": x, **where})["kv"].tobytes() == wanted.tobytes()
 
 
 @pytest.mark.parametrize("name", ["q_norm", "kv_norm", "cos_sin", "positions"])
@@ -297,6 +310,9 @@ def null_step(tokens: int, rows: int, heads: int) -> dict[Op[Any], dict[str, Any
             "qr": alloc(tokens, 1024), "kv": alloc(40, 43, 128, 512)[:, 3], "qkv": alloc(tokens, 1536),
             "q_norm": alloc(1024, dtype=float32), "kv_norm": alloc(512, dtype=float32), "block_tables": tables,
             "eps": EPS, "quantized": True,
+        },
+        place_vectors: {name: by_token[name] for name in ("positions", "token_slots")} | {
+            "x": alloc(tokens, 512), "kv": alloc(40, 43, 128, 512)[:, 3], "block_tables": tables,
         },
         compress: of_rows | {
             "entries": entries, "state": alloc(40, 21, 3, 3, 512, dtype=float32)[:, 3], "az": az[:, :2048],

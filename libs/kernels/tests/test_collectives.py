@@ -71,6 +71,15 @@ for rows, dtype in itertools.product(map(int, sys.argv[5].split(",")), (float32,
         np.testing.assert_allclose(normed.astype(float32), want.astype(float32), rtol=0.01)
         all_reduce(pack, out=of(x), x=of(x), ranks=size)  # in place
         assert (x == out).all()
+        place = slice(rank * size * rows, (rank + 1) * size * rows)
+        again = np.zeros_like(gathered)
+        again[place] = gathered[place]
+        all_gather(pack, out=of(again), x=of(again)[place], ranks=size)
+        assert again.tobytes() == gathered.tobytes()
+        mine = slice(rank * rows, (rank + 1) * rows)
+        x = np.random.default_rng([rank, turn]).standard_normal((size * rows, 16)).astype(dtype)
+        reduce_scatter(pack, out=of(x)[mine], x=of(x), ranks=size)
+        assert x[mine].tobytes() == part.tobytes()
         arrays = (out, gathered, part, columns, residual)
         found[f"{rows} {dtype.name} {turn}"] = [a.astype(np.float32).tobytes().hex() for a in arrays]
 print(json.dumps(found))

@@ -281,11 +281,11 @@ def test_the_last_rows_of_a_weight_keep_their_scales_and_coding(rng, by_row):
     scales = rng.random((384, 1) if by_row else (3, 2)).astype(np.float32)
     weight = rng.standard_normal((384, 256)).astype(float8_e4m3fn)
     whole = Linear(Tensor.from_numpy(weight), Tensor.from_numpy(scales), "token")
-    last = whole.rows_from(128)
+    last = whole.rows(128)
     assert last.coding == "token"
     wanted = Linear(weight, scales).values()[128:]
     np.testing.assert_array_equal(Linear(last.weight.numpy(), last.scales.numpy()).values(), wanted)
-    plain = Linear(Tensor.from_numpy(wanted), None).rows_from(64)
+    plain = Linear(Tensor.from_numpy(wanted), None).rows(64)
     np.testing.assert_array_equal(plain.weight.numpy(), wanted[64:])
 
 

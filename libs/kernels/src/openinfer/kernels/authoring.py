@@ -16,7 +16,7 @@ An `Op` is its arguments, a contract, a numpy reference, launches and a cost, an
    `require_attention`, `expect_cache`, `cached_bytes`, `write_launch`, `new_tokens`, `QkvAttentionArgs`,
    `MERGED_AT_ONCE`, `NEW_PAIRS`)
  - sums of several ranks: `Communicator`, `sum_over` (references), `way_of`, `NCCL`, `sum_of_ranks`, `pushed_rows`
- - cost: `Cost`, `Workload`; calls that it is measured by: `OpCase`, `Memory`, `CaseRows`, `Commands`
+ - cost: `Cost`, `Workload`, `DealtPack`; calls that it is measured by: `OpCase`, `Memory`, `CaseRows`, `Commands`
 
 A model has
 
@@ -98,7 +98,7 @@ from openinfer.kernels.op.launch import (
     launch,
     power_of_two,
 )
-from openinfer.kernels.op.op import Cost, Op, Pack, T, Workload, leaves, mapped, tensors
+from openinfer.kernels.op.op import Cost, DealtPack, Op, Pack, T, Workload, leaves, mapped, tensors
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rotated_pairs, rounded, silu
 from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, e8m0, hadamard, q4, q8, unpack_fp4
 from openinfer.kernels.op.target import CONSUMER_SHARED_BYTES, Target, shared_bytes
@@ -113,8 +113,8 @@ __all__ = [
     "FP8_MADE", "FP8_SCALE_MOST", "MERGED_AT_ONCE", "NCCL", "NEW_PAIRS", "PUBLISHED_SCALES", "SCALE_BLOCK",
     "Adapter", "AdapterSizes", "Adapters", "Aligned", "AnyPacking", "Arg", "Array", "AttentionCall",
     "AttentionChoice", "CacheForm", "CaseRows", "Collective", "Command", "Commands", "Communicator",
-    "ContractError", "Cost", "Fp8", "Int4Groups", "KvCache", "KvLayout", "Launch", "Linear", "LinearPlaces",
-    "Matmul", "Memory", "Mx", "Op", "OpCase", "Pack", "Packing", "Plain", "Problem", "Projection",
+    "ContractError", "Cost", "DealtPack", "Fp8", "Int4Groups", "KvCache", "KvLayout", "Launch", "Linear",
+    "LinearPlaces", "Matmul", "Memory", "Mx", "Op", "OpCase", "Pack", "Packing", "Plain", "Problem", "Projection",
     "QkvAttentionArgs", "Scratch", "T", "Target", "TensorMap", "WeightPart", "Workload", "aligned",
     "attention_launches", "beside", "cached_bytes", "choose_attention", "depth", "e8m0", "expect",
     "expect_bf16", "expect_cache", "expect_columns", "expect_cos_sin", "expect_each", "expect_linear",

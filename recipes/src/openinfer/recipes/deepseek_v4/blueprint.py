@@ -171,7 +171,9 @@ class DeepseekV4(Blueprint[Model]):
         smaller = [(c.norm, c.norm.numpy() * np.float32(0.25)) for c in compressors]
         yield Control(WRONG_ENTRIES, smaller, min_tokens=2 * PAGE)
         layers, mixture = model.weights.layers, model.weights.layers[-1].mixture
-        outputs = [layer.attention.out_b for layer in layers]
+        outputs = [
+            one.out_b for x in layers for one in (x.attention.heads, x.attention.every) if one is not None
+        ]
         yield from of_ranks(self.config.part.ranks, outputs, [mixture.gate_up, mixture.down])
 
     def notices(self, fault: str) -> bool:

@@ -36,6 +36,10 @@ DSPARK_HAS = ("enable_confidence_head", "confidence_head_with_markov", "sample_f
 MOST_BLOCK = 64
 """Tokens of a block of drafts, at most."""
 
+DEALT_BYTES = 6 << 30
+"""Bytes of attention that a rank may hold to compute tokens of its own: Flash has 4.3 GB, and Pro's 17.4 GB would leave
+eight GPUs little room for a cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -88,8 +92,9 @@ class Config:
         """The number of layers whose entries have `ratio` tokens each."""
         return self.ratios.count(ratio)
 
-    def of_rank(self, rank: int, ranks: int) -> "Config":
-        """This model with the part of one of several ranks. Raises UnsupportedModel where it cannot be shared."""
+    def of_rank(self, rank: int, ranks: int, *, deals: bool = False) -> "Config":
+        """This model with the part of one of several ranks. deals: ranks divide the tokens of long steps where all
+        weights of attention fit beside a rank's. Raises UnsupportedModel where it cannot be shared."""
         sizes = {
             "o_groups": (self.o_groups, 1),
             "o_groups * o_lora_rank": (self.o_groups * self.o_lora_rank, FP8_BLOCK),
@@ -97,9 +102,16 @@ class Config:
             "moe_intermediate_size": (self.moe_intermediate_size, FP8_BLOCK),
             "vocab_size": (self.vocab_size, 16),
         }
-        part = Part(rank, ranks)
+        part = Part(rank, ranks, deals=deals and ranks > 1 and self.attention_bytes <= DEALT_BYTES)
         part.check(sizes)
         return dataclasses.replace(self, part=part)
+
+    @property
+    def attention_bytes(self) -> int:
+        """Bytes of the FP8 weights of attention that ranks share, in all layers."""
+        width = self.num_heads * self.head_dim
+        out = self.o_lora_rank * width + self.o_groups * self.o_lora_rank * self.hidden_size
+        return self.num_layers * (width * self.q_lora_rank + out)
 
     def window_page_bytes(self, itemsize: int, *, drafting: int = 0) -> int:
         """Bytes of a page of the window group: 128 raw vectors a layer, and the states of the compressors after the

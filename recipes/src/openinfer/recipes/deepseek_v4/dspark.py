@@ -60,12 +60,14 @@ class BlockDraftingModel(Model):
         """See BlockProposer."""
         return self._parts[2].survival
 
-    def before_layer(self, pack: Pack, number: int, streams: Tensor) -> None:
-        width, t = self.config.hidden_size, streams.shape[0]
+    def before_layer(self, pack: Pack, number: int, step: StepSize) -> None:
+        width, streams = self.config.hidden_size, self.buffers.streams[step.mine]
         for place, at in enumerate(self.reads):
             if at == number:
-                out = self.seen[:t, place * width : (place + 1) * width]
-                mean_streams(pack, out=out, streams=streams, quantized=self.quantized)
+                out = self.seen[step.mine, place * width : (place + 1) * width]
+                mean_streams(step.dealt(pack), out=out, streams=streams, quantized=self.quantized)
+        if number == max(self.reads):
+            self.share(pack, self.seen[: step.tokens], step)
 
     def further(
         self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
@@ -79,7 +81,7 @@ class BlockDraftingModel(Model):
             pack, out=b.rounded[:t], x=b.y[:t], norm_weight=stages.main_norm, eps=eps, quantized=quantized
         )
         for layer in stages.layers:
-            self.write_keys(pack, layer, t)
+            self.write_keys(pack, layer, StepSize(t, step["slots"].shape[0], max_q_len))
 
     def block(self, pack: Pack, num_rows: int, places: int) -> None:
         """See BlockProposer. All of a block is computed, however few drafts a row gets, as the layers were trained."""

@@ -1,6 +1,10 @@
 """DeepSeek-V4, as a straight list of op calls: two segments of a step, `forward` and `sample`; `score`, for prompts.
 
 Written once, run by every pack. Shapes: T tokens of the step, R rows (sequences) in it, S slots.
+
+Where ranks deal the tokens of a long step, a rank has the streams of its `own` tokens, and computes all heads for them.
+What others need is gathered: vectors and compressors' inputs before they are written, and inputs of experts, each of
+which is on one rank. The parts of their sum are scattered. Ops on own tokens run on the pack `mine`.
 """
 
 from collections.abc import Sequence
@@ -8,14 +12,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from openinfer.graph.runner import Batch, NoStates, States
-from openinfer.kernels import Pack, embed, experts, gate_up_clamped, index_topk, project, route
-from openinfer.kernels.authoring import Linear
+from openinfer.kernels import (
+    Pack,
+    all_gather,
+    embed,
+    experts,
+    gate_up_clamped,
+    index_topk,
+    project,
+    reduce_scatter,
+    route,
+)
+from openinfer.kernels.authoring import DealtPack, Linear
 from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache
 from openinfer.recipes.deepseek_v4.config import CSA, Config
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre
-from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
+from openinfer.recipes.deepseek_v4.ops.queries import place_vectors, q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.recipes.deepseek_v4.ops.streams import hc_post, spread
 from openinfer.recipes.deepseek_v4.places import Mixing
@@ -24,11 +38,22 @@ from openinfer.tensor import Stream, Tensor
 
 
 class StepSize(NamedTuple):
-    """The bucket of a step: tokens, rows, and no row has more tokens than `longest`."""
+    """The bucket of a step: tokens, rows, and no row has more tokens than `longest`. own: the tokens that this rank
+    computes, None for all."""
 
     tokens: int
     rows: int
     longest: int
+    own: slice | None = None
+
+    @property
+    def mine(self) -> slice:
+        """The tokens that this rank computes."""
+        return slice(0, self.tokens) if self.own is None else self.own
+
+    def dealt(self, pack: Pack) -> Pack:
+        """The pack for ops on the tokens that this rank computes."""
+        return pack if self.own is None else DealtPack(pack, self.tokens // (self.own.stop - self.own.start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,41 +89,46 @@ class Model:
     ) -> None:
         """Turn the tokens of the step into logits of each row's last token, and write the cache."""
         w, b, batch, t, r = self.weights, self.buffers, self.batch, num_tokens, num_rows
-        streams = b.streams[:t]
-        embed(pack, out=b.y[:t], token_ids=batch.expand(pack, t, r), table=w.embed)
-        spread(pack, streams=streams, x=b.y[:t], add=False)
+        step = StepSize(t, r, max_q_len, self.config.part.deal(t))
+        own, mine = step.mine, step.dealt(pack)
+        embed(mine, out=b.y[own], token_ids=batch.expand(pack, t, r)[own], table=w.embed)
+        spread(mine, streams=b.streams[own], x=b.y[own], add=False)
         layers = 0
         for number, layer in enumerate(w.layers):
             layers = number + 1
-            self.before_layer(pack, number, streams)
-            self.layer(pack, layer, StepSize(t, r, max_q_len))
-        self.before_layer(pack, layers, streams)
-        self.head(pack, batch.select(pack, streams.reshape(t, -1), r, num_drafts))
+            self.before_layer(pack, number, step)
+            self.layer(pack, layer, step)
+        self.before_layer(pack, layers, step)
+        self.share(pack, b.streams[:t], step)
+        self.head(pack, batch.select(pack, b.streams[:t].reshape(t, -1), r, num_drafts))
 
-    def before_layer(self, pack: Pack, number: int, streams: Tensor) -> None:
-        """Called with the streams [T, n, D] before each layer, and after the last, for layers that draft."""
+    def before_layer(self, pack: Pack, number: int, step: StepSize) -> None:
+        """Called before each layer, and after the last, for layers that draft."""
 
-    def layer(self, pack: Pack, layer: Layer, step: StepSize, own: Tensor | None = None) -> None:
-        """Each sublayer reads one mixture of the streams, and is mixed into all of them. own [T, d]: where the step is
-        of blocks of drafts, the memory of their raw vectors, which no page keeps."""
-        b, t = self.buffers, step.tokens
-        self.read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
-        self._attention(pack, layer, step, own)
-        ranks = self.config.part.ranks
-        hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t], ranks=ranks)
-        self.read_streams(pack, layer.ffn_mixing, layer.ffn_norm, t)
-        self._mixture(pack, layer, t)
-        hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t], ranks=ranks)
+    def share(self, pack: Pack, whole: Tensor, step: StepSize) -> None:
+        """Fill `whole`, by token, of which each rank has its own tokens."""
+        if step.own is not None:
+            all_gather(pack, out=whole, x=whole[step.own], ranks=self.config.part.ranks)
 
-    def read_streams(self, pack: Pack, mixing: Mixing, norm: Tensor, t: int) -> None:
+    def layer(self, pack: Pack, layer: Layer, step: StepSize, vectors: Tensor | None = None) -> None:
+        """Each sublayer reads one mixture of the streams, and is mixed into all of them. vectors [T, d]: where the step
+        is of blocks of drafts, the memory of their raw vectors, which no page keeps."""
+        self.read_streams(pack, layer.attn_mixing, layer.attn_norm, step)
+        self._attention(pack, layer, step, vectors)
+        self._write_streams(pack, step)
+        self.read_streams(pack, layer.ffn_mixing, layer.ffn_norm, step)
+        self._mixture(pack, layer, step)
+        self._write_streams(pack, step)
+
+    def read_streams(self, pack: Pack, mixing: Mixing, norm: Tensor, step: StepSize) -> None:
         """normed = the norm of a mixture of the streams; rounded = the same for products that round their input."""
-        c, b = self.config, self.buffers
+        c, b, own = self.config, self.buffers, step.mine
         hc_pre(
-            pack,
-            out=b.normed[:t],
-            rounded_out=b.rounded[:t] if self.quantized else None,
-            mix=b.mix[:t],
-            streams=b.streams[:t],
+            step.dealt(pack),
+            out=b.normed[own],
+            rounded_out=b.rounded[own] if self.quantized else None,
+            mix=b.mix[own],
+            streams=b.streams[own],
             fn=mixing.fn,
             base=mixing.base,
             scale=mixing.scale,
@@ -108,97 +138,120 @@ class Model:
             iters=c.hc_iters,
         )
 
-    def write_keys(self, pack: Pack, layer: Layer, t: int, own: Tensor | None = None) -> None:
-        """The raw vectors of t tokens into the window's pages, or `own`; and qr = the queries' low-rank vectors."""
+    def _write_streams(self, pack: Pack, step: StepSize) -> None:
+        b, own, ranks = self.buffers, step.mine, self.config.part.ranks if step.own is None else 1
+        hc_post(step.dealt(pack), streams=b.streams[own], y=b.y[own], mix=b.mix[own], ranks=ranks)
+
+    def write_keys(self, pack: Pack, layer: Layer, step: StepSize, vectors: Tensor | None = None) -> None:
+        """The raw vectors of the step's tokens into the window's pages, or `vectors`; and qr = the low-rank vectors of
+        own tokens' queries."""
         b, batch, attention = self.buffers, self.batch, layer.attention
-        self._project(pack, b.qkv[:t], b.rounded[:t], attention.into)
+        t, own, mine = step.tokens, step.mine, step.dealt(pack)
+        pages, tables = self.cache.window[:, layer.index], batch.rows["window_tables"]
+        apart = vectors if step.own is None else _flat(b.shared, t, self.config.head_dim)
+        self._project(mine, b.qkv[own], b.rounded[own], attention.into)
         q_kv_write(
-            pack,
-            qr=b.qr[:t],
-            kv=self.cache.window[:, layer.index] if own is None else own,
-            qkv=b.qkv[:t],
+            mine,
+            qr=b.qr[own],
+            kv=pages if apart is None else apart[own],
+            qkv=b.qkv[own],
             q_norm=attention.q_norm,
             kv_norm=attention.kv_norm,
             cos_sin=self._angles(attention),
-            positions=batch.positions[:t],
-            token_slots=batch.token_slots[:t],
-            block_tables=batch.rows["window_tables"] if own is None else None,
+            positions=batch.positions[own],
+            token_slots=batch.token_slots[own],
+            block_tables=tables if apart is None else None,
             eps=self.config.rms_norm_eps,
             quantized=self.quantized,
         )
+        if step.own is not None and apart is not None:
+            self.share(pack, apart, step)
+            positions, slots = batch.positions[:t], batch.token_slots[:t]
+            place_vectors(
+                pack, x=apart, kv=pages, positions=positions, token_slots=slots, block_tables=tables
+            )
 
     def _angles(self, attention: Attention) -> Tensor:
         return self.cos_sin if attention.entries is None else self.compress_cos_sin
 
-    def _attention(self, pack: Pack, layer: Layer, step: StepSize, own: Tensor | None) -> None:
-        """y = attention over the window's raw vectors and the layer's entries, or the tokens' own."""
-        c, b, batch, t = self.config, self.buffers, self.batch, step.tokens
-        q, rows, positions = b.q[:t], batch.rows, batch.positions[:t]
-        attention, place = layer.attention, layer.place
-        self.write_keys(pack, layer, t, own)
-        self._project(pack, q.reshape(t, -1), b.qr[:t], attention.q)
-        entries, selected = own, None
+    def _attention(self, pack: Pack, layer: Layer, step: StepSize, vectors: Tensor | None) -> None:
+        """y = attention over the window's raw vectors and the layer's entries, or the tokens' `vectors`; a rank's part
+        of its sum, or of own tokens all."""
+        c, b, batch, t, own = self.config, self.buffers, self.batch, step.tokens, step.mine
+        attention, place, rows, mine = layer.attention, layer.place, batch.rows, step.dealt(pack)
+        w = attention.heads if step.own is None or attention.every is None else attention.every
+        heads, tokens = w.sinks.shape[0], own.stop - own.start
+        groups = heads * c.o_groups // c.num_heads
+        flat = _flat(b.q, tokens, heads * c.head_dim)
+        self.write_keys(pack, layer, step, vectors)
+        self._project(mine, flat, b.qr[own], w.q)
+        entries, selected = vectors, None
         if isinstance(attention.entries, Sparse):
-            entries, selected = self._select(pack, attention.entries, place, step), b.selected[:t]
+            entries, selected = self._select(pack, attention.entries, place, step), b.selected[own]
         elif attention.entries is not None:
             entries, heavy = self.cache.hca_entries[:, place], attention.entries
             az = _flat(b.compressing, t, heavy.into.shape[0])
-            self._project(pack, az, b.normed[:t], Linear(heavy.into, None))
+            self._project(mine, az[own], b.normed[own], Linear(heavy.into, None))
+            self.share(pack, az, step)
             state, recent = self.cache.hca_state[:, place], self.recent.hca[:, place] if self.recent else None
             self._compress(pack, entries, state, recent, az, heavy.compressor, "q8", step)
+        out = _flat(b.heads, tokens, heads * c.head_dim)
         sparse_attend(
-            pack,
-            out=b.heads[:t],
-            q=q,
+            mine,
+            out=out,
+            q=flat.reshape(tokens, heads, c.head_dim),
             kv=self.cache.window[:, layer.index],
             entries=entries,
             selected=selected,
-            sinks=attention.sinks,
+            sinks=w.sinks,
             cos_sin=self._angles(attention),
-            positions=positions,
-            token_slots=batch.token_slots[:t],
+            positions=batch.positions[own],
+            token_slots=batch.token_slots[own],
             kv_tables=rows["window_tables"],
             entry_tables=rows["entry_tables"],
             scale=c.head_dim**-0.5,
             eps=c.rms_norm_eps,
             window=c.sliding_window,
-            block=0 if own is None else step.longest,
+            block=0 if vectors is None else step.longest,
         )
-        out_a, out_b, groups = attention.out_a, attention.out_b, b.groups[:t]
+        grouped = _flat(b.groups, tokens, groups * c.o_lora_rank)
         project(
-            pack,
-            out=groups,
-            x=b.heads[:t],
-            weight=out_a,
-            groups=c.part.of(c.o_groups),
+            mine,
+            out=grouped,
+            x=out,
+            weight=w.out_a,
+            groups=groups,
             rounded_x=False,
             quantized=self.quantized,
         )
-        self._project(pack, b.y[:t], groups, out_b)
+        self._project(mine, b.y[own], grouped, w.out_b)
 
     def _select(self, pack: Pack, sparse: Sparse, place: int, step: StepSize) -> Tensor:
-        """The entries of a CSA layer; `selected` = those that each token attends to."""
+        """The entries of a CSA layer; `selected` = those that each own token attends to."""
         c, b, batch, t, cache = self.config, self.buffers, self.batch, step.tokens, self.cache
+        own, mine = step.mine, step.dealt(pack)
         entries, keys = cache.csa_entries[:, place], cache.index_keys[:, place]
         wide = _flat(b.compressing, t, sparse.into.shape[0])
         main, index = 4 * c.head_dim, 4 * (c.head_dim + c.index_dim)
-        self._project(pack, wide, b.normed[:t], Linear(sparse.into, None))
+        self._project(mine, wide[own], b.normed[own], Linear(sparse.into, None))
+        self.share(pack, wide, step)
         state, index_state = cache.csa_state[:, place], cache.index_state[:, place]
         recent = self.recent.csa[:, place] if self.recent else None
         self._compress(pack, entries, state, recent, wide[:, :main], sparse.compressor, "q8", step)
-        own = sparse.index_compressor
         recent = self.recent.index[:, place] if self.recent else None
-        self._compress(pack, keys, index_state, recent, wide[:, main:index], own, "hadamard_q4", step)
-        self._project(pack, b.index_q[:t].reshape(t, -1), b.qr[:t], sparse.index_q)
+        az = wide[:, main:index]
+        self._compress(pack, keys, index_state, recent, az, sparse.index_compressor, "hadamard_q4", step)
+        queries = b.index_q[own]
+        self._project(mine, queries.reshape(queries.shape[0], -1), b.qr[own], sparse.index_q)
         index_topk(
-            pack,
-            selected=b.selected[:t],
-            q=b.index_q[:t],
-            weights=wide[:, index : index + c.index_heads],
+            mine,
+            selected=b.selected[own],
+            q=queries,
+            weights=wide[own, index : index + c.index_heads],
             keys=keys,
             cos_sin=self.compress_cos_sin,
-            positions=batch.positions[:t],
-            token_slots=batch.token_slots[:t],
+            positions=batch.positions[own],
+            token_slots=batch.token_slots[own],
             block_tables=batch.rows["entry_tables"],
             scale=(c.index_dim * c.index_heads) ** -0.5,
             window=CSA,
@@ -238,11 +291,13 @@ class Model:
             recent=recent,
         )
 
-    def _mixture(self, pack: Pack, layer: Layer, t: int) -> None:
-        """y = a rank's part of the output of each token's experts plus that of the shared expert."""
-        c, b, batch, m = self.config, self.buffers, self.batch, layer.mixture
-        ids, weights = b.expert_ids[:t], b.expert_weights[:t]
-        self._project(pack, b.router[:t], b.normed[:t], Linear(m.router, None))
+    def _mixture(self, pack: Pack, layer: Layer, step: StepSize) -> None:
+        """y = a rank's part of the output of each token's experts plus that of the shared expert; of own tokens all."""
+        c, b, batch, m, t, own = self.config, self.buffers, self.batch, layer.mixture, step.tokens, step.mine
+        ids, weights, x, y = b.expert_ids[:t], b.expert_weights[:t], b.rounded[:t], b.y[:t]
+        self._project(step.dealt(pack), b.router[own], b.normed[own], Linear(m.router, None))
+        self.share(pack, b.router[:t], step)
+        self.share(pack, x, step)
         route(
             pack,
             expert_ids=ids,
@@ -259,7 +314,7 @@ class Model:
         gate_up_clamped(
             pack,
             out=b.hidden[:t],
-            x=b.rounded[:t],
+            x=x,
             weight=m.shared_gate_up,
             limit=c.swiglu_limit,
             quantized=self.quantized,
@@ -267,8 +322,8 @@ class Model:
         self._project(pack, b.shared[:t], b.hidden[:t], m.shared_down)
         experts(
             pack,
-            out=b.y[:t],
-            x=b.rounded[:t],
+            out=y,
+            x=x,
             shared=b.shared[:t],
             expert_ids=ids,
             expert_weights=weights,
@@ -278,6 +333,8 @@ class Model:
             quantized=self.quantized,
             all_experts=c.num_experts,
         )
+        if step.own is not None:
+            reduce_scatter(pack, out=y[own], x=y, ranks=c.part.ranks)
 
     def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear[Tensor]) -> None:
         """Packed weights are for inputs that are rounded where the model rounds."""

@@ -42,12 +42,12 @@ class DraftingModel(Model):
         self._normed(pack, scratch, flat, mtp.h_norm)
         self._project(pack, flat, scratch, mtp.h_proj)
         spread(pack, streams=streams, x=b.y[:t], add=True)
-        layer = mtp.layer
+        layer, size = mtp.layer, StepSize(t, rows, max_q_len)
         if only_keys:
-            self.read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
-            self.write_keys(pack, layer, t)
+            self.read_streams(pack, layer.attn_mixing, layer.attn_norm, size)
+            self.write_keys(pack, layer, size)
         else:
-            self.layer(pack, layer, StepSize(t, rows, max_q_len))
+            self.layer(pack, layer, size)
 
     def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
         """Logits of this layer's streams in `batch.last`."""

@@ -21,6 +21,7 @@ from openinfer.kernels.authoring import (
     padded_rows,
 )
 from openinfer.recipes.deepseek_v4.config import Config, Dspark
+from openinfer.recipes.engine.config_fields import Part
 from openinfer.tensor import Checkpoint, CheckpointError, Tensor, float32, int8
 
 
@@ -80,15 +81,15 @@ class ModelPlaces(LinearPlaces):
         """FP8 modules (name, rows) in one weight; the rows of all but the last are whole blocks."""
         return self.linear(*parts, columns=columns, packing=FP8_E8M0)
 
-    def of_rank(self, c: Config, *parts: tuple[str, int], columns: int) -> Linear[Tensor]:
-        """The rank's rows of FP8 modules in one weight; (name, rows of a rank)."""
-        own = [WeightPart(name, rows, c.part.rank * rows) for name, rows in parts]
+    def of_rank(self, part: Part, *parts: tuple[str, int], columns: int) -> Linear[Tensor]:
+        """A rank's rows of FP8 modules in one weight; (name, rows of a rank)."""
+        own = [WeightPart(name, rows, part.rank * rows) for name, rows in parts]
         return self.linear(*own, columns=columns, packing=FP8_E8M0)
 
-    def back(self, c: Config, module: str, columns: int) -> Linear[Tensor]:
-        """The rank's columns of an FP8 module whose output has the hidden size."""
-        part = WeightPart(module, c.hidden_size, column=c.part.rank * columns)
-        return self.linear(part, columns=columns, packing=FP8_E8M0)
+    def back(self, part: Part, module: str, rows: int, columns: int) -> Linear[Tensor]:
+        """A rank's columns of an FP8 module."""
+        own = WeightPart(module, rows, column=part.rank * columns)
+        return self.linear(own, columns=columns, packing=FP8_E8M0)
 
     @property
     def experts(self) -> Packing:

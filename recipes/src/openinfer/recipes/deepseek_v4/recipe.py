@@ -64,7 +64,8 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
         from openinfer.recipes.deepseek_v4.config import Config, Dspark
         from openinfer.recipes.deepseek_v4.places import Format
 
-        config = Config.parse(source.config, source.eos).of_rank(rank, ranks)
+        whole, deals = Config.parse(source.config, source.eos), not options.batch_invariant
+        config = whole.of_rank(rank, ranks, deals=deals)
         form = Format.of(source.checkpoint) if source.checkpoint else Format(fp4_experts=True)
         speculation = options.speculation()
         if speculation is not None and speculation.proposes:

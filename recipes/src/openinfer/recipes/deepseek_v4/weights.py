@@ -10,6 +10,7 @@ from openinfer.kernels.authoring import Linear
 from openinfer.recipes.deepseek_v4.config import CSA, Config, Dspark
 from openinfer.recipes.deepseek_v4.inventory import COPIES, inventory
 from openinfer.recipes.deepseek_v4.places import Format, Mixing, ModelPlaces, check_scales
+from openinfer.recipes.engine.config_fields import WHOLE, Part
 from openinfer.tensor import (
     Arena,
     Checkpoint,
@@ -54,16 +55,25 @@ class Sparse:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """`into` stacks wq_a and wkv."""
+class Heads:
+    """The weights of A heads in g groups."""
 
-    into: Linear[Tensor]  # [Q + d, D]
-    q_norm: Tensor  # float32 [Q]
-    kv_norm: Tensor  # float32 [d]
     q: Linear[Tensor]  # [A d, Q]
     sinks: Tensor  # float32 [A]
     out_a: Linear[Tensor]  # [g R, A d / g]
     out_b: Linear[Tensor]  # [D, g R]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """`into` stacks wq_a and wkv. heads: of a rank. every: all heads, where ranks deal tokens; the rank's are views of
+    them, but for the columns of out_b."""
+
+    into: Linear[Tensor]  # [Q + d, D]
+    q_norm: Tensor  # float32 [Q]
+    kv_norm: Tensor  # float32 [d]
+    heads: Heads
+    every: Heads | None
     entries: Heavy | Sparse | None
 
 
@@ -176,25 +186,37 @@ def _layer(p: ModelPlaces, c: Config, at: str, index: int, place: int, ratio: in
         place=place,
         attn_mixing=p.mixing(at + "hc_attn", c, numbers, 3),
         attn_norm=p.gain(at + "attn_norm", c.hidden_size),
-        attention=_attention(p, c, at + "attn.", ratio),
+        attention=_attention(p, c, at + "attn.", ratio, deals=c.part.deals and index < c.num_layers),
         ffn_mixing=p.mixing(at + "hc_ffn", c, numbers, 3),
         ffn_norm=p.gain(at + "ffn_norm", c.hidden_size),
         mixture=_mixture(p, c, at + "ffn.", hashed),
     )
 
 
-def _attention(p: ModelPlaces, c: Config, at: str, ratio: int) -> Attention:
-    heads, groups = c.part.of(c.num_heads), c.part.of(c.o_groups)
-    width, own = heads * c.head_dim, (c.part.slice(c.num_heads),)
-    return Attention(
-        into=p.packed((at + "wq_a", c.q_lora_rank), (at + "wkv", c.head_dim), columns=c.hidden_size),
-        q_norm=p.gain(at + "q_norm", c.q_lora_rank),
-        kv_norm=p.gain(at + "kv_norm", c.head_dim),
-        q=p.of_rank(c, (at + "wq_b", width), columns=c.q_lora_rank),
+def _attention(p: ModelPlaces, c: Config, at: str, ratio: int, *, deals: bool) -> Attention:
+    into = p.packed((at + "wq_a", c.q_lora_rank), (at + "wkv", c.head_dim), columns=c.hidden_size)
+    q_norm, kv_norm = p.gain(at + "q_norm", c.q_lora_rank), p.gain(at + "kv_norm", c.head_dim)
+    heads, every = _heads(p, c, at, WHOLE if deals else c.part), None
+    if deals:
+        first, last = c.part.slice(c.num_heads).start, c.part.slice(c.num_heads).stop
+        rank, rows = c.part.rank, c.part.of(c.o_groups) * c.o_lora_rank
+        every, heads = heads, Heads(
+            q=heads.q.rows(first * c.head_dim, last * c.head_dim),
+            sinks=heads.sinks[first:last],
+            out_a=heads.out_a.rows(rank * rows, (rank + 1) * rows),
+            out_b=p.back(c.part, at + "wo_b", c.hidden_size, rows),
+        )  # fmt: skip
+    return Attention(into, q_norm, kv_norm, heads, every, _entries(p, c, at, ratio))
+
+
+def _heads(p: ModelPlaces, c: Config, at: str, part: Part) -> Heads:
+    heads, groups = part.of(c.num_heads), part.of(c.o_groups)
+    width, own = heads * c.head_dim, (part.slice(c.num_heads),)
+    return Heads(
+        q=p.of_rank(part, (at + "wq_b", width), columns=c.q_lora_rank),
         sinks=p.plain(at + "attn_sink", heads, dtype=float32, source=own),
-        out_a=p.of_rank(c, (at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
-        out_b=p.back(c, at + "wo_b", groups * c.o_lora_rank),
-        entries=_entries(p, c, at, ratio),
+        out_a=p.of_rank(part, (at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
+        out_b=p.back(part, at + "wo_b", c.hidden_size, groups * c.o_lora_rank),
     )
 
 
@@ -250,8 +272,8 @@ def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
         table=table,
         gate_up=gate_up,
         down=down,
-        shared_gate_up=p.of_rank(c, (shared + "w1", width), (shared + "w3", width), columns=hidden),
-        shared_down=p.back(c, shared + "w2", width),
+        shared_gate_up=p.of_rank(c.part, (shared + "w1", width), (shared + "w3", width), columns=hidden),
+        shared_down=p.back(c.part, shared + "w2", hidden, width),
     )
 
 

@@ -210,10 +210,11 @@ def attention_heads(fields: Fields) -> tuple[int, int]:
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one of several ranks has: an even share of all things of a kind. Where ranks are more than heads, groups of
-    ranks have the same head."""
+    ranks have the same head. deals: ranks divide the tokens of steps with many, too."""
 
     rank: int = 0
     ranks: int = 1
+    deals: bool = False
 
     def of(self, count: int) -> int:
         """How many of `count` things this rank has."""
@@ -222,6 +223,11 @@ class Part:
     def first(self, count: int) -> int:
         """The first of them."""
         return self.rank * count // self.ranks
+
+    def deal(self, tokens: int) -> slice | None:
+        """The tokens that this rank computes of a step of `tokens`, where ranks deal them; None: it computes all."""
+        dealt = self.deals and tokens >= DEALT_TOKENS and tokens % (DEALT_UNIT * self.ranks) == 0
+        return self.slice(tokens) if dealt else None
 
     def slice(self, count: int) -> slice:
         """All of them."""
@@ -249,3 +255,8 @@ class Part:
 
 WHOLE = Part()
 """A model on one rank."""
+
+DEALT_TOKENS = 1024
+"""Tokens of a step from which on dividing them saves more than the exchanges cost."""
+DEALT_UNIT = 16
+"""Tokens of a part are a multiple, so that tensors of a part are aligned as whole ones are."""

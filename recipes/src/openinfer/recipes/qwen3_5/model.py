@@ -164,7 +164,7 @@ class Model:
     def _keys(self, pack: Pack, read: Read, mixer: Attention, step: StepRows) -> None:
         """Keys and values of the MTP head's layer, whose queries no draft needs."""
         c, t = self.config, step["positions"].shape[0]
-        own = mixer.qkv.rows_from(2 * c.part.of(c.num_heads) * c.head_dim)
+        own = mixer.qkv.rows(2 * c.part.of(c.num_heads) * c.head_dim)
         pairs = self.buffers.qkv.reshape(-1)[: t * own.weight.shape[0]].reshape(t, -1)
         norm_linear(pack, out=pairs, **read, weight=own)
         qk_norm_rope_write(

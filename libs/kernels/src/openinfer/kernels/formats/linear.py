@@ -123,12 +123,14 @@ class Linear(Generic[T_co]):
         """One expert's."""
         return Linear(self.weight[expert], None if self.scales is None else self.scales[expert])
 
-    def rows_from(self: "Linear[Tensor]", first: int) -> "Linear[Tensor]":
-        """The rows from `first` on, which begins a projection: blocks of scales begin there too."""
-        if self.scales is None:
-            return replace(self, weight=self.weight[first:])
-        block = 1 if self.scales.shape[-2] == self.weight.shape[-2] else SCALE_BLOCK
-        return replace(self, weight=self.weight[first:], scales=self.scales[first // block :])
+    def rows(self: "Linear[Tensor]", first: int, last: int | None = None) -> "Linear[Tensor]":
+        """The rows from `first` to before `last`. A block of scales begins with `first`, or holds all of them."""
+        last = self.weight.shape[-2] if last is None else last
+        weight, scales = self.weight[first:last], self.scales
+        if scales is not None:
+            block = 1 if scales.shape[-2] == self.weight.shape[-2] else SCALE_BLOCK
+            scales = scales[first // block : -(-last // block)]
+        return replace(self, weight=weight, scales=scales)
 
 
 def linear_of(weight: Linear[T] | T) -> Linear[T]:

@@ -6,6 +6,7 @@ kernels, or only write the call down.
     rms_norm(pack, out=h, x=x, weight=w, eps=1e-6)
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -51,6 +52,10 @@ class Workload:
         """One whole prompt of `tokens` tokens."""
         return cls(tokens, 1, tokens, tokens * (tokens + 1) // 2)
 
+    def dealt(self, parts: int) -> "Workload":
+        """That of one of `parts` even parts of the tokens, each of which reads all cached tokens of its row."""
+        return Workload(-(-self.tokens // parts), self.rows, self.kv_tokens, self.qk_pairs // parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -73,6 +78,17 @@ class Pack(Protocol):
     """One way to run ops. `run` gets the op and the arguments of a call, as `Op.args` makes them."""
 
     def run(self, op: "Op[Any]", args: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DealtPack:
+    """Calls for one of `parts` even parts of a step's tokens, of whose cost each is such a part."""
+
+    pack: Pack
+    parts: int
+
+    def run(self, op: "Op[Any]", args: Any) -> None:
+        self.pack.run(op.dealt(self.parts), args)
 
 
 class Op(Generic[P]):
@@ -121,6 +137,13 @@ class Op(Generic[P]):
 
     def __call__(self, pack: Pack, /, *args: P.args, **kwargs: P.kwargs) -> None:
         pack.run(self, self.args(*args, **kwargs))
+
+    @functools.cache  # noqa: B019 - ops live as long as their module
+    def dealt(self, parts: int) -> "Op[P]":
+        """This op for calls that get one of `parts` even parts of a step's tokens, and cost accordingly."""
+        part = copy.copy(self)
+        part.cost = lambda workload, args: self.cost(workload.dealt(parts), args)
+        return part
 
     def args(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The arguments of a call as one value. Raises ContractError for ones that are missing or not known."""

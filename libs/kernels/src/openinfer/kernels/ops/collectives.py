@@ -57,7 +57,7 @@ def _all_reduce(a: _Args[Tensor]) -> None:
 def _all_gather(a: _Args[Tensor]) -> None:
     """out = the x of all ranks, one after the other along the first axis.
 
-    x [N, ...] and out [ranks * N, ...] of one float dtype, dense, apart from each other.
+    x [N, ...] and out [ranks * N, ...] of one float dtype, dense. x may be this rank's place in out.
     """
     _expect("all_gather", a, a.ranks * a.x.shape[0])
 
@@ -65,7 +65,7 @@ def _all_gather(a: _Args[Tensor]) -> None:
 def _reduce_scatter(a: _Args[Tensor]) -> None:
     """out = this rank's part of the sum of the x of all ranks, cut up along the first axis.
 
-    x [ranks * N, ...] and out [N, ...] of one float dtype, dense, apart from each other.
+    x [ranks * N, ...] and out [N, ...] of one float dtype, dense. out may be this rank's place in x.
     """
     rows = a.x.shape[0]
     require(a.ranks >= 1 and rows % a.ranks == 0, f"x has {rows} rows, which {a.ranks} ranks cannot share")

@@ -60,3 +60,17 @@ def q_kv_write(
         else:
             to = kv + token * D
         _write_key(to, source + width, kv_norm, cos_sin, position, eps, D, ROTARY, QUANTIZED)
+
+
+@triton.jit
+def place_vectors(
+    x, kv, positions, token_slots, block_tables, table_width, page_stride, D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(token_slots + token).to(tl.int64)
+    if slot == 0:
+        return
+    position, column = tl.load(positions + token), tl.arange(0, D)
+    page = tl.load(block_tables + slot * table_width + position // PAGE).to(tl.int64)
+    tl.store(kv + page * page_stride + position % PAGE * D + column, tl.load(x + token * D + column))

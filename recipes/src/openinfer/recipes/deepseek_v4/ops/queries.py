@@ -1,4 +1,6 @@
-"""q_kv_write: norms of the query's low-rank vector and of the key-value vector, which goes into its page."""
+"""q_kv_write: norms of the query's low-rank vector and of the key-value vector, which goes into its page.
+
+place_vectors: the same of vectors that q_kv_write has made on other ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from openinfer.kernels.authoring import (
     aligned,
     expect,
     expect_cos_sin,
+    expect_each,
     f32,
     launch,
     power_of_two,
@@ -141,3 +144,53 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
 q_kv_write = Op(
     "q_kv_write", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PlaceArgs(Generic[T]):
+    """Copy key-value vectors x [T, d], as q_kv_write makes them, to where it writes: into kv [pages, 128, d] by
+    positions, token_slots and block_tables. Of one float dtype."""
+
+    x: T
+    kv: T
+    positions: T
+    token_slots: T
+    block_tables: T
+
+
+def _place_check(a: _PlaceArgs[Tensor]) -> None:
+    tokens, dim = a.positions.shape[0], a.kv.shape[-1]
+    expect("x", a.x, (tokens, dim), *FLOATS)
+    expect("kv", a.kv, (-1, PAGE, -1), a.x.dtype, dense=False)
+    expect("kv[0]", a.kv[0], a.kv.shape[1:])
+    expect("block_tables", a.block_tables, (-1, -1), int32)
+    expect_each(a, (tokens,), int32, "positions", "token_slots")
+
+
+def _place_reference(a: _PlaceArgs[Array]) -> None:
+    live = np.flatnonzero(a.token_slots)
+    position = a.positions[live]
+    a.kv[a.block_tables[a.token_slots[live], position // PAGE], position % PAGE] = a.x[live]
+
+
+def _place_launches(target: Target, a: _PlaceArgs[Tensor]) -> Iterator[Command]:
+    tokens, dim = a.x.shape
+    require(dim == power_of_two(dim), f"x has vectors of {dim}; on a GPU a power of two")
+    yield launch(
+        "openinfer.recipes.deepseek_v4.device.queries",
+        "place_vectors",
+        (tokens,),
+        {**tensors(a), "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0])},
+        {"D": dim, "PAGE": PAGE},
+        num_warps=1,
+    )
+
+
+def _place_cost(workload: Workload, a: _PlaceArgs[Tensor]) -> Cost:
+    return Cost(2 * workload.tokens * a.x.shape[1] * a.x.itemsize, 0)
+
+
+place_vectors = Op(
+    "place_vectors", _PlaceArgs[Tensor],
+    check=_place_check, reference=_place_reference, launches=_place_launches, cost=_place_cost,
+)  # fmt: skip
