@@ -61,8 +61,9 @@ def tile_of(
 
     A tile without work has begin >= end."""
     if IDS:
-        pair, mine = tl.arange(0, IDS), tl.load(starts + tile)
-        same = tl.load(starts + pair, mask=pair < tl.num_programs(1), other=-1) == mine
+        pair, mine = tl.arange(0, IDS), tl.load(starts + tile, cache_modifier=".cg")
+        given = tl.load(starts + pair, mask=pair < tl.num_programs(1), other=-1, cache_modifier=".cg")
+        same = given == mine
         before = tl.sum((same & (pair < tile)).to(tl.int32), 0)
         works = (mine >= 0) & (before % BM == 0)
         return mine, before, tl.where(works, tl.sum(same.to(tl.int32), 0), 0)
@@ -86,7 +87,8 @@ def pairs_of(order, expert, rm, end, CHOSEN: tl.constexpr, FIRST: tl.constexpr, 
     inside, place = rm < end, tl.minimum(rm, end - 1)
     if IDS:
         one = tl.arange(0, IDS)
-        same = tl.load(order + one, mask=one < tl.num_programs(1), other=-1) == expert
+        given = tl.load(order + one, mask=one < tl.num_programs(1), other=-1, cache_modifier=".cg")
+        same = given == expert
         found = same[None, :] & (tl.cumsum(same.to(tl.int32), 0)[None, :] == place[:, None] + 1)
         pair = tl.sum(tl.where(found, one[None, :], 0), 1)
         place = pair
@@ -285,7 +287,8 @@ def _store_sum(place, total, inside, ADDS: tl.constexpr):
     dtype = place.dtype.element_ty
     value = total.to(dtype)
     if ADDS:
-        value = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(dtype)
+        old = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+        value = (old.to(tl.float32) + value.to(tl.float32)).to(dtype)
     tl.store(place, value, mask=inside)
 
 
@@ -305,9 +308,11 @@ def add_chosen(
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(CHOSEN):
         pair = token * CHOSEN + choice
-        chosen = tl.load(expert_ids + pair) >= 0
-        share = tl.load(expert_weights + pair).to(tl.float32)
-        result = tl.load(results + pair * width + column, mask=inside & chosen, other=0.0).to(tl.float32)
+        chosen = tl.load(expert_ids + pair, cache_modifier=".cg") >= 0
+        share = tl.load(expert_weights + pair, cache_modifier=".cg").to(tl.float32)
+        result = tl.load(
+            results + pair * width + column, mask=inside & chosen, other=0.0, cache_modifier=".cg"
+        ).to(tl.float32)
         total += tl.where(chosen, share, 0.0) * result
     _store_sum(x + token * width + column, total, inside, ADDS)
 
@@ -329,8 +334,9 @@ def experts_sums(
     on, choice = tl.program_id(0) * BN, tl.arange(0, CHOICES)
     rn, block = on + tl.arange(0, BN), tl.arange(0, BK // RUN)
     pair = tl.program_id(1) * CHOSEN + choice
-    expert = tl.load(expert_ids + pair, mask=choice < CHOSEN, other=-1).to(tl.int64)
-    share = tl.load(expert_weights + pair, mask=expert >= 0, other=0.0).to(tl.float32)
+    real = choice < CHOSEN
+    expert = tl.load(expert_ids + pair, mask=real, other=-1, cache_modifier=".cg").to(tl.int64)
+    share = tl.load(expert_weights + pair, mask=expert >= 0, other=0.0, cache_modifier=".cg").to(tl.float32)
     column = block[:, None] * RUN + tl.arange(0, RUN)[None, :]
     inside = (expert >= 0)[:, None, None] & (column < K)[None, :, :]
     if SCALED:
@@ -342,7 +348,8 @@ def experts_sums(
     value = tl.load(
         of_rows[:, :, None, None] + column[None, None, :, :], mask=inside[:, None, :, :], other=0.0
     ).to(tl.float32)
-    row = tl.load(of_pairs[:, None, None] + column[None, :, :], mask=inside, other=0.0).to(tl.float32)
+    of_pairs = of_pairs[:, None, None] + column[None, :, :]
+    row = tl.load(of_pairs, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     part = tl.sum(value * row[:, None, :, :], 3)
     if SCALED:
         part *= scale[:, None, :]

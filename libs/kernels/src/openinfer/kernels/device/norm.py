@@ -19,7 +19,8 @@ def weighted(unit, gain, dtype: tl.constexpr):
 @triton.jit
 def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """out[t] = x[t] / rms(x[t]) weighted; rows of width <= BLOCK. Grid (rows,). EARLY: this kernel starts before the
-    one ahead has ended, and lets the next one start at once."""
+    one ahead has ended, and lets the next one start at once. What kernels ahead may have changed since then is not read
+    from this SM's first-level cache (.cg)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -27,7 +28,7 @@ def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr, EARLY: tl.constexp
     column = tl.arange(0, BLOCK)
     inside = column < width
     gain = tl.load(weight + column, mask=inside, other=0.0)
-    value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     normed = weighted(value * scale, gain, x.dtype.element_ty)
     tl.store(out + row + column, normed.to(out.dtype.element_ty), mask=inside)

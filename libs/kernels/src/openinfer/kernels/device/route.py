@@ -87,9 +87,12 @@ def _gate_columns(shared, gate, width, block, BLOCK: tl.constexpr):
     """A block of columns of a row of `shared`, times sigmoid(gate)."""
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    factor = (1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))).to(shared.dtype.element_ty)
-    value = tl.load(shared + column, mask=inside, other=0.0).to(tl.float32) * factor.to(tl.float32)
-    tl.store(shared + column, value.to(shared.dtype.element_ty), mask=inside)
+    dtype = shared.dtype.element_ty
+    opened = tl.load(gate, cache_modifier=".cg").to(tl.float32)
+    factor = (1.0 / (1.0 + tl.exp(-opened))).to(dtype)
+    value = tl.load(shared + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    value *= factor.to(tl.float32)
+    tl.store(shared + column, value.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -113,7 +116,8 @@ def route_topk(
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, K_BLOCK)
     inside = expert < experts
     low = -float("inf")
-    left = tl.load(logits + token * logits_stride + expert, mask=inside, other=0.0).to(tl.float32)
+    of_token = logits + token * logits_stride + expert
+    left = tl.load(of_token, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     left = tl.where(inside, left, low)
     best = tl.full((K_BLOCK,), low, tl.float32)
     ids = tl.full((K_BLOCK,), -1, tl.int32)

@@ -54,5 +54,6 @@ def sigmoid_gate(
         of_gate += column % DIM
     factor = sigmoid(tl.load(of_gate, mask=inside, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
     place = out + token * width + column
-    value = tl.load(place, mask=inside, other=0.0).to(tl.float32) * factor.to(tl.float32)
+    old = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+    value = old.to(tl.float32) * factor.to(tl.float32)
     tl.store(place, value.to(out.dtype.element_ty), mask=inside)
