@@ -82,11 +82,7 @@ class _Graphs(StepGraphs):
     """Step graphs that know every step, and do nothing at a launch."""
 
     def record(self, key: Hashable, enqueue: Callable[[], None]) -> None:
-        super().record(key, _nothing)
-
-
-def _nothing() -> None:
-    pass
+        super().record(key, lambda: None)
 
 
 class _TimedLeader(Leader):

@@ -18,7 +18,7 @@ from openinfer.graph import Buckets, Shape
 from openinfer.kernels import Call, Figures, Parts, Prediction, Target, Workload
 from openinfer.kvpool import Pool
 from openinfer.scheduler import Policy, make_policy
-from openinfer.scheduler.sim import Record, Request, SteadyDrafts, StepWork, TierSpeeds, chats, simulate
+from openinfer.scheduler.sim import Request, SteadyDrafts, StepWork, TierSpeeds, chats, simulate
 
 PROMPT_STEP_S = 0.4e-3
 """Host seconds that a step with a prompt takes besides its time on the device, where nothing hides it. It is the median
@@ -234,10 +234,12 @@ class PlannedServer:
         done = [record for record in report.records if record.num_output]
         full = most_used > FULL or report.preemptions > 0
         limits = ["KV room"] * full + ["rows"] * (cost.most_rows >= options.max_num_seqs)
+        ttft = _figures([one.ttft + ARRIVAL_S for one in done])
+        e2el = _figures([one.last_token - one.arrival + ARRIVAL_S for one in done])
         return Point(
-            load, report.requests_per_s, report.output_tokens_per_s, _figures([_ttft_s(one) for one in done]),
-            _figures([one.tpot or 0.0 for one in done]), _figures([_e2el_s(one) for one in done]), report.busy,
-            cost.shares(), limits, cost.most_rows, most_used, report.preemptions, report.rejected, report.hit_rate,
+            load, report.requests_per_s, report.output_tokens_per_s, ttft,
+            _figures([one.tpot or 0.0 for one in done]), e2el, report.busy, cost.shares(), limits, cost.most_rows,
+            most_used, report.preemptions, report.rejected, report.hit_rate,
         )  # fmt: skip
 
 
@@ -259,14 +261,6 @@ def requests(load: OfferedLoad, agents: Agents | None = None) -> list[Request]:
         prompt, output = [1] * load.input_len, [1] * load.output_len
         found.append(Request(time if after is None else ARRIVAL_S, prompt, output, load.output_len, after))
     return found
-
-
-def _ttft_s(record: Record) -> float:
-    return record.ttft + ARRIVAL_S
-
-
-def _e2el_s(record: Record) -> float:
-    return record.last_token - record.arrival + ARRIVAL_S
 
 
 def _figures(seconds: list[float]) -> Json:

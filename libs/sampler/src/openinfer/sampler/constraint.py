@@ -68,7 +68,7 @@ class Constraint:
         """
         drafts, trial = list(drafts), self._matcher.copy()
         for place, draft in enumerate(drafts):
-            if not _allows(mask, draft):
+            if not mask[draft // 32] >> draft % 32 & 1:  # it is forbidden
                 break
             other = _forbidden(mask, self._vocabulary)
             if (self.slow and other is not None) or not self._mask_after(trial, draft, masks[place]):
@@ -121,10 +121,6 @@ class Constraint:
             mask[:] = 0
             return False
         return self._matcher.must_end
-
-
-def _allows(mask: NDArray[np.int32], token: int) -> bool:
-    return bool(mask[token // 32] >> token % 32 & 1)
 
 
 def _forbidden(mask: NDArray[np.int32], vocabulary: int) -> int | None:

@@ -96,7 +96,7 @@ class Lane:
             if time.monotonic() >= keep_at:
                 keep_at = time.monotonic() + _KEEP_EVERY_S
                 if self._link is not None and self.leases:
-                    self._attempt(self._keep)
+                    self._attempt(lambda link: link.say(op="keep", leases=list(self.leases)))
             try:
                 job = self._jobs.get(timeout=_KEEP_EVERY_S)
             except queue.Empty:
@@ -196,9 +196,6 @@ class Lane:
         if self._link is not None:
             self._link.close()
             self._link = self._transport = self._far = None
-
-    def _keep(self, link: Link) -> None:
-        link.say(op="keep", leases=list(self.leases))
 
     def _ask(self, link: Link, names: Sequence[Sequence[bytes]], found: list[tuple[int, bytes]]) -> None:
         link.say(op="ask", names=["".join(name.hex() for name in group) for group in names])
