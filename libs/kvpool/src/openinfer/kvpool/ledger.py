@@ -256,7 +256,7 @@ class Ledger:
             state = self.state(block)
             if state is BlockState.CACHED and name is not None:
                 cached.append(name)
-            for complaint in self._block_problems(block, name, state, users[block]):
+            for complaint in self._block_problems(block, name, users[block]):
                 yield f"group {self.group.name!r}, block {block} ({state.name}): {complaint}"
         free = [block for block in range(self.group.num_blocks) if self.state(block) is BlockState.FREE]
         if sorted(self._free) != free:
@@ -270,7 +270,7 @@ class Ledger:
     def _owns(self, block: int) -> bool:
         return self.state(block) in (BlockState.SHARED, BlockState.CACHED)
 
-    def _block_problems(self, block: int, name: bytes | None, state: BlockState, users: int) -> Iterator[str]:
+    def _block_problems(self, block: int, name: bytes | None, users: int) -> Iterator[str]:
         if self._users[block] != users:
             yield f"counts {self._users[block]} users, {users} are known"
         if block == 0 and (users or name is not None or self._users[0]):

@@ -58,7 +58,7 @@ class ResponsesShape:
         parts = self._reader.take(choice).parts
         begun = b""
         if self._sequence == 0:
-            response = self._response("in_progress", None, None)
+            response = self._response("in_progress", None)
             begun = self._event("response.created", response=response)
             begun += self._event("response.in_progress", response=response)
         return begun + b"".join([self._grow(part) for part in parts])
@@ -67,12 +67,12 @@ class ResponsesShape:
         status = _status(choices[0])
         closed = self._close(status)
         self._keep()
-        response = self._response(status, choices[0], usage)
+        response = self._response(status, usage)
         return closed + self._event(f"response.{status}", response=response)
 
     def broken(self, error: APIError) -> bytes:
         closed = self._close("incomplete", broken=True)
-        response = self._response("failed", None, None)
+        response = self._response("failed", None)
         code = "server_error" if error.status >= 500 or error.code is None else error.code
         response["error"] = {"code": code, "message": str(error)}
         return closed + self._event("response.failed", response=response)
@@ -83,7 +83,7 @@ class ResponsesShape:
             self._grow(part)
         self._close(_status(choice))
         self._keep()
-        return encode(self._response(_status(choice), choice, usage))
+        return encode(self._response(_status(choice), usage))
 
     def refusal(self, error: APIError) -> bytes:
         return error_body(error)
@@ -191,7 +191,7 @@ class ResponsesShape:
         self._sequence += 1
         return said
 
-    def _response(self, status: str, choice: Choice | None, usage: Usage | None) -> dict[str, Any]:
+    def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
         body, sampling = self._body, self._plan.sampling
         return {
             "id": self._id,
