@@ -212,13 +212,13 @@ CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4056, 2967),
     "kernels": (20790, 9793),
-    "graph": (4299, 2574),
-    "kvpool": (6500, 5135),
-    "sampler": (4749, 3940),
-    "scheduler": (4934, 3462),
-    "frontend": (13799, 11763),
-    "recipes": (16227, 3989),
-    "cli": (6810, 0),
+    "graph": (4297, 2574),
+    "kvpool": (6499, 5135),
+    "sampler": (4748, 3940),
+    "scheduler": (4931, 3462),
+    "frontend": (13796, 11763),
+    "recipes": (16225, 3989),
+    "cli": (6809, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 

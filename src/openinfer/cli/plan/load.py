@@ -1,5 +1,4 @@
-"""A server under loads, simulated: the engine's own scheduler and pool in virtual time, with predicted steps:
-a recorded step's ops on a known GPU."""
+"""A server under loads, simulated: the engine's own scheduler and pool in virtual time, with predicted steps."""
 
 import dataclasses
 import math

@@ -43,8 +43,7 @@ class _Json(logging.Formatter):
 
 
 class _Text(logging.Formatter):
-    """Control characters that came in from outside are escaped; a traceback keeps its lines, set in so that none of
-    them passes for a line of the log."""
+    """Control characters from outside are escaped; a traceback keeps its lines, set in to be told from the log's."""
 
     def __init__(self, secrets: Sequence[str]) -> None:
         super().__init__("%(levelname)s %(name)s: %(message)s")

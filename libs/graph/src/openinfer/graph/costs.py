@@ -64,8 +64,7 @@ class StepCosts:
         return predicted * (self._ratio if seen.average is None else seen.average)
 
     def took(self, shape: Shape, seconds: float, even: bool = True, steps: int = 1) -> None:
-        """A step of a shape took so long, by the host's clock and with the step before done when it began. steps: those
-        of which this is the mean."""
+        """A step of a shape took so long by the host's clock, after the step before. steps: this is their mean."""
         prediction, seen = self._prediction(shape), self._of(shape)[even]
         if prediction is not None and shape.longest == 1 and not even:
             return  # a plain step that seems long makes drafts seem to pay, and the prediction is nearer

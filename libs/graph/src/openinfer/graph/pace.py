@@ -55,8 +55,7 @@ class Total:
 class StepPace:
     """Keeps the times of steps beside their predictions; O(1) a step while the batch is the same.
 
-    predictions: by shape, for all segments of a step together. Without predictions (the speed of the device has not
-    been measured) nothing is counted.
+    predictions: by shape, of all of a step. Without any, on a device that was not measured, nothing is counted.
 
     A runner reports each sequence that joins, each change of the batch, each launch and each result, with its time.
     Results must come in the order of the launches.

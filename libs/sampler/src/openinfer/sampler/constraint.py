@@ -78,8 +78,7 @@ class Constraint:
         return drafts
 
     def _mask_after(self, trial: Matcher, draft: int, mask: NDArray[np.int32]) -> bool:
-        """Write the mask after one more draft. False where it is not to be used, because the output is complete or no
-        token can follow."""
+        """Write the mask after one more draft. False: the output is complete or no token can follow."""
         try:
             trial.accept(draft)
             trial.fill(mask)

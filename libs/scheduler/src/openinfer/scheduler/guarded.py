@@ -24,8 +24,7 @@ class GuardedDrafters:
 
     @classmethod
     def named(cls, name: str, num_tokens: int) -> "GuardedDrafters":
-        """Drafters of the class MODULE:NAME, which is called without arguments. Raises InvalidSetup where it is not
-        there, or makes no drafter."""
+        """Drafters of the class MODULE:NAME, called without arguments. Raises InvalidSetup if it makes none."""
         make = imported(name, "drafter")
         try:
             drafter = make()

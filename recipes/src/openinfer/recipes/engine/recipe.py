@@ -51,8 +51,7 @@ class Recipe(ABC, Generic[O]):
     options: type[O]
     """The dataclass of the recipe's flags."""
     small: Json
-    """config.json of a model with one layer of each kind, as small as the kernels take. It is for tests, and for
-    measuring the host's work of a step."""
+    """config.json of a model with one layer of each kind, as small as the kernels take, for tests and `bench idle`."""
 
     @abstractmethod
     def matches(self, config: Json) -> bool:

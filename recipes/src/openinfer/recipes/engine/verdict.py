@@ -116,8 +116,7 @@ def limits(sequences: Sequence[Reference]) -> Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How far a run is from the reference. Printed, but not gated: the largest deviation, and the number of positions
-    whose regret is above REGRET_NAT."""
+    """How far a run is from the reference. Not gated: the maximum, and the positions with a regret above REGRET_NAT."""
 
     path: str
     positions: int

@@ -71,8 +71,7 @@ class TagReader:
         return None
 
     def _next(self, at: int, final: bool) -> str | None:
-        """What stands behind blanks at this place: the name of a tag, "end" of all text, "" for other text; None where
-        more text will tell."""
+        """What stands behind blanks here: the name of a tag, "end" of all text, "" for other text; None: not known."""
         blank = _SPACE.match(self.text, at)
         assert blank is not None
         at = blank.end()

@@ -224,8 +224,7 @@ class Tiers:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the copies under way, so that the memory of the blocks can go; not for those of a rank that is gone.
-        No load may be under way."""
+        """Wait for copies, but those of a lost rank, so that the blocks' memory can go. No load may be under way."""
         if self._mover is None:
             return
         self._mover.synchronize()

@@ -45,8 +45,7 @@ class Pace:
 
 
 class Batching:
-    """Continuous batching with chunked prefill: a step has the decode rows, then chunks of prefilling sequences, then
-    admitted sequences.
+    """Continuous batching with chunked prefill: a step has decode rows, chunks of prefilling, then admitted sequences.
 
     max_batched_tokens: limit of a step's tokens, at least the loop's max_rows, so that prefill cannot starve. Where no
     row decodes, a chunk of View.lone_tokens may exceed it. max_chunk_tokens: limit of a chunk. tpot_s: seconds that a

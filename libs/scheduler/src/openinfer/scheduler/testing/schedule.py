@@ -304,8 +304,7 @@ class _Request:
 
 
 class RandomDrafts:
-    """Up to `most` drafts a row. It changes between no drafts, the same number for all rows, and a number for each row.
-    Without drafts it rests at times.
+    """Up to `most` drafts a row. It changes between none, one number for all rows, and one each. It rests at times.
 
     The tokens of all decode rows stay below max_tokens, so that prompts get one token at least.
     """

@@ -1,7 +1,6 @@
 """Prometheus metrics under the names that vLLM's dashboards read, with finer buckets for inter-token latency.
 
-Where a server has several HTTP processes, each of them shows the sums over all. The engine's counts come from the
-engine, all others from a Board.
+Each HTTP process shows the sums over all. The engine's counts come from the engine, all others from a Board.
 """
 
 import mmap
