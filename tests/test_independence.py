@@ -217,7 +217,7 @@ LINES = {
     "sampler": (4748, 3940),
     "scheduler": (4931, 3462),
     "frontend": (13796, 11763),
-    "recipes": (16225, 3989),
+    "recipes": (16210, 3989),
     "cli": (6809, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -97,82 +97,69 @@ def _columns(c, hc_eps):
 
 @triton.jit
 def hc_numbers(
-    pre, mix, streams, fn, base, scale, partial, counter, tokens, K, eps, hc_eps, iters,
-    NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    partial, streams, fn, tokens, K, NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Write pre float32 [T, 4] and, if NUMBERS is 24 and not 4, mix float32 [T, 20].
-
-    They are made from streams [T, K] of K = 4 D columns. K is split over SPLIT programs. The last program to finish
-    sums the parts in a fixed order.
-
-    partial: float32 [SPLIT, T, 32]; counter: int32 [cdiv(T, BT)], zero before and after. BK divides K.
-    Grid (SPLIT, cdiv(T, BT)).
-    """
-    part, tile = tl.program_id(0), tl.program_id(1)
-    row, number = tile * BT + tl.arange(0, BT), tl.arange(0, 32)
+    """partial float32 [SPLIT, T, 32] = the products of streams [T, K] with fn, by parts of K. BK divides K.
+    Grid (SPLIT, cdiv(T, BT))."""
+    part = tl.program_id(0)
+    row, number = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, 32)
     inside = row < tokens
     steps = tl.cdiv(K // BK, SPLIT)
     first = part * steps * BK
     last = tl.minimum(first + steps * BK, K)
     value = _product(streams, fn, row, inside, first, last, K, NUMBERS, BT, BK)
-    place = partial + row.to(tl.int64)[:, None] * 32 + number[None, :]
-    tl.store(place + part.to(tl.int64) * tokens * 32, value, mask=inside[:, None])
-    tl.debug_barrier()  # every thread's part is written before one of them says so
-    if tl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLIT - 1:
-        total = tl.zeros((BT, 32), tl.float32)
-        step = tokens.to(tl.int64) * 32
-        for s in range(SPLIT):  # .cg: not from this SM's first-level cache
-            total += tl.load(place + s * step, mask=inside[:, None], other=0.0, cache_modifier=".cg")
-        tl.debug_barrier()
-        tl.store(place, total, mask=inside[:, None])
-        tl.debug_barrier()
-        of_row = partial + row.to(tl.int64) * 32
-        squares = tl.load(of_row + 31, mask=inside, other=0.0, cache_modifier=".cg")
-        shrink = tl.rsqrt(squares / K + eps) * tl.load(scale)
-        for s in tl.static_range(4):
-            m = tl.load(of_row + s, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(pre + row * 4 + s, _sigmoid(m * shrink + tl.load(base + s)) + hc_eps, mask=inside)
-        if NUMBERS == 24:
-            unit = tl.rsqrt(squares / K + eps)
-            shrink = unit * tl.load(scale + 1)
-            for s in tl.static_range(4):
-                m = tl.load(of_row + 4 + s, mask=inside, other=0.0, cache_modifier=".cg")
-                tl.store(mix + row * 20 + s, 2.0 * _sigmoid(m * shrink + tl.load(base + 4 + s)), mask=inside)
-            shrink = unit * tl.load(scale + 2)
-            c = ()
-            for i in tl.static_range(16):
-                m = tl.load(of_row + 8 + i, mask=inside, other=0.0, cache_modifier=".cg")
-                c += (m * shrink + tl.load(base + 8 + i),)
-            c = _sinkhorn(c, hc_eps, iters)
-            for i in tl.static_range(16):
-                tl.store(mix + row * 20 + 4 + i, c[i], mask=inside)
-        tl.store(counter + tile, 0)
+    place = partial + (part.to(tl.int64) * tokens + row)[:, None] * 32 + number[None, :]
+    tl.store(place, value, mask=inside[:, None])
+
+
+@triton.jit
+def _number(total, n: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, 32) == n, total, 0.0), 0)
 
 
 @triton.jit
 def hc_collapse(
-    out, rounded_out, streams, pre, norm_weight, width, eps,
-    BLOCKS: tl.constexpr, NORM: tl.constexpr, QUANTIZED: tl.constexpr,
+    out, rounded_out, mix, streams, partial, base, scale, norm_weight, tokens, width, eps, hc_eps, iters,
+    BLOCKS: tl.constexpr, NORM: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over s of pre[t, s] * streams[t, s] [4, width], rounded; with NORM its RMS norm, and q8 of that in
-    rounded_out if QUANTIZED. width <= BLOCKS * 128. Grid (T,)."""
+    """Grid (T, 1), or (T, 2) where there is a mix. The first program of a token: out[t] = the sum of streams[t] [4,
+    width], each times its number, rounded; with NORM its RMS norm, and q8 of that in rounded_out if QUANTIZED. width <=
+    BLOCKS * 128. The second program, which nothing waits for: mix float32 [T, 20]."""
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = column < width
-    place = streams + token * 4 * width + column
-    total = tl.zeros((BLOCKS, 128), tl.float32)
-    for s in tl.static_range(4):
-        x = tl.load(place + s * width, mask=inside, other=0.0).to(tl.float32)
-        total += x * tl.load(pre + token * 4 + s)
-    dtype = out.dtype.element_ty
-    value = total.to(dtype)
-    if NORM:
-        wide = value.to(tl.float32)
-        unit = wide * tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / width + eps)
-        value = (unit * tl.load(norm_weight + column, mask=inside, other=0.0)).to(dtype)
-    tl.store(out + token * width + column, value, mask=inside)
-    if QUANTIZED:
-        tl.store(rounded_out + token * width + column, q8(value.to(tl.float32)).to(dtype), mask=inside)
+    part, number = tl.arange(0, SPLIT), tl.arange(0, 32)
+    found = tl.load(partial + (part[:, None] * tokens + token) * 32 + number[None, :])
+    total = tl.sum(found, 0)
+    unit = tl.rsqrt(_number(total, 31) / (4 * width) + eps)
+    if tl.program_id(1) == 0:
+        column = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        inside = column < width
+        place = streams + token * 4 * width + column
+        value = tl.zeros((BLOCKS, 128), tl.float32)
+        shrink = unit * tl.load(scale)
+        for s in tl.static_range(4):
+            x = tl.load(place + s * width, mask=inside, other=0.0).to(tl.float32)
+            value += x * (_sigmoid(_number(total, s) * shrink + tl.load(base + s)) + hc_eps)
+        dtype = out.dtype.element_ty
+        value = value.to(dtype)
+        if NORM:
+            wide = value.to(tl.float32)
+            normed = wide * tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / width + eps)
+            value = (normed * tl.load(norm_weight + column, mask=inside, other=0.0)).to(dtype)
+        tl.store(out + token * width + column, value, mask=inside)
+        if QUANTIZED:
+            tl.store(rounded_out + token * width + column, q8(value.to(tl.float32)).to(dtype), mask=inside)
+    else:
+        to, shrink = mix + token * 20, unit * tl.load(scale + 1)
+        for s in tl.static_range(4):
+            m = _number(total, 4 + s) * shrink + tl.load(base + 4 + s)
+            tl.store(to + s, 2.0 * _sigmoid(m))
+        shrink = unit * tl.load(scale + 2)
+        c = ()
+        for n in tl.static_range(16):
+            c += (_number(total, 8 + n) * shrink + tl.load(base + 8 + n),)
+        c = _sinkhorn(c, hc_eps, iters)
+        for n in tl.static_range(16):
+            tl.store(to + 4 + n, c[n])
 
 
 @triton.jit

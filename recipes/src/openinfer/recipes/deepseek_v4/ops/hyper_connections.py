@@ -10,6 +10,7 @@ from openinfer.kernels.authoring import (
     FLOATS,
     SCALE_BLOCK,
     Aligned,
+    Arg,
     Array,
     Command,
     Cost,
@@ -36,7 +37,7 @@ from openinfer.kernels.authoring import (
     tensors,
 )
 from openinfer.recipes.deepseek_v4.ops.streams import hc_post
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.tensor import Tensor, float32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
 
@@ -54,64 +55,65 @@ class _MixingArgs(Generic[T]):
     hc_eps: float
 
 
-def _numbers(
-    target: Target, a: _MixingArgs[Tensor], pre: Scratch, mix: Tensor | Scratch, iters: int
-) -> Launch:
-    """The kernel that makes pre [T, 4], and mix if fn has rows for it; few tokens: columns are spread over SMs."""
+def _mixed(
+    target: Target,
+    a: _MixingArgs[Tensor],
+    rounded_out: Tensor | None = None,
+    mix: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    iters: int = 1,
+) -> Iterator[Launch]:
+    """The kernels that make one of the streams: its norm, where it has a weight, and mix, where fn has rows for it. The
+    columns of few tokens are spread over SMs."""
     require(
         a.streams.shape[1] == 4,
         f"there are {a.streams.shape[1]} streams; kernels for hyper-connections take 4",
     )
-    tokens, columns = a.streams.shape[0], a.fn.shape[1]
+    (tokens, width), columns = a.out.shape, a.fn.shape[1]
     bt = 16 if tokens <= 64 or target.batch_invariant else 64
     tiles, bk = -(-tokens // bt), depth(columns, 128)
     split, programs = 1, target.num_sms // 2 if bt == 16 else 3 * target.num_sms
-    while split < 64 and 2 * split * bk <= columns:
+    while split < 128 and 2 * split * bk <= columns:
         if tiles * split >= programs and not target.batch_invariant:
             break
         split *= 2
-    return launch(
+    partial = Scratch((split, tokens, 32), float32)
+    args: dict[str, Arg] = {
+        "partial": partial,
+        **tensors(a, "streams", "fn"),
+        "tokens": tokens,
+        "K": Aligned(columns),
+    }
+    yield launch(
         _DEVICE,
         "hc_numbers",
         (split, tiles),
-        {
-            "pre": pre,
-            "mix": mix,
-            **tensors(a, "streams", "fn", "base", "scale"),
-            "partial": Scratch((split, tokens, 32), float32),
-            "counter": Scratch((tiles,), int32, zeroed=True),
-            "tokens": tokens,
-            "K": Aligned(columns),
-            "eps": a.eps,
-            "hc_eps": a.hc_eps,
-            "iters": iters,
-        },
+        args,
         {"NUMBERS": a.fn.shape[0], "BT": bt, "BK": bk, "SPLIT": split},
     )
-
-
-def _collapse(
-    a: _MixingArgs[Tensor], pre: Scratch, rounded_out: Tensor | None = None, norm_weight: Tensor | None = None
-) -> Launch:
-    """The kernel that makes one of the streams; and its norm, where it has a weight."""
-    tokens, width = a.out.shape
-    return launch(
+    yield launch(
         _DEVICE,
         "hc_collapse",
-        (tokens,),
+        (tokens, 1 if mix is None else 2),
         {
             "out": a.out,
             "rounded_out": a.out if rounded_out is None else rounded_out,
+            "mix": a.base if mix is None else mix,
             "streams": a.streams,
-            "pre": pre,
-            "norm_weight": pre if norm_weight is None else norm_weight,
+            "partial": partial,
+            **tensors(a, "base", "scale"),
+            "norm_weight": a.base if norm_weight is None else norm_weight,
+            "tokens": tokens,
             "width": Aligned(width),
             "eps": a.eps,
+            "hc_eps": a.hc_eps,
+            "iters": iters,
         },
         {
             "BLOCKS": power_of_two(-(-width // 128)),
             "NORM": norm_weight is not None,
             "QUANTIZED": rounded_out is not None,
+            "SPLIT": split,
         },
         num_warps=8 if width > 2048 else 4,
     )
@@ -212,9 +214,7 @@ def _pre_reference(a: _PreArgs[Array]) -> None:
 def _pre_launches(target: Target, a: _PreArgs[Tensor]) -> Iterator[Command]:
     expect_bf16(a.streams)
     expect_q8(target, a.rounded_out is not None)
-    pre = Scratch((a.streams.shape[0], 4), float32)
-    yield _numbers(target, a, pre, a.mix, a.iters)
-    yield _collapse(a, pre, a.rounded_out, a.norm_weight)
+    yield from _mixed(target, a, a.rounded_out, a.mix, a.norm_weight, a.iters)
 
 
 def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
@@ -255,9 +255,7 @@ def _head_reference(a: _HeadArgs[Array]) -> None:
 
 def _head_launches(target: Target, a: _HeadArgs[Tensor]) -> Iterator[Command]:
     expect_bf16(a.streams)
-    pre = Scratch((a.streams.shape[0], 4), float32)
-    yield _numbers(target, a, pre, pre, iters=1)
-    yield _collapse(a, pre)
+    yield from _mixed(target, a)
 
 
 def _head_cost(workload: Workload, a: _HeadArgs[Tensor]) -> Cost:
