@@ -211,13 +211,13 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4056, 2967),
-    "kernels": (20790, 9793),
+    "kernels": (20766, 9795),
     "graph": (4297, 2574),
     "kvpool": (6499, 5135),
     "sampler": (4748, 3940),
     "scheduler": (4931, 3462),
     "frontend": (13796, 11763),
-    "recipes": (16210, 3989),
+    "recipes": (16210, 3987),
     "cli": (6809, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -71,9 +71,7 @@ def compile_together(meter: DeviceMeter) -> Callable[[Iterable[tuple[Op[Any], Ma
     def compile_all(calls: Iterable[tuple[Op[Any], Mapping[str, Any]]]) -> None:
         plan = NullPack(meter.target)
         for op, args in calls:
-            plan.run(
-                op, {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
-            )
+            op(plan, **{k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
         meter.store.prepare(plan.specs())
 
     return compile_all

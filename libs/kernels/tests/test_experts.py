@@ -76,7 +76,7 @@ def test_few_pairs_have_a_tile_each(check_op, rng, normal, plan, tokens, monkeyp
     check_op(experts_add, {"x": BF16}, **args)
 
 
-@pytest.mark.parametrize(("tokens", "scaled"), [(1, False), (1, True), (6, True), (18, False), (18, True)])
+@pytest.mark.parametrize(("tokens", "scaled"), [(1, False), (1, True), (6, True), (8, False), (8, True)])
 def test_few_pairs_are_not_sorted_and_have_the_same_bits(
     rng, normal, arena, plan, tokens, scaled, monkeypatch
 ):
@@ -88,7 +88,7 @@ def test_few_pairs_are_not_sorted_and_have_the_same_bits(
     args["expert_ids"][:, 1] = 7
     args["expert_ids"][3:4] = -1
     found = [run_interpreted(experts_add, args)["x"]]
-    monkeypatch.setattr("openinfer.kernels.moe.UNSORTED", ())
+    monkeypatch.setattr("openinfer.kernels.moe.UNSORTED", 0)
     found.append(run_interpreted(experts_add, args)["x"])
     np.testing.assert_array_equal(*found)
     assert not np.array_equal(found[0], args["x"])
@@ -100,7 +100,7 @@ def test_very_few_pairs_of_float8_are_multiplied_row_by_row(arena, check_op, rng
     functions = {
         one.function for one in plan(experts_add, **null_call(arena, tokens, 40, 2, 384, 192, F8)).specs()
     }
-    assert functions == {"rms_norm", "experts_rows", "experts_sums"}
+    assert functions == {"rms_norm", "experts_rows", "experts_sums" if tokens == 1 else "add_chosen"}
     args = mixture(rng, normal, tokens, 40, 2, 384, 192, scaled=True)
     args["expert_ids"][:, 0] = 7
     check_op(experts_add, {"x": BF16}, **args)
@@ -123,7 +123,7 @@ def test_a_token_alone_has_the_bits_that_it_has_among_others(check_alone, rng, n
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("tokens", "inter"), [(1, 640), (4, 48), (4, 256)])
+@pytest.mark.parametrize(("tokens", "inter"), [(1, 48), (1, 640), (4, 64), (4, 256)])
 def test_the_second_product_of_few_tokens_adds_up(
     check_op, rng, normal, arena, plan, tokens, inter, scaled, monkeypatch
 ):

@@ -61,8 +61,8 @@ def tile_of(
 
     A tile without work has begin >= end."""
     if IDS:
-        pair, mine = tl.arange(0, IDS), tl.load(starts + tile, cache_modifier=".cg")
-        given = tl.load(starts + pair, mask=pair < tl.num_programs(1), other=-1, cache_modifier=".cg")
+        pair, mine = tl.arange(0, IDS), tl.load(starts + tile)
+        given = tl.load(starts + pair, mask=pair < tl.num_programs(1), other=-1)
         same = given == mine
         before = tl.sum((same & (pair < tile)).to(tl.int32), 0)
         works = (mine >= 0) & (before % BM == 0)
@@ -87,7 +87,7 @@ def pairs_of(order, expert, rm, end, CHOSEN: tl.constexpr, FIRST: tl.constexpr, 
     inside, place = rm < end, tl.minimum(rm, end - 1)
     if IDS:
         one = tl.arange(0, IDS)
-        given = tl.load(order + one, mask=one < tl.num_programs(1), other=-1, cache_modifier=".cg")
+        given = tl.load(order + one, mask=one < tl.num_programs(1), other=-1)
         same = given == expert
         found = same[None, :] & (tl.cumsum(same.to(tl.int32), 0)[None, :] == place[:, None] + 1)
         pair = tl.sum(tl.where(found, one[None, :], 0), 1)
@@ -135,7 +135,7 @@ def experts_product(
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
-    IDS: tl.constexpr, EARLY: tl.constexpr,
+    IDS: tl.constexpr,
 ):  # fmt: skip
     """Products of pairs with the weights of their experts. Grid (cdiv(N, BN), tiles).
 
@@ -143,9 +143,6 @@ def experts_product(
     [EXPERTS, 2 N, K]. Else from hidden rows x [pairs, K] to out [pairs, N] in the order of pairs, with weight
     [EXPERTS, N, K]. TALL: the weights are the tall operand, for tiles of few rows. SCALED: as in linear.py.
     """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
@@ -198,15 +195,12 @@ def experts_product_float8(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FIRST: tl.constexpr, FEW: tl.constexpr, ARRANGED: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
-    IDS: tl.constexpr, EARLY: tl.constexpr,
+    IDS: tl.constexpr,
 ):  # fmt: skip
     """experts_product of SCALED weights: int32 [EXPERTS, N, K / 4], or 2 N rows if FIRST, whose codes go from memory to
     the place in the operand that their own thread holds. K is a multiple of 128, and BN divides it. ARRANGED: x has
     each 128 columns in the order of word_column, and if FIRST so has `out`; many rows are copied faster so. WARPS: the
     launch's. Grid (cdiv(N, BN), tiles)."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
@@ -244,13 +238,10 @@ def experts_rows(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
-    IDS: tl.constexpr, EARLY: tl.constexpr,
+    IDS: tl.constexpr,
 ):  # fmt: skip
     """experts_product of SCALED weights for very few pairs: a program loads all BK >= K columns of its rows at once,
     and multiplies them with one pair after the other, without the tensor cores. BN divides 128."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
@@ -321,22 +312,19 @@ def add_chosen(
 def experts_sums(
     x, hidden, weight, scales, expert_ids, expert_weights, N, K,
     CHOSEN: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
-    ADDS: tl.constexpr, EARLY: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     """The second product and add_chosen in one, for very few tokens: from hidden [pairs, K] in the order of pairs to x
     [T, N]. A program loads BN rows of all experts of its token at once, all BK >= K columns, and multiplies without the
     tensor cores. SCALED: as in linear.py; BN divides 128. CHOICES: CHOSEN or more, a power of two. Grid
     (cdiv(N, BN), T)."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     RUN: tl.constexpr = min(BK, 128)  # columns of a scale
     on, choice = tl.program_id(0) * BN, tl.arange(0, CHOICES)
     rn, block = on + tl.arange(0, BN), tl.arange(0, BK // RUN)
     pair = tl.program_id(1) * CHOSEN + choice
     real = choice < CHOSEN
-    expert = tl.load(expert_ids + pair, mask=real, other=-1, cache_modifier=".cg").to(tl.int64)
-    share = tl.load(expert_weights + pair, mask=expert >= 0, other=0.0, cache_modifier=".cg").to(tl.float32)
+    expert = tl.load(expert_ids + pair, mask=real, other=-1).to(tl.int64)
+    share = tl.load(expert_weights + pair, mask=expert >= 0, other=0.0).to(tl.float32)
     column = block[:, None] * RUN + tl.arange(0, RUN)[None, :]
     inside = (expert >= 0)[:, None, None] & (column < K)[None, :, :]
     if SCALED:
@@ -349,7 +337,7 @@ def experts_sums(
         of_rows[:, :, None, None] + column[None, None, :, :], mask=inside[:, None, :, :], other=0.0
     ).to(tl.float32)
     of_pairs = of_pairs[:, None, None] + column[None, :, :]
-    row = tl.load(of_pairs, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    row = tl.load(of_pairs, mask=inside, other=0.0).to(tl.float32)
     part = tl.sum(value * row[:, None, :, :], 3)
     if SCALED:
         part *= scale[:, None, :]
@@ -363,13 +351,10 @@ def experts_product_int4(
     out, x, weight, words, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
-    IDS: tl.constexpr, EARLY: tl.constexpr,
+    IDS: tl.constexpr,
 ):  # fmt: skip
     """experts_product with codes uint8 [EXPERTS, N, K / 2], or 2 N rows if FIRST, and words int32 [.., K / GROUP].
     Grid (cdiv(N, BN), tiles)."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return

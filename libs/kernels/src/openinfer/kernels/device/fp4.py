@@ -8,7 +8,6 @@ of rows times 2^16, so a product with the scale and one of the sum put that righ
 # mypy: ignore-errors
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.experts import columns_of_x, pairs_of, store_rows, tile_of
 from openinfer.kernels.device.formats import _number, operand_row, packed_operand, word_column
@@ -101,13 +100,10 @@ def experts_product_fp4(
     out, x, weight, scales, factors, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FIRST: tl.constexpr, FEW: tl.constexpr, ARRANGED: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
-    IDS: tl.constexpr, EARLY: tl.constexpr,
+    IDS: tl.constexpr,
 ):  # fmt: skip
     """experts.experts_product with the tensors of project_fp4, [EXPERTS, N or 2 N if FIRST, ..]. K is a multiple of
     128. ARRANGED: as in experts_product_float8. Grid (cdiv(N, BN), tiles)."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return

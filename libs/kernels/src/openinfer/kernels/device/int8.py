@@ -5,7 +5,6 @@ are those of device.coded_linear.)"""
 # mypy: ignore-errors
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.experts import pairs_of, store_rows, tile_of
 from openinfer.kernels.device.int4 import _sum_parts
@@ -57,12 +56,9 @@ def experts_product_int8(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FIRST: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    IDS: tl.constexpr, EARLY: tl.constexpr,
+    IDS: tl.constexpr,
 ):  # fmt: skip
     """experts.experts_product with codes int8 [EXPERTS, N, K], or 2 N rows if FIRST. Grid (cdiv(N, BN), tiles)."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return

@@ -19,8 +19,8 @@ from openinfer.tensor import Tensor, int32
 
 SORT_BLOCK = 4096
 """The most pairs that a sorting program looks at, at a time."""
-UNSORTED = 32, 256
-"""Pairs that a product looks through in place of a sort. The first are the lanes of a warp."""
+UNSORTED = 32
+"""The most pairs that a product looks through in place of a sort. Of more, the search takes longer than the sort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Pairs:
         return not self.fixed and self.count < self.count // places + self.experts
 
     def looked_through(self, places: int) -> int:
-        """At most how many pairs a product with `places` places a tile looks through; 0 where pairs are sorted."""
-        return next((most for most in UNSORTED if self.count <= most and self.few(places)), 0)
+        """UNSORTED where a product with `places` places a tile looks through the pairs; 0 where they are sorted."""
+        return UNSORTED if self.count <= UNSORTED and self.few(places) else 0
 
     def tiles(self, places: int) -> int:
         """An upper bound of the number of tiles, with `places` places each."""

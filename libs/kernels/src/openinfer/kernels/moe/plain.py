@@ -26,7 +26,8 @@ ROW_NUMBERS = 8192
 """Numbers of a float8 weight that a program of experts_rows keeps, twice as many in the first product."""
 SUMMED_TOKENS, SUMMED_NUMBERS = 4, 16384
 """Tokens up to which the second product adds up its results (experts_sums), and the numbers of weights that a program
-of it loads. So few tokens share few experts, and nearly all weights are read once."""
+of it loads. So few tokens share few experts, and nearly all weights are read once. Where a program's columns are not
+all real, only one token gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,10 @@ class PlainExperts:
 
     def _sums(self, pairs: Pairs) -> bool:
         """Whether the second product adds up its results."""
-        numbers = power_of_two(pairs.chosen) * power_of_two(self.down.shape[-1])
-        fits = numbers <= SUMMED_NUMBERS and isinstance(self.down.form, Plain | Fp8)
-        return fits and pairs.tokens <= SUMMED_TOKENS and self._ids(pairs) > 0
+        k = self.down.shape[-1]
+        columns, form = power_of_two(k), self.down.form
+        fits = power_of_two(pairs.chosen) * columns <= SUMMED_NUMBERS and isinstance(form, Plain | Fp8)
+        return fits and pairs.tokens <= (SUMMED_TOKENS if k == columns else 1) and self._ids(pairs) > 0
 
     def sort(self, pairs: Pairs) -> Iterator[Launch]:
         """Fill `order` and `starts`, unless the products look through the pairs."""
@@ -143,7 +145,7 @@ class PlainExperts:
     def _summed(self, pairs: Pairs, hidden: Scratch) -> Launch:
         """The second product and `add`."""
         weight, scales = self.down.weight, self.down.scales
-        (n, k), choices, early = weight.shape[1:], power_of_two(pairs.chosen), self.target.starts_early
+        (n, k), choices = weight.shape[1:], power_of_two(pairs.chosen)
         columns = power_of_two(k)
         rows = min(128, SUMMED_NUMBERS // (choices * columns))
         args: dict[str, Arg] = {
@@ -157,9 +159,8 @@ class PlainExperts:
             "K": Aligned(k),
         }
         constants = {"CHOSEN": pairs.chosen, "CHOICES": choices, "BN": rows, "BK": columns}
-        constants |= {"SCALED": scales is not None, "ADDS": self.adds, "EARLY": early}
-        grid = (-(-n // rows), pairs.tokens)
-        return launch(_DEVICE, "experts_sums", grid, args, constants, early=early)
+        constants |= {"SCALED": scales is not None, "ADDS": self.adds}
+        return launch(_DEVICE, "experts_sums", (-(-n // rows), pairs.tokens), args, constants)
 
     def add(self, pairs: Pairs) -> Iterator[Launch]:
         """The weighted results of a token, added up where the second product has not done it."""
@@ -246,10 +247,8 @@ class PlainExperts:
                 "FIRST": first,
                 "FEW": pairs.few(tile.bm),
                 "IDS": ids,
-                "EARLY": self.target.starts_early,
                 **own,
             },
             num_warps=tile.warps,
             num_stages=tile.stages,
-            early=self.target.starts_early,
         )
