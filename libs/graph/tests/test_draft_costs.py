@@ -268,6 +268,30 @@ def test_the_number_of_drafts_is_found_within_the_first_answer(name, chance):
     assert best > (0.95 if chance else 0.97) * us_of_a_first_answer(rows, times, chance)
 
 
+def dear(steps, predicted):
+    """Times of a mixture in which a draft costs much, and more than that by the prediction."""
+    layers = (30, 400, 800, 1200)
+    decode = (steps[0], *(a - b for a, b in zip(steps[1:], layers[1:], strict=True)))
+    return Times(decode, layers, 60, steps[0], (200,) * 4, (300, 300), (*predicted, steps[0]))
+
+
+MIXTURE = {  # 35B-A3B with 1,024 tokens, by rows
+    1: dear((2750, 3930, 4790, 5660), (2610, 4350, 5210, 6140)),
+    16: dear((9280, 12280, 16470, 18130), (9610, 16400, 19960, 22570)),
+}
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.8, 0.95])
+@pytest.mark.parametrize("rows", MIXTURE)
+def test_drafts_that_seem_too_dear_are_tried_within_the_first_answer(rows, chance, monkeypatch):
+    times = MIXTURE[rows]
+    best = min(us_of_a_first_answer(rows, times, chance, fixed) for fixed in range(4))
+    assert best > (0.93 if chance else 0.97) * us_of_a_first_answer(rows, times, chance)
+    if chance:
+        monkeypatch.setattr("openinfer.scheduler.worth.START", 0.0)
+        assert best < 0.75 * us_of_a_first_answer(rows, times, chance)
+
+
 def test_a_control_that_tries_the_other_way_at_once_does_not_find_it(monkeypatch):
     monkeypatch.setattr("openinfer.graph.runner.trials.CLEAR", 0.0)
     rows, times = PUBLISHED["27B, 1 row"]

@@ -176,6 +176,13 @@ def test_a_step_with_drafts_that_seems_short_is_not_taken_for_it() -> None:
     assert chosen < 100
 
 
+@pytest.fixture
+def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are tried only where they seem to pay."""
+    monkeypatch.setattr("openinfer.scheduler.worth.START", 0.0)
+
+
+@pytest.mark.usefixtures("no_start")
 def test_a_step_with_drafts_is_believed_to_take_longer_than_one_without() -> None:
     """Half a draft in a step of 64 rows does not pay for the two per cent that it takes at least."""
     worth = Worth((1,))
@@ -183,6 +190,7 @@ def test_a_step_with_drafts_is_believed_to_take_longer_than_one_without() -> Non
     assert worth.choose([1] * 4, 64, {0: 1.0, 1: 0.9}.get) == 1
 
 
+@pytest.mark.usefixtures("no_start")
 def test_drafts_that_bring_what_they_cost_are_left_out() -> None:
     """Of equal rates the fewer drafts: half of these are right."""
     assert Worth((1,)).choose([1], 1, {0: 1.0, 1: 1.5}.get) == 0

@@ -16,6 +16,9 @@ LIKE_BEFORE = 3.0
 """Rows that have to contradict before a draft's chance is halfway between that of the draft before it and its own."""
 PROBING = 0.002
 """The part of the time that may be lost on drafts that do not pay, because the text may have changed."""
+START = 2.0
+"""Plain steps of time that trials may lose while few rows were tried. Where the first draft of one row is wrong, or a
+cost is predicted too high, drafts are tried again within the first answer."""
 LOSS = 0.012
 """The part of the time that drafts may lose."""
 STEPS = 1024
@@ -115,8 +118,10 @@ class Worth:
 
     def _short_of(self, plain: float, cost: Callable[[int], float | None]) -> float:
         """Seconds by which a trial of the first level costs more than the credit; 0 where its cost is not known."""
-        least = cost(self._levels[0])
-        return 0.0 if least is None else max(least, CHEAPEST * plain) - plain - self._credit
+        least, credit = cost(self._levels[0]), self._credit
+        if self._tried[0] < 2 * LIKE_BEFORE:
+            credit += START * plain
+        return 0.0 if least is None else max(least, CHEAPEST * plain) - plain - credit
 
     def saw(self, counts: Mapping[tuple[int, int], int]) -> None:
         """Rows had drafts. counts: of rows by (drafts, accepted ones). A draft counts after accepted ones only."""
