@@ -10,6 +10,7 @@ import pytest
 
 from openinfer.kernels import NullPack, Op, Target
 from openinfer.kernels.measure.tuner import DeviceMeter
+from openinfer.kernels.op.op import mapped
 from openinfer.kernels.testing import INTERPRETED, run_interpreted, run_on_gpu, run_reference
 from openinfer.tensor import Tensor, TensorError
 
@@ -71,7 +72,7 @@ def compile_together(meter: DeviceMeter) -> Callable[[Iterable[tuple[Op[Any], Ma
     def compile_all(calls: Iterable[tuple[Op[Any], Mapping[str, Any]]]) -> None:
         plan = NullPack(meter.target)
         for op, args in calls:
-            op(plan, **{k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
+            op(plan, **mapped(args, np.ndarray, Tensor.from_numpy))
         meter.store.prepare(plan.specs())
 
     return compile_all

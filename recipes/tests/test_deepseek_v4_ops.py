@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack, index_topk
+from openinfer.kernels.op.op import mapped
 from openinfer.kernels.op.rounding import hadamard, q4, q8
+from openinfer.kernels.testing import never_coded
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre, sinkhorn
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
@@ -24,7 +26,7 @@ DIM, ROTARY = 128, 64
 
 
 def run(op: Any, **args: Any) -> None:
-    op(CpuPack(), **{k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
+    op(CpuPack(), **mapped(args, np.ndarray, Tensor.from_numpy))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> Array:
@@ -270,7 +272,7 @@ def test_hyper_connections_mix_as_published() -> None:
         normal(rng, 3),
     )
     gain, y = normal(rng, width), normal(rng, 3, width)
-    out, rounded_out, mix = np.empty((3, width), F), np.empty((3, width), F), np.empty((3, 20), F)
+    out, rounded_out, mix = np.empty((3, width), F), never_coded(3, width, np.dtype(F)), np.empty((3, 20), F)
     run(
         hc_pre,
         out=out,
@@ -291,7 +293,7 @@ def test_hyper_connections_mix_as_published() -> None:
     pre, post = 1 / (1 + np.exp(-m[:, :4])) + EPS, 2 / (1 + np.exp(-m[:, 4:8]))
     h = np.einsum("ts,tsd->td", pre, x)
     assert np.abs(out - gain * h / np.sqrt((h**2).mean(axis=1, keepdims=True) + EPS)).max() < 1e-4
-    np.testing.assert_array_equal(rounded_out, q8(out, 128))
+    np.testing.assert_array_equal(rounded_out.values(), q8(out, 128))
     comb = mix[:, 4:].reshape(3, 4, 4)
     assert np.abs(mix[:, :4] - post).max() < 1e-5
     assert np.abs(comb.sum(axis=1) - 1).max() < 1e-4

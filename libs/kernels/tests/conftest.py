@@ -26,6 +26,7 @@ from openinfer.kernels import (
     Target,
     cublas_available,
 )
+from openinfer.kernels.op.coded import Coded
 from openinfer.kernels.testing import (
     INTERPRETED,
     compare,
@@ -127,9 +128,11 @@ def check_alone() -> Callable[..., None]:
     target = dataclasses.replace(INTERPRETED, batch_invariant=True)
 
     def check(op: Op[Any], args: dict[str, Any], name: str) -> None:
-        together, tokens = run_interpreted(op, args, target)[name], len(args["x"])
+        together, tokens = run_interpreted(op, args, target)[name], args["x"].shape[0]
         of_token = {
-            key for key, value in args.items() if isinstance(value, np.ndarray) and len(value) == tokens
+            key
+            for key, value in args.items()
+            if isinstance(value, np.ndarray | Coded) and value.shape[0] == tokens
         }
         for n in (0, tokens // 2, tokens - 1):
             one = args | {key: args[key][n : n + 1] for key in of_token}

@@ -45,7 +45,7 @@ from openinfer.kernels import (
     reduce_scatter,
 )
 from openinfer.kernels.op.reference import rms_norm
-from openinfer.tensor import Tensor, bfloat16, float32
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, uint8
 file, rank, size = map(int, sys.argv[1:4])
 way = sys.argv[4]
 ranks = SharedMemory(file, rank, size, slot_bytes=1000, timeout_s=60)
@@ -76,6 +76,10 @@ for rows, dtype in itertools.product(map(int, sys.argv[5].split(",")), (float32,
         again[place] = gathered[place]
         all_gather(pack, out=of(again), x=of(again)[place], ranks=size)
         assert again.tobytes() == gathered.tobytes()
+        for kind in (uint8, float8_e4m3fn):  # codes and their scales
+            codes = np.empty((size * size * rows, 16 * x.itemsize), kind)
+            all_gather(pack, out=of(codes), x=of(out.view(kind)), ranks=size)
+            assert codes.tobytes() == size * out.tobytes()
         mine = slice(rank * rows, (rank + 1) * rows)
         x = np.random.default_rng([rank, turn]).standard_normal((size * rows, 16)).astype(dtype)
         reduce_scatter(pack, out=of(x)[mine], x=of(x), ranks=size)

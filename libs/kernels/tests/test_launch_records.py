@@ -13,6 +13,7 @@ import numpy as np
 
 from openinfer.kernels import ContractError, Launch, NullPack, Scratch, Target, TensorMap
 from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.op.coded import Coded
 from openinfer.kernels.op.launch import Aligned
 from openinfer.kernels.ops.experts import experts
 from openinfer.kernels.ops.experts_add import experts_add
@@ -48,6 +49,10 @@ class Shapes:
     def __call__(self, *shape, dtype=bfloat16):
         return self.arena.alloc(shape, dtype)
 
+    def values(self, tokens, width, coded):
+        """Activations, or their codes."""
+        return Coded.allocate(self.arena, (tokens, width), bfloat16) if coded else self(tokens, width)
+
     def packed(self, kind, *shape, parts=1):
         """A weight and its scales."""
         *count, n, k = shape
@@ -71,9 +76,9 @@ def calls():
                 yield f"experts {size} {kind} {quantized}", lambda n, h=hidden, c=chosen, q=quantized, w=(
                     gate_up, gate_scales, down, down_scales
                 ): (experts, {
-                    "out": t(n, h), "x": t(n, h), "shared": t(n, h), "expert_ids": t(n, c, dtype=int32),
+                    "out": t(n, h), "x": t.values(n, h, q), "shared": t(n, h), "expert_ids": t(n, c, dtype=int32),
                     "expert_weights": t(n, c, dtype=float32), "gate_up": Linear(*w[:2]), "down": Linear(*w[2:]),
-                    "limit": 10.0, "quantized": q,
+                    "limit": 10.0,
                 })  # fmt: skip
         for learned in (False, True):
             bias = t(count, dtype=float32) if learned else None
@@ -86,14 +91,14 @@ def calls():
             })  # fmt: skip
         for quantized in (False, True):
             yield f"norm_rows {size} {quantized}", lambda n, h=hidden, q=quantized: (norm_rows, {
-                "out": t(n, h), "x": t(n, h), "norm_weight": t(h, dtype=float32), "eps": 1e-6, "quantized": q
+                "out": t.values(n, h, q), "x": t(n, h), "norm_weight": t(h, dtype=float32), "eps": 1e-6
             })  # fmt: skip
             for kind in ("bf16", "fp8"):
                 both, scales = t.packed(kind, 2 * inter, hidden, parts=2)
                 yield f"gate_up_clamped {size} {kind} {quantized}", lambda n, h=hidden, i=inter, w=(
                     both, scales
                 ), q=quantized: (gate_up_clamped, {
-                    "out": t(n, i), "x": t(n, h), "weight": Linear(*w), "limit": 10.0, "quantized": q
+                    "out": t.values(n, i, q), "x": t.values(n, h, q), "weight": Linear(*w), "limit": 10.0
                 })  # fmt: skip
     for name, (rows, columns, groups) in LINEARS.items():
         for kind in ("bf16", "fp8"):
@@ -102,9 +107,8 @@ def calls():
                 yield f"project {name} {kind} {quantized}", lambda n, w=(
                     weight, scales
                 ), size=(rows, columns, groups), q=quantized: (project, {
-                    "out": t(n, size[0]), "x": t(n, size[1] * size[2]), "weight": Linear(*w),
-                    "groups": size[2],
-                    "rounded_x": q, "quantized": q,
+                    "out": t.values(n, size[0], q and size[2] > 1), "weight": Linear(*w), "groups": size[2],
+                    "x": t.values(n, size[1] * size[2], q and size[2] == 1),
                 })  # fmt: skip
     for size, (hidden, inter, count, chosen) in QWEN.items():
         for kind in ("bf16", "fp8 float32"):

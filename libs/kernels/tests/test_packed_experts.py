@@ -13,10 +13,10 @@ import pytest
 from openinfer.kernels import ContractError, NullPack, Store, Target
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.moe import packed as mixture
-from openinfer.kernels.op.rounding import q8
+from openinfer.kernels.op.coded import Coded
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.ops.experts import experts
-from openinfer.kernels.testing import error
+from openinfer.kernels.testing import codes_of, error
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 Array = np.ndarray[Any, Any]
@@ -49,20 +49,17 @@ def mixture_of(
     ids[rng.integers(tokens)] = -1
     ids[0, 0] = -1
     x = rng.standard_normal((tokens, width), np.float32)
-    if quantized:
-        x = q8(x, 128)
     gate_up, gate_up_scales = packed(rng, (count, 2 * inter, width), kind)
     down, down_scales = packed(rng, (count, width, inter), kind)
     return {
         "out": np.full((tokens, width), np.nan, bfloat16),
-        "x": x.astype(bfloat16),
+        "x": codes_of(x) if quantized else x.astype(bfloat16),
         "shared": (0.1 * rng.standard_normal((tokens, width))).astype(bfloat16),
         "expert_ids": ids,
         "expert_weights": rng.uniform(0.2, 1, ids.shape).astype(float32),
         "gate_up": Linear(gate_up, gate_up_scales),
         "down": Linear(down, down_scales),
         "limit": LIMIT,
-        "quantized": quantized,
     }
 
 
@@ -98,15 +95,15 @@ def test_a_token_alone_has_the_bits_that_it_has_among_others(
 
 
 @pytest.mark.parametrize(
-    "name", ["limit", "expert_weights", "gate_up.scales", "down.scales", "down.weight", "quantized"]
+    "name", ["limit", "expert_weights", "gate_up.scales", "down.scales", "down.weight", "x"]
 )
 def test_experts_notice(reference: Run, rng: np.random.Generator, name: str) -> None:
     """Negative control: what a call has is in the numbers that are compared."""
     args = mixture_of(rng, *COUNTS["few"], mixture.FP4, quantized=False)
     name, _, part = name.partition(".")
     old = args[name]
-    if isinstance(old, bool):
-        new: Any = not old
+    if name == "x":
+        new: Any = codes_of(old.astype(float32))
     elif isinstance(old, float):
         new = 1.4 * old
     elif name == "expert_weights":
@@ -124,7 +121,11 @@ def test_kernels_before_hopper(run_both: Both, rng: np.random.Generator) -> None
     got, want = run_both(experts, args, Target(arch=80, num_sms=4, interpreted=True))
     assert error(got["out"], want["out"]) < 4e-3
     with pytest.raises(ContractError, match="q8 is asked for on sm_80"):
-        run_both(experts, args | {"quantized": True}, Target(arch=80, num_sms=4, interpreted=True))
+        run_both(
+            experts,
+            args | {"x": codes_of(args["x"].astype(float32))},
+            Target(arch=80, num_sms=4, interpreted=True),
+        )
 
 
 @pytest.mark.gpu
@@ -161,15 +162,13 @@ def null_call(tokens: int, width: int, inter: int, count: int, kind: str) -> dic
         return arena.alloc(shapes[0], uint8 if fp4 else float8_e4m3fn), arena.alloc(shapes[1], uint8)
 
     gate_up, down = weight(2 * inter, width), weight(width, inter)
-    x = arena.alloc((tokens, width), bfloat16)
     return {
-        "out": arena.alloc(x.shape, bfloat16),
-        "x": x,
-        "shared": arena.alloc(x.shape, bfloat16),
+        "out": arena.alloc((tokens, width), bfloat16),
+        "x": Coded.allocate(arena, (tokens, width), bfloat16),
+        "shared": arena.alloc((tokens, width), bfloat16),
         "expert_ids": arena.alloc((tokens, 6), int32),
         "expert_weights": arena.alloc((tokens, 6), float32),
         "gate_up": Linear(*gate_up),
         "down": Linear(*down),
         "limit": 10.0,
-        "quantized": True,
     }

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from openinfer.kernels import Target
+from openinfer.kernels import ContractError, InterpDriver, LaunchPack, Matmul, Target
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.moe import packed as mixture
-from openinfer.kernels.op.rounding import q8
-from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
-from openinfer.kernels.testing import error
-from openinfer.tensor import bfloat16, float8_e4m3fn, float32
+from openinfer.kernels.ops.project import code_rows, gate_up_clamped, norm_rows, project
+from openinfer.kernels.testing import INTERPRETED, codes_of, copied, error, never_coded, values_in
+from openinfer.tensor import Device, Tensor, bfloat16, float8_e4m3fn, float32
 
 Array = np.ndarray[Any, Any]
 Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
@@ -49,21 +48,16 @@ def layer(
     kind: str,
     groups: int = 1,
     *,
-    rounded: bool = False,
-    quantized: bool = False,
+    codes: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `project`; x is columns of something wider."""
+    """Arguments of `project`; x is columns of something wider, or codes."""
     weight, scales = packed(rng, (n, k), KINDS[kind])
     wide = rng.standard_normal((tokens, groups * k + 64), np.float32)
-    if rounded:
-        wide[:, : groups * k] = q8(wide[:, : groups * k], 128)
     return {
         "out": np.full((tokens, n), np.nan, bfloat16),
-        "x": wide.astype(bfloat16)[:, : groups * k],
+        "x": codes_of(wide[:, :k]) if codes else wide.astype(bfloat16)[:, : groups * k],
         "weight": Linear(weight, scales),
         "groups": groups,
-        "rounded_x": rounded,
-        "quantized": quantized,
     }
 
 
@@ -110,7 +104,7 @@ def test_project_of_codes(
     reference: Run, run_both: Both, rng: np.random.Generator, tokens: int, n: int, k: int
 ) -> None:
     """Columns are shared among programs as far as they go round; Hopper's sums of codes have some 14 bits."""
-    args = layer(rng, tokens, n, k, "float8", rounded=True) | {"out": np.full((tokens, n), np.nan, float32)}
+    args = layer(rng, tokens, n, k, "float8", codes=True) | {"out": np.full((tokens, n), np.nan, float32)}
     got, want = run_both(project, args)
     assert error(got["out"], want["out"]) < 3e-4
     own = args["weight"]
@@ -118,14 +112,35 @@ def test_project_of_codes(
     assert error(other["out"], want["out"]) > 0.1
 
 
-@pytest.mark.parametrize("tokens", [2, 70])
+class Multiplying(InterpDriver):
+    """The interpreter, with cuBLASLt's products of codes."""
+
+    def matmul(self, command: Matmul, operands: Sequence[int], workspace: int) -> None:
+        own = zip(operands, command.operands, strict=True)
+        out, x, weight, *scales = (Tensor(at, one.shape, one.dtype, Device("cpu")).numpy() for at, one in own)
+        of_x, of_weight = (np.repeat(scale, 128, axis=0) for scale in scales)
+        wide = weight.astype(float32) * np.repeat(of_weight, 128, axis=1)
+        out[:] = x.astype(float32) * of_x.T @ wide.T
+
+
+def test_scales_of_many_codes_are_turned_for_cublas(reference: Run, rng: np.random.Generator) -> None:
+    args = layer(rng, 528, 128, 1024, "float8", codes=True)
+    want = reference(project, args)["out"]
+    arrays, tensors = copied(args)
+    target, memory = replace(INTERPRETED, cublas=True), np.zeros(64 << 20, np.uint8)
+    project(LaunchPack(target, Multiplying(), Tensor.from_numpy(memory), None), **tensors)
+    assert error(arrays["out"], want) < 1e-3
+
+
+@pytest.mark.parametrize("tokens", [2, 70, 530])
 def test_project_rounds_its_output(
     reference: Run, run_both: Both, rng: np.random.Generator, tokens: int
 ) -> None:
-    args = layer(rng, tokens, 256, 128, "float8", 2, quantized=True)
-    got, want = run_both(project, args)
-    assert error(got["out"], want["out"]) < 4e-3
-    assert error(reference(project, args | {"quantized": False})["out"], want["out"]) > 1e-2
+    args = layer(rng, tokens, 256, 128, "float8", 2)
+    plain = reference(project, args)["out"]
+    got, want = run_both(project, args | {"out": never_coded(tokens, 256)})
+    assert error(values_in(got, "out"), values_in(want, "out")) < 4e-3
+    assert error(plain, values_in(want, "out")) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -139,6 +154,14 @@ def test_project_elsewhere(run_both: Both, rng: np.random.Generator, target: Tar
     for tokens in (3, 70):
         got, want = run_both(project, layer(rng, tokens, 128, 192, "float8", 2), target)
         assert error(got["out"], want["out"]) < 3e-3
+    codes = layer(rng, 3, 128, 384, "float8", codes=True)
+    if target.arch < 89:
+        with pytest.raises(ContractError, match="q8 is asked for on sm_80"):
+            run_both(project, codes, target)
+        target = replace(target, arch=89)
+    for kind in KINDS:
+        got, want = run_both(project, layer(rng, 70, 128, 384, kind, codes=True), target)
+        assert error(got["out"], want["out"]) < 3e-3
 
 
 @pytest.mark.parametrize("kind", ["float8", "bf16"])
@@ -149,15 +172,20 @@ def test_gate_up_clamped(
     weight, scales = packed(rng, (256, 128), KINDS[kind])
     x = rng.standard_normal((tokens, 128), np.float32)
     args = {
-        "out": np.full((tokens, 128), np.nan, bfloat16),
-        "x": (q8(x, 128) if quantized else x).astype(bfloat16),
+        "out": never_coded(tokens, 128) if quantized else np.full((tokens, 128), np.nan, bfloat16),
+        "x": codes_of(x) if quantized else x.astype(bfloat16),
         "weight": Linear(weight, scales),
         "limit": LIMIT,
-        "quantized": quantized,
     }
-    got, want = run_both(gate_up_clamped, args)
-    assert error(got["out"], want["out"]) < 6e-3
-    assert error(reference(gate_up_clamped, args | {"limit": 1.2 * LIMIT})["out"], want["out"]) > 1e-2
+    got, want, other = (
+        values_in(found, "out")
+        for found in (
+            *run_both(gate_up_clamped, args),
+            reference(gate_up_clamped, args | {"limit": 1.2 * LIMIT}),
+        )
+    )
+    assert error(got, want) < 6e-3
+    assert error(other, want) > 1e-2
 
 
 @pytest.mark.parametrize("columns", [64, 32])
@@ -169,40 +197,48 @@ def test_a_part_of_a_block_has_scales_of_its_own(
     projection back takes as few columns."""
     weight, scales = packed(rng, (256, 128), mixture.FLOAT8)
     scales[1] += 3
-    x = q8(rng.standard_normal((tokens, 128), np.float32), 128).astype(bfloat16)
+    x = rng.standard_normal((tokens, 128), np.float32)
     args = {
-        "out": np.full((tokens, columns), np.nan, bfloat16),
-        "x": x,
+        "out": never_coded(tokens, columns),
+        "x": codes_of(x),
         "weight": Linear(np.concatenate([weight[:columns], weight[128 : 128 + columns]]), scales),
         "limit": LIMIT,
-        "quantized": True,
     }
     got, want = run_both(gate_up_clamped, args)
-    assert error(got["out"], want["out"]) < 6e-3
+    assert error(values_in(got, "out"), values_in(want, "out")) < 6e-3
     if columns == 64:
         down, of_down = packed(rng, (64, 64), mixture.FLOAT8)
-        args = {"out": args["out"], "x": x[:, :64], "weight": Linear(down, of_down)}
-        args |= {"groups": 1, "rounded_x": True, "quantized": True}
+        args = {
+            "out": never_coded(tokens, 64),
+            "x": codes_of(x[:, :64]),
+            "weight": Linear(down, of_down),
+            "groups": 1,
+        }
         got, want = run_both(project, args)
-        assert error(got["out"], want["out"]) < 6e-3
+        assert error(values_in(got, "out"), values_in(want, "out")) < 6e-3
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_norm_rows(reference: Run, run_both: Both, rng: np.random.Generator, quantized: bool) -> None:
     gain = rng.uniform(0.5, 1.5, 384).astype(float32)
     args = {
-        "out": np.full((3, 384), np.nan, bfloat16),
+        "out": never_coded(3, 384) if quantized else np.full((3, 384), np.nan, bfloat16),
         "x": rng.standard_normal((3, 384)).astype(bfloat16),
         "norm_weight": gain,
         "eps": 1e-6,
-        "quantized": quantized,
     }
-    got, want = run_both(norm_rows, args)
-    assert error(got["out"], want["out"]) < 1e-3
-    assert (
-        error(reference(norm_rows, args | {"norm_weight": gain * np.float32(1.01)})["out"], want["out"])
-        > 5e-3
+    got, want, other = (
+        values_in(found, "out")
+        for found in (
+            *run_both(norm_rows, args),
+            reference(norm_rows, args | {"norm_weight": gain * np.float32(1.01)}),
+        )
     )
+    assert error(got, want) < 1e-3
+    assert error(other, want) > 5e-3
+    codes, want = run_both(code_rows, {"out": never_coded(3, 384), "x": args["x"]})
+    np.testing.assert_array_equal(codes["out.codes"].view(np.uint8), want["out.codes"].view(np.uint8))
+    np.testing.assert_array_equal(codes["out.scales"], want["out.scales"])
 
 
 @pytest.mark.gpu
@@ -210,7 +246,7 @@ def test_norm_rows(reference: Run, run_both: Both, rng: np.random.Generator, qua
     ("n", "k", "groups"), [(1536, 4096, 1), (32768, 1024, 1), (8192, 4096, 8), (4096, 8192, 1)]
 )
 @pytest.mark.parametrize("tokens", [1, 33, 128, 600, 1024])
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("codes", [False, True])
 def test_projections_of_published_shape(
     on_gpu: Run,
     reference: Run,
@@ -219,7 +255,7 @@ def test_projections_of_published_shape(
     n: int,
     k: int,
     groups: int,
-    rounded: bool,
+    codes: bool,
 ) -> None:
-    args = layer(rng, tokens, n, k, "float8", groups, rounded=rounded)
+    args = layer(rng, tokens, n, k, "float8", groups, codes=codes and groups == 1)
     assert error(on_gpu(project, args)["out"], reference(project, args)["out"]) < 3e-3

@@ -11,6 +11,7 @@ from openinfer.kernels import ContractError, CpuPack, Op, experts, project
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.op import rounding
 from openinfer.kernels.op.op import mapped
+from openinfer.kernels.testing import codes_of, never_coded
 from openinfer.tensor import Tensor, float8_e4m3fn
 
 Array = np.ndarray[Any, Any]
@@ -85,7 +86,6 @@ def test_packed_experts_are_their_values(kind: str) -> None:
         "expert_ids": ids,
         "expert_weights": weights,
         "limit": 0.7,
-        "quantized": False,
     }
     run(
         experts,
@@ -111,11 +111,35 @@ def test_projections_in_groups() -> None:
     rng = np.random.default_rng(10)
     x, weight = normal(rng, 5, 2 * 64), normal(rng, 128, 64)
     out = np.empty((5, 128), F)
-    run(project, out=out, x=x, weight=weight, groups=2, rounded_x=False, quantized=False)
+    run(project, out=out, x=x, weight=weight, groups=2)
     expected = np.concatenate([x[:, :64] @ weight[:64].T, x[:, 64:] @ weight[64:].T], axis=1)
     assert np.abs(out - expected).max() < 1e-4
-    rounded_out = np.empty((5, 128), F)
-    run(project, out=rounded_out, x=x, weight=weight, groups=2, rounded_x=False, quantized=True)
-    np.testing.assert_array_equal(rounded_out, rounding.q8(out, 128))
+    codes = never_coded(5, 128, np.dtype(F))
+    run(project, out=codes, x=x, weight=weight, groups=2)
+    np.testing.assert_array_equal(codes.values(), rounding.q8(out, 128))
     with pytest.raises(ContractError, match="3 groups"):
-        run(project, out=out, x=x, weight=weight, groups=3, rounded_x=False, quantized=False)
+        run(project, out=out, x=x, weight=weight, groups=3)
+
+
+@pytest.mark.parametrize("width", [32, 384])
+def test_codes_are_the_values_of_q8(width: int) -> None:
+    x = normal(np.random.default_rng(3), 6, width)
+    codes = codes_of(x, np.dtype(F))
+    assert codes.shape == (6, width)
+    assert codes.scales.shape == (6, -(-width // 128))
+    assert codes.nbytes == 6 * width + 6 * -(-width // 128)
+    np.testing.assert_array_equal(codes.values(), rounding.q8(x, min(width, 128)))
+    np.testing.assert_array_equal(codes[2:5].values(), codes.values()[2:5])
+
+
+def test_products_of_codes_are_those_of_their_values() -> None:
+    rng = np.random.default_rng(4)
+    codes, weight = codes_of(normal(rng, 5, 128), np.dtype(F)), normal(rng, 32, 128)
+    found, wanted = np.empty((5, 32), F), np.empty((5, 32), F)
+    run(project, out=found, x=codes, weight=weight, groups=1)
+    run(project, out=wanted, x=codes.values(), weight=weight, groups=1)
+    np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(ContractError, match="x is codes in 2 groups"):
+        run(project, out=found, x=codes, weight=weight[:, :64], groups=2)
+    with pytest.raises(ContractError, match="x has 48 columns; q8 takes multiples of 128"):
+        run(project, out=found, x=never_coded(5, 48, np.dtype(F)), weight=normal(rng, 32, 48), groups=1)

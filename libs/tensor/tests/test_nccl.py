@@ -11,7 +11,7 @@ from openinfer.tensor import Device, NcclRanks, nccl
 
 
 def test_nvlink_multicast_is_off_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    types = SimpleNamespace(Bfloat16=9, Float16=6, Float32=7)
+    types = SimpleNamespace(Bfloat16=9, Float16=6, Float32=7, Uint8=1)
     found: list[str] = []
 
     def comm_init_rank(size: int, unique_id: int, rank: int) -> int:

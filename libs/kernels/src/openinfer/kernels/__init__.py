@@ -54,7 +54,7 @@ from openinfer.kernels.ops.kept_states import keep_states, take_states
 from openinfer.kernels.ops.linear_add import linear_add
 from openinfer.kernels.ops.norm_linear import gate_up_silu, norm_linear
 from openinfer.kernels.ops.norm_rope_attend import norm_rope_attend
-from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
+from openinfer.kernels.ops.project import code_rows, gate_up_clamped, norm_rows, project
 from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write
 from openinfer.kernels.ops.route import route, route_topk
 from openinfer.kernels.packs import CpuPack
@@ -74,8 +74,8 @@ __all__ = [
     "LaunchError", "LaunchPack", "Lines", "LinkSpeed", "Matmul", "MissingExtra", "NullPack", "Op", "Pack",
     "Parts", "Prediction", "Prepared", "RankLost", "Repeated", "Scratch", "SharedMemory", "Spec", "Speed",
     "Store", "Target", "TensorMap", "UnsupportedQuantization", "UntrustedCache", "Workload", "add_lora",
-    "all_gather", "all_reduce", "apply_writes", "attend", "beside", "copy_words", "cublas_available", "embed",
-    "expand_rows", "experts", "experts_add", "gate_up_clamped", "gate_up_silu", "gather_columns",
+    "all_gather", "all_reduce", "apply_writes", "attend", "beside", "code_rows", "copy_words", "cublas_available",
+    "embed", "expand_rows", "experts", "experts_add", "gate_up_clamped", "gate_up_silu", "gather_columns",
     "index_topk", "keep_states", "launch", "launch_cuda", "linear_add", "norm_linear", "norm_rope_attend", "norm_rows",
     "one_of_each", "place_rope_table", "predictions", "project", "qk_norm_rope_write", "reduce_add",
     "reduce_scatter", "rope_frequencies", "rope_table", "route", "route_topk", "select_rows", "take_states",

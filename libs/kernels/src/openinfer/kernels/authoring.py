@@ -7,6 +7,8 @@ An `Op` is its arguments, a contract, a numpy reference, launches and a cost, an
 
  - contract: `expect`, `expect_each`, `expect_columns`, `expect_linear`, `require`, `FLOATS`, `ContractError`; of the
    rows of a step and their positions `expect_rows`, `expect_max_q_len`, `expect_cos_sin`
+ - activations as codes: `Coded`; an argument that may be either: `expect_values`, `decoded`, `write_values`,
+   `code_args`
  - reference: `Array`, `f32`, `rounded`, `matmul_nt`, `rms_norm`, `rotated_pairs`, `silu`; of rounded values `e8m0`,
    `unpack_fp4`, `q8`, `q4`, `hadamard`, `SCALE_BLOCK`, `FP4_BLOCK`
  - launches: `launch`, `beside`, `Command`, `Launch`, `Matmul`, `Collective`, `Scratch`, `TensorMap`, `Aligned`, `Arg`,
@@ -73,6 +75,7 @@ from openinfer.kernels.linear.kernels import launches as linear_launches
 from openinfer.kernels.linear.problem import Problem, expect_bf16, expect_q8
 from openinfer.kernels.lora.adapters import Adapter, Adapters, AdapterSizes, Projection
 from openinfer.kernels.op.cases import CaseRows, Commands, Memory, OpCase
+from openinfer.kernels.op.coded import Coded, code_args, decoded, expect_values, write_values
 from openinfer.kernels.op.contract import (
     FLOATS,
     expect,
@@ -112,15 +115,16 @@ __all__ = [
     "CONSUMER_SHARED_BYTES", "FLOATS", "FP4_BLOCK", "FP4_E8M0", "FP4_SCALE_MOST", "FP8_CACHE", "FP8_E8M0",
     "FP8_MADE", "FP8_SCALE_MOST", "MERGED_AT_ONCE", "NCCL", "NEW_PAIRS", "PUBLISHED_SCALES", "SCALE_BLOCK",
     "Adapter", "AdapterSizes", "Adapters", "Aligned", "AnyPacking", "Arg", "Array", "AttentionCall",
-    "AttentionChoice", "CacheForm", "CaseRows", "Collective", "Command", "Commands", "Communicator",
+    "AttentionChoice", "CacheForm", "CaseRows", "Coded", "Collective", "Command", "Commands", "Communicator",
     "ContractError", "Cost", "DealtPack", "Fp8", "Int4Groups", "KvCache", "KvLayout", "Launch", "Linear",
     "LinearPlaces", "Matmul", "Memory", "Mx", "Op", "OpCase", "Pack", "Packing", "Plain", "Problem", "Projection",
     "QkvAttentionArgs", "Scratch", "T", "Target", "TensorMap", "WeightPart", "Workload", "aligned",
-    "attention_launches", "beside", "cached_bytes", "choose_attention", "depth", "e8m0", "expect",
-    "expect_bf16", "expect_cache", "expect_columns", "expect_cos_sin", "expect_each", "expect_linear",
-    "expect_max_q_len", "expect_q8", "expect_rows", "f32", "form_of", "hadamard", "launch", "leaves",
+    "attention_launches", "beside", "cached_bytes", "choose_attention", "code_args", "decoded", "depth", "e8m0",
+    "expect", "expect_bf16", "expect_cache", "expect_columns", "expect_cos_sin", "expect_each", "expect_linear",
+    "expect_max_q_len", "expect_q8", "expect_rows", "expect_values", "f32", "form_of", "hadamard", "launch", "leaves",
     "linear_launches", "linear_of", "mapped", "matmul_nt", "module_packing", "new_tokens", "packed_in", "packing_of",
     "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require", "require_attention",
     "rms_norm", "rotated_pairs", "rounded", "scale_blocks", "shared_bytes", "silu", "sum_of_ranks", "sum_over",
     "tensors", "unpack_fp4", "way_of", "without_coding", "without_zero_points", "write_launch",
+    "write_values",
 ]  # fmt: skip

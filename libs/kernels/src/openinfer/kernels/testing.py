@@ -23,8 +23,10 @@ import numpy as np
 
 from openinfer.kernels.attention.kv_cache import FP8_CACHE, KvLayout
 from openinfer.kernels.errors import ContractError, RankLost
+from openinfer.kernels.op.coded import Coded, write_values
 from openinfer.kernels.op.launch import PeerTable
 from openinfer.kernels.op.op import Op, Workload, leaves, mapped
+from openinfer.kernels.op.rounding import SCALE_BLOCK
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs import CpuPack
 from openinfer.kernels.packs.cuda import LaunchPack
@@ -33,7 +35,7 @@ from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import NullPack
 from openinfer.kernels.ranks.exchange import segment_bytes, table_of
 from openinfer.kernels.store.cubins import Store
-from openinfer.tensor import Arena, Device, Stream, Tensor, uint8
+from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, uint8
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -55,7 +57,29 @@ def error(got: Array, want: Array) -> float:
 
 
 NEVER = 0xFF
-"""Every byte of an FP8 cache that was never written: NaN as a code and as a scale."""
+"""Every byte of codes that were never written: NaN as a code and as a scale."""
+
+
+def never_coded(tokens: int, width: int, dtype: np.dtype[Any] = bfloat16) -> Coded[Array]:
+    """What was never written, which is NaN."""
+    scales = np.full((tokens, -(-width // SCALE_BLOCK)), NEVER, np.uint8)
+    return Coded(np.full((tokens, width), NEVER, np.uint8).view(float8_e4m3fn), scales, dtype)
+
+
+def codes_of(values: Array, dtype: np.dtype[Any] = bfloat16) -> Coded[Array]:
+    """Float32 values [T, K] of a dtype through q8."""
+    tokens, width = values.shape
+    made = never_coded(tokens, width, dtype)
+    write_values(made, values)
+    return made
+
+
+def values_in(arrays: Arrays, name: str) -> Array:
+    """The values of an argument, which may be Coded, in what a run leaves."""
+    if name in arrays:
+        return arrays[name]
+    codes = arrays[f"{name}.codes"]
+    return Coded(codes, arrays[f"{name}.scales"], codes.dtype).values()
 
 
 def coded_cache(pages: int, kv_heads: int, page_size: int, dim: int) -> Arrays:

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from openinfer.tensor.device import Device
-from openinfer.tensor.dtypes import bfloat16, float16, float32
+from openinfer.tensor.dtypes import bfloat16, float8_e4m3fn, float16, float32, uint8
 from openinfer.tensor.errors import MissingExtra
 from openinfer.tensor.stream import Stream
 
 _ID_BYTES = 128
 _TYPES = {bfloat16: "Bfloat16", float16: "Float16", float32: "Float32"}
+_TYPES |= dict.fromkeys((float8_e4m3fn, uint8), "Uint8")  # which are only gathered
 
 
 def _bindings() -> Any:

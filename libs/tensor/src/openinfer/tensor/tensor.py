@@ -285,7 +285,7 @@ def _ordered(device: Device, stream: Stream | None) -> Iterator[Stream]:
 
 
 def nbytes_of(buffers: Any) -> int:
-    """Bytes of the tensors that are fields of a dataclass, or in tuples of its fields. Each counts once."""
+    """Bytes of what has `nbytes`, as tensors do, in the fields of a dataclass or in tuples there. Each counts once."""
     values = [getattr(buffers, field.name) for field in dataclasses.fields(buffers)]
     every = (one for value in values for one in (value if isinstance(value, tuple) else (value,)))
-    return sum(tensor.nbytes for tensor in {one for one in every if isinstance(one, Tensor)})
+    return sum(one.nbytes for one in {one for one in every if hasattr(one, "nbytes")})

@@ -136,9 +136,9 @@ class Model:
         assert mtp is not None
         x, states, other = b.x[:t], b.drafting[0][:t], b.drafting[1][:t]
         if first:
-            norm_rows(pack, out=other, x=x, norm_weight=self.weights.norm, eps=eps, quantized=False)
+            norm_rows(pack, out=other, x=x, norm_weight=self.weights.norm, eps=eps)
         before = other if first else x
-        norm_rows(pack, out=states, x=before, norm_weight=mtp.hidden_norm, eps=eps, quantized=False)
+        norm_rows(pack, out=states, x=before, norm_weight=mtp.hidden_norm, eps=eps)
         embed(pack, out=other, token_ids=token_ids, table=self.weights.embed)
         norm_linear(pack, out=x, x=other, norm_weight=mtp.embed_norm, weight=mtp.of_embedding, eps=eps)
         linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
@@ -204,7 +204,7 @@ class Model:
         norm_linear(pack, out=b.q[:t], x=b.qr[:t], weight=a.q)
         plain, turned, latent_q, out = b.plain[:t], b.turned[:t], b.latent_q[:t], b.latent_out[:t]
         split_queries(pack, plain=plain, turned=turned, q=b.q[:t], cos_sin=self.cos_sin, positions=positions)
-        apart: dict[str, Any] = {"groups": heads, "rounded_x": False, "quantized": False}
+        apart: dict[str, Any] = {"groups": heads}
         project(pack, out=latent_q, x=plain, weight=a.keys, **apart)
         latent_attend(
             pack, out=out, q=latent_q, turned=turned, kv=self.kv[:, index], positions=positions,

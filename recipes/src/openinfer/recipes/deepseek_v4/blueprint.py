@@ -12,7 +12,7 @@ from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
 from openinfer.kvpool import Eviction, Group
-from openinfer.recipes.deepseek_v4.buffers import Buffers
+from openinfer.recipes.deepseek_v4.buffers import Buffers, activations
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.choices import choices
 from openinfer.recipes.deepseek_v4.config import Config
@@ -128,11 +128,13 @@ class DeepseekV4(Blueprint[Model]):
             recent = Recent.allocate(c, arena, limits.max_rows + 1, limits.max_drafts)
         parts = (c, weights, cache, tables[0], tables[1], batch, buffers, self.quantized)
         if d is not None:
-            reads, kept = tuple(n + 1 for n in d.targets), BlockBuffers.allocate(c, d, arena, limits)
+            kept = BlockBuffers.allocate(c, d, arena, limits, self.quantized)
+            reads = tuple(n + 1 for n in d.targets)
             return BlockDraftingModel(*parts, recent=recent, drafter=d, kept=kept, reads=reads)
         if not self.form.mtp:
             return Model(*parts, recent=recent)
-        work = arena.alloc(buffers.streams.shape, limits.dtype, "MTP streams")
+        shape = (limits.max_tokens * c.hc_mult, c.hidden_size)
+        work = activations(arena, shape, limits.dtype, self.quantized)
         return DraftingModel(*parts, recent=recent, work=work)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:

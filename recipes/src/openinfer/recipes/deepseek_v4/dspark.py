@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from openinfer.graph.runner import StepRows
-from openinfer.kernels import Pack, embed, norm_rows
+from openinfer.kernels import Pack, code_rows, embed, norm_rows
+from openinfer.kernels.authoring import Coded
+from openinfer.recipes.deepseek_v4.buffers import Activations
 from openinfer.recipes.deepseek_v4.config import Config, Dspark
 from openinfer.recipes.deepseek_v4.model import Model, StepSize
 from openinfer.recipes.deepseek_v4.ops.blocks import markov, start_block
@@ -19,16 +21,18 @@ class BlockBuffers:
     reads, D: the hidden size, d: of a raw vector."""
 
     read: Tensor  # [T, k D]
+    coded: Activations  # the same for the product that rounds its input, else `read` itself
     own: Tensor  # [T, d]
     survival: Tensor  # float32 [R]: the chance that a row's drafts so far are right, as the drafter sees it
 
     @classmethod
-    def allocate(cls, c: Config, d: Dspark, arena: Arena, limits: Limits) -> "BlockBuffers":
-        """Uninitialised."""
+    def allocate(cls, c: Config, d: Dspark, arena: Arena, limits: Limits, quantized: bool) -> "BlockBuffers":
+        """Uninitialised. quantized: products round their inputs."""
+        shape = (limits.max_tokens, len(d.targets) * c.hidden_size)
+        read = arena.alloc(shape, limits.dtype, "DSpark reads")
         return cls(
-            read=arena.alloc(
-                (limits.max_tokens, len(d.targets) * c.hidden_size), limits.dtype, "DSpark reads"
-            ),
+            read=read,
+            coded=Coded.allocate(arena, shape, limits.dtype) if quantized else read,
             own=arena.alloc((limits.max_tokens, c.head_dim), limits.dtype, "vectors of drafts"),
             survival=arena.alloc((limits.max_rows,), float32),
         )
@@ -65,7 +69,7 @@ class BlockDraftingModel(Model):
         for place, at in enumerate(self.reads):
             if at == number:
                 out = self.seen[step.mine, place * width : (place + 1) * width]
-                mean_streams(step.dealt(pack), out=out, streams=streams, quantized=self.quantized)
+                mean_streams(step.dealt(pack), out=out, streams=streams)
         if number == max(self.reads):
             self.share(pack, self.seen[: step.tokens], step)
 
@@ -75,11 +79,11 @@ class BlockDraftingModel(Model):
     ) -> None:  # fmt: skip
         """Write the raw vectors of the step's tokens, which need no ids. rounded = what all layers make them of."""
         (stages, _, kept), b, t = self._parts, self.buffers, token_ids.shape[0]
-        self._project(pack, b.y[:t], kept.read[:t], stages.main_proj)
-        eps, quantized = self.config.rms_norm_eps, self.quantized
-        norm_rows(
-            pack, out=b.rounded[:t], x=b.y[:t], norm_weight=stages.main_norm, eps=eps, quantized=quantized
-        )
+        read, eps = kept.coded[:t], self.config.rms_norm_eps
+        if isinstance(read, Coded):
+            code_rows(pack, out=read, x=kept.read[:t])
+        self._project(pack, b.y[:t], read, stages.main_proj)
+        norm_rows(pack, out=b.rounded[:t], x=b.y[:t], norm_weight=stages.main_norm, eps=eps)
         for layer in stages.layers:
             self.write_keys(pack, layer, StepSize(t, step["slots"].shape[0], max_q_len))
 

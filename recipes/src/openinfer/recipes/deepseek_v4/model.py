@@ -23,8 +23,8 @@ from openinfer.kernels import (
     reduce_scatter,
     route,
 )
-from openinfer.kernels.authoring import DealtPack, Linear
-from openinfer.recipes.deepseek_v4.buffers import Buffers
+from openinfer.kernels.authoring import SCALE_BLOCK, Coded, DealtPack, Linear
+from openinfer.recipes.deepseek_v4.buffers import Activations, Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache
 from openinfer.recipes.deepseek_v4.config import CSA, Config
 from openinfer.recipes.deepseek_v4.ops.compress import compress
@@ -105,9 +105,12 @@ class Model:
     def before_layer(self, pack: Pack, number: int, step: StepSize) -> None:
         """Called before each layer, and after the last, for layers that draft."""
 
-    def share(self, pack: Pack, whole: Tensor, step: StepSize) -> None:
+    def share(self, pack: Pack, whole: Activations, step: StepSize) -> None:
         """Fill `whole`, by token, of which each rank has its own tokens."""
-        if step.own is not None:
+        if isinstance(whole, Coded):
+            self.share(pack, whole.codes, step)
+            self.share(pack, whole.scales, step)
+        elif step.own is not None:
             all_gather(pack, out=whole, x=whole[step.own], ranks=self.config.part.ranks)
 
     def layer(self, pack: Pack, layer: Layer, step: StepSize, vectors: Tensor | None = None) -> None:
@@ -126,7 +129,7 @@ class Model:
         hc_pre(
             step.dealt(pack),
             out=b.normed[own],
-            rounded_out=b.rounded[own] if self.quantized else None,
+            rounded_out=b.rounded[own] if isinstance(b.rounded, Coded) else None,
             mix=b.mix[own],
             streams=b.streams[own],
             fn=mixing.fn,
@@ -214,16 +217,8 @@ class Model:
             window=c.sliding_window,
             block=0 if vectors is None else step.longest,
         )
-        grouped = _flat(b.groups, tokens, groups * c.o_lora_rank)
-        project(
-            mine,
-            out=grouped,
-            x=out,
-            weight=w.out_a,
-            groups=groups,
-            rounded_x=False,
-            quantized=self.quantized,
-        )
+        grouped = _flat_read(b.groups, tokens, groups * c.o_lora_rank)
+        project(mine, out=grouped, x=out, weight=w.out_a, groups=groups)
         self._project(mine, b.y[own], grouped, w.out_b)
 
     def _select(self, pack: Pack, sparse: Sparse, place: int, step: StepSize) -> Tensor:
@@ -317,7 +312,6 @@ class Model:
             x=x,
             weight=m.shared_gate_up,
             limit=c.swiglu_limit,
-            quantized=self.quantized,
         )
         self._project(pack, b.shared[:t], b.hidden[:t], m.shared_down)
         experts(
@@ -330,16 +324,13 @@ class Model:
             gate_up=m.gate_up,
             down=m.down,
             limit=c.swiglu_limit,
-            quantized=self.quantized,
             all_experts=c.num_experts,
         )
         if step.own is not None:
             reduce_scatter(pack, out=y[own], x=y, ranks=c.part.ranks)
 
-    def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear[Tensor]) -> None:
-        """Packed weights are for inputs that are rounded where the model rounds."""
-        rounded = self.quantized and linear.scales is not None
-        project(pack, out=out, x=x, weight=linear, groups=1, rounded_x=rounded, quantized=False)
+    def _project(self, pack: Pack, out: Tensor, x: Activations, linear: Linear[Tensor]) -> None:
+        project(pack, out=out, x=x, weight=linear, groups=1)
 
     def logits_of(self, pack: Pack, mixing: Mixing, norm: Tensor, streams: Tensor) -> None:
         """The first logits, of streams [r, n D] or [r, n, D]."""
@@ -364,6 +355,14 @@ class Model:
     def clear(self, stream: Stream) -> None:
         """Zero the padding pages."""
         self.cache.zero_(stream, pages=1)
+
+
+def _flat_read(buffer: Activations, tokens: int, columns: int) -> Activations:
+    """_flat, of the codes too. A step has no more blocks of columns than the buffer."""
+    if not isinstance(buffer, Coded):
+        return _flat(buffer, tokens, columns)
+    blocks = -(-columns // SCALE_BLOCK)
+    return Coded(_flat(buffer.codes, tokens, columns), _flat(buffer.scales, tokens, blocks), buffer.dtype)
 
 
 def _flat(buffer: Tensor, tokens: int, columns: int) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from openinfer.graph.runner import StepRows
 from openinfer.kernels import Pack, embed, norm_rows
+from openinfer.recipes.deepseek_v4.buffers import Activations
 from openinfer.recipes.deepseek_v4.model import Model, StepSize
 from openinfer.recipes.deepseek_v4.ops.streams import spread
 from openinfer.recipes.deepseek_v4.weights import Mtp
@@ -14,13 +15,13 @@ from openinfer.tensor import Tensor
 class DraftingModel(Model):
     """graph.runner.Proposer: a Model whose MTP layer drafts. Its raw vectors have the last layer of the window's pages.
 
-    work [T, n, D]: scratch.
+    work [T n, D]: scratch.
     """
 
-    work: Tensor | None = None
+    work: Activations | None = None
 
     @property
-    def _layer(self) -> tuple[Mtp, Tensor]:
+    def _layer(self) -> tuple[Mtp, Activations]:
         if self.weights.mtp is None or self.work is None:
             raise TypeError("the MTP layer is not loaded")
         return self.weights.mtp, self.work
@@ -35,11 +36,12 @@ class DraftingModel(Model):
         takes positions and slots of tokens from the batch, as every layer does."""
         (mtp, work), b, t, rows = self._layer, self.buffers, token_ids.shape[0], step["slots"].shape[0]
         streams, width = b.streams[:t], b.streams.shape[2]
-        flat, scratch = streams.reshape(-1, width), work[:t].reshape(-1, width)
+        flat, scratch = streams.reshape(-1, width), work[: t * streams.shape[1]]
         embed(pack, out=b.shared[:t], token_ids=token_ids, table=self.weights.embed)
-        self._normed(pack, b.normed[:t], b.shared[:t], mtp.e_norm)
-        self._project(pack, b.y[:t], b.normed[:t], mtp.e_proj)
-        self._normed(pack, scratch, flat, mtp.h_norm)
+        eps = self.config.rms_norm_eps
+        norm_rows(pack, out=b.rounded[:t], x=b.shared[:t], norm_weight=mtp.e_norm, eps=eps)
+        self._project(pack, b.y[:t], b.rounded[:t], mtp.e_proj)
+        norm_rows(pack, out=scratch, x=flat, norm_weight=mtp.h_norm, eps=eps)
         self._project(pack, flat, scratch, mtp.h_proj)
         spread(pack, streams=streams, x=b.y[:t], add=True)
         layer, size = mtp.layer, StepSize(t, rows, max_q_len)
@@ -53,7 +55,3 @@ class DraftingModel(Model):
         """Logits of this layer's streams in `batch.last`."""
         mtp, _ = self._layer
         self.logits_of(pack, mtp.head, mtp.norm, self.batch.last[:num_rows])
-
-    def _normed(self, pack: Pack, out: Tensor, x: Tensor, weight: Tensor) -> None:
-        eps, quantized = self.config.rms_norm_eps, self.quantized
-        norm_rows(pack, out=out, x=x, norm_weight=weight, eps=eps, quantized=quantized)

@@ -175,10 +175,7 @@ class Drafter:
             if layer == number and place:
                 linear_add(pack, x=fused, h=x, weight=self.weights.fc[place])
             elif layer == number:
-                project(
-                    pack, out=fused, x=x, weight=self.weights.fc[0], groups=1, rounded_x=False,
-                    quantized=False,
-                )  # fmt: skip
+                project(pack, out=fused, x=x, weight=self.weights.fc[0], groups=1)
 
     def further(
         self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int, *, x: Tensor, embeds: Tensor,
@@ -191,7 +188,7 @@ class Drafter:
         if first:
             select_rows(pack, out=x, x=b.fused[:t], q_starts=b.counts[: t + 1])
         embed(pack, out=b.embeds[:t], token_ids=token_ids, table=embeds)
-        norm_rows(pack, out=b.normed[:t], x=x, norm_weight=w.hidden_norm, eps=eps, quantized=False)
+        norm_rows(pack, out=b.normed[:t], x=x, norm_weight=w.hidden_norm, eps=eps)
         queries = b.heads.shape[1] if only_keys else 0  # no draft needs them
         qkv = b.qkv.reshape(-1)[: t * (b.qkv.shape[1] - queries)].reshape(t, -1)
         own, other = w.of_embedding[queries:], w.of_hidden[queries:]

@@ -148,8 +148,8 @@ class Model:
         assert mtp is not None
         x, states, other = b.x[:t], b.drafting[0][:t], b.drafting[1][:t]
         norm = self.weights.norm if first else mtp.norm
-        norm_rows(pack, out=other, x=x, norm_weight=norm, eps=eps, quantized=False)
-        norm_rows(pack, out=states, x=other, norm_weight=mtp.hidden_norm, eps=eps, quantized=False)
+        norm_rows(pack, out=other, x=x, norm_weight=norm, eps=eps)
+        norm_rows(pack, out=states, x=other, norm_weight=mtp.hidden_norm, eps=eps)
         embed(pack, out=other, token_ids=token_ids, table=self.weights.embed)
         norm_linear(pack, out=x, x=other, norm_weight=mtp.embed_norm, weight=mtp.of_embedding, eps=eps)
         linear_add(pack, x=x, h=states, weight=mtp.of_hidden)

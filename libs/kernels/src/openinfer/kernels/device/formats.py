@@ -60,6 +60,17 @@ def q8_codes(value):
 
 
 @triton.jit
+def store_codes(codes, scales, value, row, block, width):
+    """Write float32 value [B, 128], some blocks of a row, through q8 as codes [T, width] and E8M0 bytes [T, cdiv(width,
+    128)]. block [B]; columns from `width` on are zero."""
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    exponent = q8_exponent(tl.max(tl.abs(value), 1, keep_dims=True))
+    tl.store(codes + row * width + column, e4m3(value, exponent), mask=column < width)
+    of_scales = scales + row * tl.cdiv(width, 128) + block[:, None]
+    tl.store(of_scales, exponent.to(tl.uint8), mask=block[:, None] * 128 < width)
+
+
+@triton.jit
 def q8(value):
     """Float32 [..., 128] rounded by q8_codes."""
     codes, scale = q8_codes(value)

@@ -33,31 +33,42 @@ FP4_SHIFT = tl.constexpr(2.0**-12)
 
 
 @triton.jit
+def _arrange_codes(out, scales, number, code, scale, numbers, K_BLOCKS, STRIDE, KIND: tl.constexpr):
+    """arrange of e4m3 codes [B, 128] with scales float32 [B, 1]."""
+    row = tl.arange(0, code.shape[0])
+    if KIND == FP4:
+        code = code_order(code)
+    block = (number // 128 + row)[:, None]
+    of_scales = scales + block % K_BLOCKS * STRIDE + block // K_BLOCKS
+    tl.store(of_scales, scale, mask=block * 128 < numbers)
+    place = number + row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(out + place, code, mask=place < numbers)
+
+
+@triton.jit
 def arrange(out, scales, number, value, numbers, K_BLOCKS, STRIDE, KIND: tl.constexpr, CODES: tl.constexpr):
     """Write values [B, 128], of which the first is the number-th of `numbers`, as the products read them. CODES: as
     e4m3 codes with a scale for each 128, scales [K_BLOCKS, STRIDE], in the order of code_order for FP4; else in the
     order of packed_column, but for BF16."""
-    row = tl.arange(0, value.shape[0])
-    place = number + row[:, None] * 128 + tl.arange(0, 128)[None, :]
     if CODES:
-        value, scale = q8_codes(value.to(tl.float32))
-        if KIND == FP4:
-            value = code_order(value)
-        block = (number // 128 + row)[:, None]
-        of_scales = scales + block % K_BLOCKS * STRIDE + block // K_BLOCKS
-        tl.store(of_scales, scale, mask=block * 128 < numbers)
-    elif KIND != BF16:
-        value = packed_order(value, KIND == FP4)
-    tl.store(out + place, value, mask=place < numbers)
+        code, scale = q8_codes(value.to(tl.float32))
+        _arrange_codes(out, scales, number, code, scale, numbers, K_BLOCKS, STRIDE, KIND)
+    else:
+        if KIND != BF16:
+            value = packed_order(value, KIND == FP4)
+        row = tl.arange(0, value.shape[0])
+        place = number + row[:, None] * 128 + tl.arange(0, 128)[None, :]
+        tl.store(out + place, value, mask=place < numbers)
 
 
 @triton.jit
 def sort_pairs(
-    order, starts, arranged, scales, expert_ids, x, pairs, numbers, K_BLOCKS, STRIDE, EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr, COPY: tl.constexpr, KIND: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
+    order, starts, arranged, scales, expert_ids, x, x_scales, pairs, numbers, K_BLOCKS, STRIDE,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr, KIND: tl.constexpr, CODED: tl.constexpr,
+    CODES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 to EXPERTS: sort_expert. The programs after these write x, COPY of its `numbers` each, to `arranged`
-    and `scales`, as `arrange` does."""
+    and `scales`, as `arrange` does. CODED: x is codes, with x_scales uint8 (E8M0) for each 128."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -66,7 +77,16 @@ def sort_pairs(
         first = (expert - EXPERTS - 1).to(tl.int64) * COPY
         number = first + tl.arange(0, COPY // 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
         value = tl.load(x + number, mask=number < numbers, other=0.0)
-        arrange(arranged, scales, first, value, numbers, K_BLOCKS, STRIDE, KIND, CODES)
+        if CODED:
+            block = (first // 128 + tl.arange(0, COPY // 128))[:, None]
+            scale = e8m0(tl.load(x_scales + block, mask=block * 128 < numbers, other=0))
+            if CODES:
+                _arrange_codes(arranged, scales, first, value, scale, numbers, K_BLOCKS, STRIDE, KIND)
+            else:
+                wide = (value.to(tl.float32) * scale).to(arranged.dtype.element_ty)
+                arrange(arranged, scales, first, wide, numbers, K_BLOCKS, STRIDE, KIND, False)
+        else:
+            arrange(arranged, scales, first, value, numbers, K_BLOCKS, STRIDE, KIND, CODES)
     else:
         sort_expert(order, starts, expert_ids, expert, EXPERTS, pairs, BLOCK)
 

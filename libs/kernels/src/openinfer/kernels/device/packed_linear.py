@@ -1,4 +1,4 @@
-"""Linear layers of few tokens with packed or bf16 weights, and the ops around them: q8, the clamped gate, norms."""
+"""Linear layers of few tokens with packed or bf16 weights, and what is around them: codes, the clamped gate, norms."""
 
 # mypy: ignore-errors
 import triton
@@ -9,8 +9,7 @@ from openinfer.kernels.device.formats import (
     float8_operand,
     operand_row,
     packed_column,
-    q8,
-    q8_codes,
+    store_codes,
 )
 from openinfer.kernels.device.packed_experts import clamped_product
 
@@ -96,20 +95,19 @@ def _sum(out, partial, counter, acc, on, token, n, M, N, GROUP_ROWS, ROWS: tl.co
 
 @triton.jit
 def project_codes(
-    out, x, x_scales, weight, scales, partial, counter, M, N, K, K_BLOCKS, TOKENS,
+    out, x, x_scales, weight, scales, partial, counter, M, N, K, K_BLOCKS,
     BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = x @ weight^T of e4m3 codes: x [M, K] with float32 x_scales [K_BLOCKS, TOKENS], weight [N, K] with
-    uint8 scales [cdiv(N, 128), K_BLOCKS] (E8M0); K = 128 K_BLOCKS, TOKENS is M rounded up to a multiple of BM, and
-    ROWS divides 128. The tensor cores add up float8 products with some 14 bits. So each block of 128 columns has a sum
-    of its own, which is scaled and added in float32. The rest is as in project_few. Grid (cdiv(N, ROWS), SPLIT,
-    cdiv(M, BM))."""
+    """out [M, N] = x @ weight^T of e4m3 codes: x [M, K] with x_scales [M, K_BLOCKS], weight [N, K] with scales [cdiv(N,
+    128), K_BLOCKS], both uint8 (E8M0); K = 128 K_BLOCKS, and ROWS divides 128. The tensor cores add up float8 products
+    with some 14 bits. So each block of 128 columns has a sum of its own, which is scaled and added in float32. The rest
+    is as in project_few. Grid (cdiv(N, ROWS), SPLIT, cdiv(M, BM))."""
     token = tl.program_id(2) * BM + tl.arange(0, BM)
     on = tl.program_id(0) * ROWS
     used = (token < M)[None, :]
     column = tl.arange(0, 128)
     of_x = x + token.to(tl.int64)[None, :] * K + column[:, None]
-    of_x_scales = x_scales + token
+    of_token = tl.minimum(token, M - 1) * K_BLOCKS
     row = tl.minimum(on + tl.arange(0, ROWS), N - 1)
     of_weight = weight + row.to(tl.int64)[:, None] * K + column[None, :]
     of_blocks = scales + on // 128 * K_BLOCKS
@@ -117,37 +115,55 @@ def project_codes(
     first = tl.program_id(1) * steps
     acc = tl.zeros((ROWS, BM), tl.float32)
     last = tl.minimum(first + steps, K_BLOCKS)
-    scale = tl.load(of_x_scales + tl.minimum(first, K_BLOCKS - 1) * TOKENS)
-    scale *= e8m0(tl.load(of_blocks + tl.minimum(first, K_BLOCKS - 1)))
+    block = tl.load(of_blocks + tl.minimum(first, K_BLOCKS - 1))
     for k in range(first, last):
-        ahead = tl.minimum(k + 1, last - 1)
-        next_scale, next_block = tl.load(of_x_scales + ahead * TOKENS), tl.load(of_blocks + ahead)
+        next_block = tl.load(of_blocks + tl.minimum(k + 1, last - 1))
+        byte = tl.load(x_scales + k + of_token)  # near, but for a token's first; a turn ahead takes registers
         value = tl.load(of_x + k * 128, mask=used, other=0.0)
-        acc += tl.dot(tl.load(of_weight + k * 128), value) * scale[None, :]
-        scale = next_scale * e8m0(next_block)
+        acc += tl.dot(tl.load(of_weight + k * 128), value) * (e8m0(byte) * e8m0(block))[None, :]
+        block = next_block
     _sum(out, partial, counter, acc, on, token, 0, M, N, N, ROWS, SPLIT)
 
 
 @triton.jit
-def code_rows(codes, scales, x, width, x_stride, TOKENS, BLOCKS: tl.constexpr):
-    """codes [T, width] e4m3 and scales float32 [width / 128, TOKENS] of x, whose rows are x_stride apart, BLOCKS * 128
-    columns a program. Grid (T, cdiv(width, BLOCKS * 128))."""
+def code_rows(codes, scales, x, width, x_stride, BLOCKS: tl.constexpr):
+    """codes and scales = x, whose rows are x_stride apart, through q8 as store_codes writes it, BLOCKS * 128 columns a
+    program. Grid (T, cdiv(width, BLOCKS * 128))."""
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    row = tl.program_id(0).to(tl.int64)
+    value = tl.load(x + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
+    store_codes(codes, scales, value, row, block, width)
+
+
+@triton.jit
+def widen_rows(out, codes, scales, width, BLOCKS: tl.constexpr):
+    """out [T, width] = the values of codes and scales, BLOCKS * 128 columns a program. Grid as of code_rows."""
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
     row = tl.program_id(0).to(tl.int64)
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    code, scale = q8_codes(value)
-    tl.store(codes + row * width + column, code, mask=inside)
-    tl.store(scales + block[:, None] * TOKENS + row, scale, mask=block[:, None] * 128 < width)
+    of_scales = scales + row * tl.cdiv(width, 128) + block[:, None]
+    scale = e8m0(tl.load(of_scales, mask=block[:, None] * 128 < width, other=0))
+    value = tl.load(codes + row * width + column, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def float_scales(out, scales, count, BLOCK: tl.constexpr):
-    """out float32 = the values of scales uint8, E8M0. Grid (cdiv(count, BLOCK),)."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    tl.store(out + place, e8m0(tl.load(scales + place, mask=inside, other=0)), mask=inside)
+def float_scales(out, x_out, scales, x_scales, count, tokens, blocks, BLOCK: tl.constexpr):
+    """out = the values of `count` E8M0 bytes, and x_out [blocks, tokens] those of x_scales [tokens, blocks], in
+    float32. Grid (cdiv(count, BLOCK) + cdiv(tokens * blocks, BLOCK),)."""
+    first = tl.cdiv(count, BLOCK)
+    program, place = tl.program_id(0), tl.arange(0, BLOCK)
+    if program < first:
+        place += program * BLOCK
+        inside = place < count
+        tl.store(out + place, e8m0(tl.load(scales + place, mask=inside, other=0)), mask=inside)
+    else:
+        place += (program - first) * BLOCK
+        inside = place < tokens * blocks
+        byte = tl.load(x_scales + place % tokens * blocks + place // tokens, mask=inside, other=0)
+        tl.store(x_out + place, e8m0(byte), mask=inside)
 
 
 @triton.jit
@@ -168,41 +184,35 @@ def dequantize(out, weight, scales, first, N, K, scale_blocks, BN: tl.constexpr,
 
 
 @triton.jit
-def q8_rows(x, width, BLOCKS: tl.constexpr):
-    """x [T, width] through q8 in place, BLOCKS * 128 columns a program. Grid (T, cdiv(width, BLOCKS * 128))."""
+def clamped_gate(out, scales, both, limit, width, BLOCKS: tl.constexpr, CODED: tl.constexpr):
+    """out[t] = silu(min(g, limit)) * clamp(u, -limit, limit), with both[t] = [g, u] of `width` columns each; rounded,
+    and codes with CODED (store_codes). Grid (T, cdiv(width, BLOCKS * 128))."""
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
-    place = x + tl.program_id(0).to(tl.int64) * width + column
-    value = q8(tl.load(place, mask=inside, other=0.0).to(tl.float32))
-    tl.store(place, value.to(x.dtype.element_ty), mask=inside)
+    row = tl.program_id(0).to(tl.int64)
+    of_gate = both + 2 * row * width + column
+    gate = tl.load(of_gate, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(of_gate + width, mask=inside, other=0.0).to(tl.float32)
+    value = clamped_product(gate, up, limit).to(both.dtype.element_ty)
+    if CODED:
+        store_codes(out, scales, value.to(tl.float32), row, block, width)
+    else:
+        tl.store(out + row * width + column, value, mask=inside)
 
 
 @triton.jit
-def clamped_gate(out, both, limit, width, BLOCKS: tl.constexpr, QUANTIZED: tl.constexpr):
-    """out[t] = silu(min(g, limit)) * clamp(u, -limit, limit), with both[t] = [g, u] of `width` columns each.
-    Grid (T, cdiv(width, BLOCKS * 128))."""
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+def norm_rows(out, scales, x, norm_weight, width, eps, BLOCKS: tl.constexpr, CODED: tl.constexpr):
+    """out[t] = norm_weight * x[t] / rms(x[t]), rounded once, and codes with CODED (store_codes). width <= BLOCKS * 128.
+    Grid (T,)."""
+    block = tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
-    row = tl.program_id(0).to(tl.int64) * width
-    gate = tl.load(both + 2 * row + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + 2 * row + width + column, mask=inside, other=0.0).to(tl.float32)
-    value = clamped_product(gate, up, limit).to(out.dtype.element_ty)
-    if QUANTIZED:
-        value = q8(value.to(tl.float32)).to(out.dtype.element_ty)
-    tl.store(out + row + column, value, mask=inside)
-
-
-@triton.jit
-def norm_rows(out, x, norm_weight, width, eps, BLOCKS: tl.constexpr, QUANTIZED: tl.constexpr):
-    """out[t] = norm_weight * x[t] / rms(x[t]), rounded once, then q8 if QUANTIZED. width <= BLOCKS * 128. Grid (T,)."""
-    column = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = column < width
-    row = tl.program_id(0).to(tl.int64) * width
-    wide = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    wide = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     unit = wide * tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / width + eps)
-    value = (unit * tl.load(norm_weight + column, mask=inside, other=0.0)).to(out.dtype.element_ty)
-    if QUANTIZED:
-        value = q8(value.to(tl.float32)).to(out.dtype.element_ty)
-    tl.store(out + row + column, value, mask=inside)
+    value = (unit * tl.load(norm_weight + column, mask=inside, other=0.0)).to(x.dtype.element_ty)
+    if CODED:
+        store_codes(out, scales, value.to(tl.float32), row, block, width)
+    else:
+        tl.store(out + row * width + column, value, mask=inside)

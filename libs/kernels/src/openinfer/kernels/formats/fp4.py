@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.formats.groups import Coded, Grouped, Stored, WeightPart, finite
+from openinfer.kernels.formats.groups import CodedForm, Grouped, Stored, WeightPart, finite
 from openinfer.kernels.formats.int4 import of_rows, unpack
 from openinfer.kernels.op.rounding import FP4_BLOCK, FP4_VALUES, Array, e8m0
 from openinfer.tensor import bfloat16, float8_e4m3fn, float32, int32, uint8
@@ -32,7 +32,7 @@ where K is a multiple of 128."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fp4(Coded):
+class Fp4(CodedForm):
     """FP4: codes and words as above."""
 
     @classmethod

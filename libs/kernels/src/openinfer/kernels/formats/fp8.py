@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from openinfer.kernels.formats.groups import Coded
+from openinfer.kernels.formats.groups import CodedForm
 from openinfer.kernels.op.rounding import E4M3_MAX, FP4_BLOCK, SCALE_BLOCK, Array, Coding, e8m0, unpack_fp4
 from openinfer.tensor import float8_e4m3fn, float32, uint8
 
@@ -17,7 +17,7 @@ _CACHED = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8(Coded):
+class Fp8(CodedForm):
     """float8_e4m3fn [..., N, K] and float32 scales: `by_row` [..., N, 1], else [..., parts * ceil(N / parts / 128),
     ceil(K / 128)], where blocks begin anew at each of the `parts` projections that are stacked in N."""
 
@@ -129,7 +129,7 @@ FP8_SCALE_MOST, FP4_SCALE_MOST = 134, 128
 
 
 @dataclass(frozen=True, slots=True)
-class Mx(Coded):
+class Mx(CodedForm):
     """uint8 scales, at most FP8_SCALE_MOST or FP4_SCALE_MOST; codes are numbers, no NaN. `fp4`: uint8 [..., N, K / 2],
     column 2i in the low nibble of byte i, with scales [..., N, K / 32]. Else float8_e4m3fn with scales of blocks as
     fp8.Fp8 has them. Products of float8 codes take an FP4 block whose byte is below 102 for zero: it holds less than

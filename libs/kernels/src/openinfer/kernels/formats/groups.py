@@ -31,7 +31,7 @@ class WeightPart(NamedTuple):
     column: int = 0
 
 
-class Coded(ABC):
+class CodedForm(ABC):
     """A format whose numbers are codes with scales (a formats.linear.Form)."""
 
     __slots__ = ()
@@ -109,7 +109,7 @@ class Grouped:
     """
 
     kind: str
-    form: Coded
+    form: CodedForm
     codes: Stored
     scales: tuple[Stored, ...]
     to_codes: Callable[[Array], Array] | None = None

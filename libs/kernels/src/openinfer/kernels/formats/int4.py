@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.formats.groups import Coded, Grouped, Stored, WeightPart, finite
+from openinfer.kernels.formats.groups import CodedForm, Grouped, Stored, WeightPart, finite
 from openinfer.kernels.op.contract import require
 from openinfer.kernels.op.rounding import Array
 from openinfer.tensor import Tensor, int32, uint8
@@ -41,7 +41,7 @@ _COLUMN_AT = [0, 2, 4, 6, 1, 3, 5, 7]  # the column at each place of an int32 of
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Groups(Coded):
+class Int4Groups(CodedForm):
     """INT4 in groups of columns: codes and words as above."""
 
     group: int

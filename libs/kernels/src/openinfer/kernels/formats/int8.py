@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.formats.groups import ONE, Coded, Grouped, Stored, WeightPart, finite
+from openinfer.kernels.formats.groups import ONE, CodedForm, Grouped, Stored, WeightPart, finite
 from openinfer.kernels.op.contract import require
 from openinfer.kernels.op.rounding import Array, Coding
 from openinfer.tensor import Tensor, float32, int8, int32
@@ -19,7 +19,7 @@ _LEAST = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(Coded):
+class Int8(CodedForm):
     """INT8 in groups of columns; ONE: a group has all."""
 
     group: int

@@ -11,6 +11,7 @@ from openinfer.kernels.formats.linear import Linear, Plain
 from openinfer.kernels.linear.choices import CodedTile, measured, rule
 from openinfer.kernels.linear.cublas import CUBLAS_WORKSPACE
 from openinfer.kernels.linear.problem import Kernel, Operand, Problem, sums_of_parts
+from openinfer.kernels.op.coded import Coded, code_args
 from openinfer.kernels.op.launch import (
     Aligned,
     Arg,
@@ -25,7 +26,7 @@ from openinfer.kernels.op.launch import (
 )
 from openinfer.kernels.op.rounding import SCALE_BLOCK
 from openinfer.kernels.op.target import Target, shared_bytes
-from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 _DEVICE = "openinfer.kernels.device.packed_linear"
 
@@ -74,8 +75,7 @@ def _takes_codes(p: Problem) -> bool:
     return (
         p.op == "project"
         and p.form != Plain()
-        and p.rounded
-        and p.groups == 1
+        and p.x_scales is not None
         and multiplies_codes(p.target)
         and p.k % 128 == 0
         and _scale_rows(p) == SCALE_BLOCK
@@ -106,8 +106,10 @@ def _groups(p: Problem) -> Iterator[Command]:
 
 
 def _takes_few(p: Problem) -> bool:
+    """No part of scratch memory is an operand, so groups that are written there are one launch for any number of
+    tokens."""
     few = FEW_IN_GROUPS if p.groups > 1 else FEW if p.form == Plain() else FEW_PACKED
-    small = p.m <= few or _small_groups(p)
+    small = p.m <= few or _small_groups(p) or (p.groups > 1 and isinstance(p.out, Scratch))
     return p.op == "project" and (small or p.target.arch < 90 or p.target.batch_invariant)
 
 
@@ -125,10 +127,10 @@ def _many(p: Problem) -> Iterator[Command | Problem]:
         else:
             ours = Scratch((rows, p.k), bfloat16)
             yield _dequantized(p, ours, g * rows)
-        out, x = p.out, _tensor(p.x)
-        if isinstance(out, Tensor):
-            out, x = out[:, g * rows : (g + 1) * rows], x[:, g * p.k : (g + 1) * p.k]
-        if x.is_contiguous and (isinstance(out, Scratch) or out.is_contiguous):
+        out, x = p.out, p.x
+        if p.groups > 1:
+            out, x = _tensor(out)[:, g * rows : (g + 1) * rows], _tensor(x)[:, g * p.k : (g + 1) * p.k]
+        if all(isinstance(one, Scratch) or one.is_contiguous for one in (out, x)):
             choice = measured(p.target, op, p.m, rows, p.k)
         else:
             choice = rule(dataclasses.replace(p.target, cublas=False), op, p.m, rows, p.k)
@@ -143,7 +145,7 @@ def _tensor(operand: Operand | None) -> Tensor:
 
 
 def _few(p: Problem) -> Iterator[Command]:
-    x, weight, k, float8 = _tensor(p.x), _tensor(p.weight.weight), p.k, p.form != Plain()
+    x, weight, k, float8 = p.x, _tensor(p.weight.weight), p.k, p.form != Plain()
     if float8 and k % 64:
         raise ContractError(f"a float8 weight has {k} columns; on a GPU they are a multiple of 64")
     rows, bm = p.n // p.groups, min(FEW, max(16, power_of_two(p.m)))
@@ -166,7 +168,7 @@ def _few(p: Problem) -> Iterator[Command]:
         **p.sizes,
         "K_WORDS": Aligned(words.shape[1]),
         "GROUP_ROWS": Aligned(rows),
-        "x_stride": aligned(x.strides[0]),
+        "x_stride": aligned(x.shape[1] if isinstance(x, Scratch) else x.strides[0]),
         "scale_blocks": -(-k // 128),
     }
     constants = {
@@ -185,55 +187,55 @@ def _few(p: Problem) -> Iterator[Command]:
     yield launch(_DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages)
 
 
-def _coded(p: Problem, padded: int) -> tuple[Launch, Scratch, Scratch]:
-    """The launch that codes x, which is what q8 gave: codes [M, K] and float32 scales [K / 128, padded]."""
-    x, k = _tensor(p.x), p.k
-    blocks = min(8, power_of_two(k // 128))
-    codes, scales = Scratch((p.m, k), float8_e4m3fn), Scratch((k // 128, padded), float32)
-    args: dict[str, Arg] = {
-        "codes": codes,
-        "scales": scales,
-        "x": x,
-        "width": Aligned(k),
-        "x_stride": aligned(x.strides[0]),
-        "TOKENS": Aligned(padded),
-    }
-    grid = (p.m, -(-k // (128 * blocks)))
-    return launch(_DEVICE, "code_rows", grid, args, {"BLOCKS": blocks}), codes, scales
-
-
 def _codes_of_many(p: Problem) -> Iterator[Command]:
-    """The same by cuBLASLt, whose scales are float32."""
-    coded, codes, x_scales = _coded(p, p.m)
-    yield coded
-    found = _tensor(p.weight.scales)
-    scales, workspace = Scratch(found.shape, float32), Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8))
-    args: dict[str, Arg] = {"out": scales, "scales": found, "count": found.numel}
-    yield launch(_DEVICE, "float_scales", (-(-found.numel // 256),), args, {"BLOCK": 256}, num_warps=2)
-    yield Matmul(p.out, codes, p.weight.weight, workspace, scales=(x_scales, scales))
+    """The same by cuBLASLt, whose scales are float32, and those of x [K / 128, M]."""
+    own, blocks = _tensor(p.weight.scales), p.k // SCALE_BLOCK
+    scales, x_scales = Scratch(own.shape, float32), Scratch((blocks, p.m), float32)
+    workspace = Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8))
+    args: dict[str, Arg] = {
+        "out": scales,
+        "x_out": x_scales,
+        "scales": own,
+        "x_scales": _tensor(p.x_scales),
+        "count": own.numel,
+        "tokens": p.m,
+        "blocks": blocks,
+    }
+    grid = (-(-own.numel // 256) + -(-blocks * p.m // 256),)
+    yield launch(_DEVICE, "float_scales", grid, args, {"BLOCK": 256}, num_warps=2)
+    yield Matmul(p.out, p.x, p.weight.weight, workspace, scales=(x_scales, scales))
 
 
 def _codes(p: Problem) -> Iterator[Launch]:
-    """Products of float8 codes: x is what q8 gave."""
+    """Products of float8 codes."""
     k, tile = p.k, packed_tile(p.target, p.m, p.rows, p.k)
-    padded = -(-p.m // tile.bm) * tile.bm
-    coded, codes, x_scales = _coded(p, padded)
-    yield coded
     columns, tiles = -(-p.n // tile.rows), -(-p.m // tile.bm)
     args: dict[str, Arg] = {
         "out": p.out,
-        "x": codes,
-        "x_scales": x_scales,
+        "x": p.x,
+        "x_scales": _tensor(p.x_scales),
         "weight": p.weight.weight,
         "scales": _tensor(p.weight.scales),
         **sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles),
         **p.sizes,
         "K_BLOCKS": k // 128,
-        "TOKENS": Aligned(padded),
     }
     constants, warps = {"BM": tile.bm, "ROWS": tile.rows, "SPLIT": tile.split}, tile.warps
     grid = (columns, tile.split, tiles)
     yield launch(_DEVICE, "project_codes", grid, args, constants, num_warps=warps, num_stages=tile.stages)
+
+
+def _widened(p: Problem) -> Iterator[Launch | Problem]:
+    """Products of bf16, for what takes no codes."""
+    x = Scratch(p.x.shape, bfloat16)
+    args: dict[str, Arg] = {
+        "out": x,
+        "codes": p.x,
+        "scales": _tensor(p.x_scales),
+        "width": Aligned(p.x.shape[1]),
+    }
+    yield _by_rows("widen_rows", x.shape, args)
+    yield dataclasses.replace(p, x=x, x_scales=None)
 
 
 def _dequantized(p: Problem, out: Scratch, first: int) -> Launch:
@@ -255,38 +257,44 @@ def _dequantized(p: Problem, out: Scratch, first: int) -> Launch:
 KERNELS = (
     Kernel("projection of codes", lambda p: p.m <= FEW_CODED and _takes_codes(p), _codes),
     Kernel("projection of many codes", _takes_codes_of_many, _codes_of_many),
+    Kernel("projection of widened codes", lambda p: p.op == "project" and p.x_scales is not None, _widened),
     Kernel("projection in groups", _takes_groups, _groups),
     Kernel("projection of few", _takes_few, _few),
     Kernel("projection of many", lambda p: p.op == "project", _many),
 )
 
 
-def launch_q8_rows(out: Tensor) -> Launch:
-    """out through q8, in place."""
-    rows, width = out.shape
-    blocks = min(8, power_of_two(width // 128))
-    args: dict[str, Arg] = {"x": out, "width": Aligned(width)}
-    return launch(_DEVICE, "q8_rows", (rows, -(-width // (128 * blocks))), args, {"BLOCKS": blocks})
+def _by_rows(function: str, shape: tuple[int, ...], args: dict[str, Arg], **constants: bool) -> Launch:
+    """A kernel whose programs have up to 1,024 columns of a row each."""
+    rows, width = shape
+    blocks = min(8, power_of_two(-(-width // SCALE_BLOCK)))
+    grid = (rows, -(-width // (SCALE_BLOCK * blocks)))
+    return launch(_DEVICE, function, grid, args, {"BLOCKS": blocks, **constants})
 
 
-def launch_clamped_gate(out: Tensor, both: Scratch, limit: float, quantized: bool) -> Launch:
+def launch_code_rows(out: Coded[Tensor], x: Operand) -> Launch:
+    """out = x through q8; rows of x at any stride."""
+    stride = x.shape[1] if isinstance(x, Scratch) else x.strides[0]
+    args: dict[str, Arg] = {"codes": out.codes, "scales": out.scales, "x": x}
+    args |= {"width": aligned(x.shape[1]), "x_stride": aligned(stride)}
+    return _by_rows("code_rows", x.shape, args)
+
+
+def launch_clamped_gate(out: Coded[Tensor] | Tensor, both: Scratch, limit: float) -> Launch:
     """out [T, I] from the gate's and the up projection's columns."""
-    rows, width = out.shape
-    blocks = min(8, power_of_two(width // 128))
-    args: dict[str, Arg] = {"out": out, "both": both, "limit": limit, "width": Aligned(width)}
-    constants = {"BLOCKS": blocks, "QUANTIZED": quantized}
-    return launch(_DEVICE, "clamped_gate", (rows, -(-width // (128 * blocks))), args, constants)
+    args = {**code_args(out), "both": both, "limit": limit, "width": Aligned(out.shape[1])}
+    return _by_rows("clamped_gate", out.shape, args, CODED=isinstance(out, Coded))
 
 
-def launch_norm_rows(out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized: bool) -> Launch:
-    """out = the RMS norm of x, rounded by q8 if asked."""
-    rows, width = out.shape
+def launch_norm_rows(out: Coded[Tensor] | Tensor, x: Tensor, norm_weight: Tensor, eps: float) -> Launch:
+    """out = the RMS norm of x."""
+    rows, width = x.shape
     args: dict[str, Arg] = {
-        "out": out,
+        **code_args(out),
         "x": x,
         "norm_weight": norm_weight,
         "width": aligned(width),
         "eps": eps,
     }
-    constants = {"BLOCKS": power_of_two(-(-width // 128)), "QUANTIZED": quantized}
+    constants = {"BLOCKS": power_of_two(-(-width // 128)), "CODED": isinstance(out, Coded)}
     return launch(_DEVICE, "norm_rows", (rows,), args, constants, num_warps=8 if width > 2048 else 4)

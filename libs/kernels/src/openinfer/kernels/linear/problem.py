@@ -23,10 +23,11 @@ class Problem:
 
     epilogue: "add" adds onto out; "gated" makes silu(g) * u of the product's halves [g, u], so the weight has 2 N rows.
     norm: x is normalised first. adapter: what adapters add to the product of the normalised x. x_scales: the scales of
-    x, which is codes then (coded.Coded). choice: the kernel and tile of plain numbers, in place of the chosen one.
+    x, which is codes then: float32 of coded.QUANTISED, or bytes of op.coded.Coded. choice: the kernel and tile of plain
+    numbers, in place of the chosen one.
 
-    Of the op "project": groups share the columns of x and the rows of the weight; rounded: x went through q8; parts:
-    projections that are stacked in the weight.
+    Of the op "project": groups share the columns of x and the rows of the weight; parts: projections that are stacked
+    in the weight.
     """
 
     target: Target
@@ -37,10 +38,9 @@ class Problem:
     epilogue: Epilogue = "none"
     norm: Norm | None = None
     adapter: Lora[Tensor] | None = None
-    x_scales: Scratch | None = None
+    x_scales: Operand | None = None
     choice: ProductChoice | None = None
     groups: int = 1
-    rounded: bool = False
     parts: int = 1
 
     @property

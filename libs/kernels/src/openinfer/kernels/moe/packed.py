@@ -12,6 +12,7 @@ import numpy as np
 from openinfer.kernels.formats.linear import Linear, linear_of
 from openinfer.kernels.linear.mx import multiplies_codes
 from openinfer.kernels.moe import Pairs
+from openinfer.kernels.op.coded import Coded
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.op import T
 from openinfer.kernels.op.target import Target, shared_bytes
@@ -90,29 +91,33 @@ class ExpertsArgs(Generic[T]):
 
         MLP_e(x) = (silu(min(g, limit)) * clamp(u, -limit, limit) * w) Wd_e^T, [g, u] = x Wgu_e^T
 
-    x, shared, out [T, D] of one float dtype. expert_ids int32 [T, K], each in [-1, E), no expert twice in a row but
-    -1, which is no expert and adds nothing; expert_weights float32 [T, K]. gate_up is [E, 2 I, D]: the gate's rows,
-    then the up projection's. down is [E, D, I]. Both are of x's dtype, or both Linears of FP4 or FP8
-    with E8M0 scales (formats.linear; gate_up with parts=2). D and I are multiples of 128.
+    x, shared, out [T, D] of one float dtype; x may be Coded. expert_ids int32 [T, K], each in [-1, E), no expert twice
+    in a row but -1, which is no expert and adds nothing; expert_weights float32 [T, K]. gate_up is [E, 2 I, D]: the
+    gate's rows, then the up projection's. down is [E, D, I]. Both are of x's dtype, or both Linears of FP4 or FP8 with
+    E8M0 scales (formats.linear; gate_up with parts=2). D and I are multiples of 128.
 
-    g and u are rounded as outputs of a linear layer. The product, with w in it, is in float32 and rounded. With
-    `quantized` it then goes through q8 in blocks of 128 (rounding.q8); the caller must have done the same to x. Each
-    expert's output is rounded. Their sum and shared are added in float32 and rounded once.
+    g and u are rounded as outputs of a linear layer. The product, with w in it, is in float32 and rounded. Where x is
+    Coded it then goes through q8 as well, in blocks of 128 (rounding.q8). Each expert's output is rounded. Their sum
+    and shared are added in float32 and rounded once.
 
     The number of tokens of an expert is data: an implementation sorts them on the device. `all_experts`: how many all
     ranks have, where these are one rank's; the cost takes an even part of the choices to be for these.
     """
 
     out: T
-    x: T
+    x: Coded[T] | T
     shared: T
     expert_ids: T
     expert_weights: T
     gate_up: Linear[T] | T
     down: Linear[T] | T
     limit: float
-    quantized: bool
     all_experts: int | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether inputs of products go through q8."""
+        return isinstance(self.x, Coded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +135,17 @@ class PackedExperts:
     def of(cls, target: Target, tile: PackedExpertTile, a: ExpertsArgs[Tensor]) -> "PackedExperts":
         """The kernels for a call, with scratch for the values that they pass to each other."""
         tokens, width = a.x.shape
-        arranged = Scratch((tokens, width), tile.dtype) if kind_of(linear_of(a.down)) != BF16 else a.x
+        arranged: Scratch | Tensor = Scratch((tokens, width), tile.dtype)
+        if kind_of(linear_of(a.down)) == BF16 and not isinstance(a.x, Coded):
+            arranged = a.x
         x_scales = Scratch((width // 128, tokens) if tile.coded else (1,), float32)
         return cls(tile, target, a, arranged, x_scales, Scratch((a.expert_ids.numel, width), bfloat16))
 
     def sort(self, pairs: Pairs) -> Iterator[Launch]:
         """Fill `order` and `starts`, and write x as the first product reads it."""
-        (tokens, width), kind = self.a.x.shape, kind_of(linear_of(self.a.down))
+        x, (tokens, width), kind = self.a.x, self.a.x.shape, kind_of(linear_of(self.a.down))
         block = pairs.sorted_at_once
-        copies = -(-tokens * width // COPY_BLOCK) if kind != BF16 else 0
+        copies = -(-tokens * width // COPY_BLOCK) if isinstance(self.arranged, Scratch) else 0
         yield launch(
             _DEVICE,
             "sort_pairs",
@@ -149,7 +156,8 @@ class PackedExperts:
                 "arranged": self.arranged,
                 "scales": self.x_scales,
                 "expert_ids": self.a.expert_ids,
-                "x": self.a.x,
+                "x": x.codes if isinstance(x, Coded) else x,
+                "x_scales": x.scales if isinstance(x, Coded) else x,
                 "pairs": pairs.count,
                 "numbers": Aligned(tokens * width),
                 "K_BLOCKS": width // 128,
@@ -160,6 +168,7 @@ class PackedExperts:
                 "BLOCK": block,
                 "COPY": COPY_BLOCK,
                 "KIND": kind,
+                "CODED": isinstance(x, Coded),
                 "CODES": self.tile.coded,
                 "EARLY": self.target.starts_early,
             },

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from openinfer.kernels.op.coded import Coded
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Op, Workload, leaves, mapped
-from openinfer.kernels.op.rounding import SCALE_BLOCK, q8
+from openinfer.kernels.op.rounding import SCALE_BLOCK
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, uint8
 
 COLD_BYTES = 300 << 20
@@ -85,15 +86,6 @@ class Memory:
         """Normally distributed."""
         return self._repeated(shape, dtype, lambda n: (self.rng.standard_normal(n) * scale).astype(dtype))
 
-    def rounded(self, tokens: int, width: int) -> Tensor:
-        """bf16 values that went through q8 in blocks of 128."""
-
-        def make(n: int) -> Array:
-            blocks = self.rng.standard_normal((-(-n // SCALE_BLOCK), SCALE_BLOCK)).astype(np.float32)
-            return q8(blocks, SCALE_BLOCK).reshape(-1)[:n].astype(bfloat16)
-
-        return self._repeated((tokens, width), bfloat16, make)
-
     def codes(self, *shape: int, low: int = 0, high: int = 256) -> Tensor:
         """uint8 in [low, high): FP4 pairs, or exponents of E8M0 scales."""
         return self._repeated(shape, uint8, lambda n: self.rng.integers(low, high, n, np.uint8))
@@ -106,6 +98,15 @@ class Memory:
             return np.asarray(signs << 7 | sizes)
 
         return self._repeated(shape, uint8, make).view_as(float8_e4m3fn)
+
+    def coded(self, tokens: int, width: int, *, empty: bool = False) -> Coded[Tensor]:
+        """Values of bf16 that went through q8, or for an op to write."""
+        scales = (tokens, -(-width // SCALE_BLOCK))
+        if empty:
+            return Coded(
+                self.empty(tokens, width, dtype=float8_e4m3fn), self.empty(*scales, dtype=uint8), bfloat16
+            )
+        return Coded(self.float8(tokens, width), self.codes(*scales, low=126, high=129), bfloat16)
 
     def copies(self, args: Mapping[str, Any], *cold: str) -> list[Mapping[str, Any]]:
         """The arguments, and as many others with own copies of the tensors named as the L2 cache takes."""

@@ -18,7 +18,10 @@ from openinfer.kernels.op.reference import normed as normed_of
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.ranks import Communicator, sum_over
 from openinfer.kernels.ranks.exchange import Normed, columns_of_ranks, sum_of_ranks
-from openinfer.tensor import Tensor
+from openinfer.tensor import Tensor, float8_e4m3fn, uint8
+
+CODES = (float8_e4m3fn, uint8)
+"""Dtypes of op.coded.Coded, which can be gathered."""
 
 
 def combine(kind: CollectiveKind, out: Array, x: Array, communicator: Communicator) -> None:
@@ -41,7 +44,7 @@ class _Args(Generic[T]):
 
 def _expect(name: str, a: _Args[Tensor], rows: int) -> None:
     require(a.ranks >= 1, f"{name} over {a.ranks} ranks; there must be one at least")
-    expect("x", a.x, a.x.shape, *FLOATS)
+    expect("x", a.x, a.x.shape, *FLOATS, *(CODES if name == "all_gather" else ()))
     require(len(a.x.shape) >= 1, f"x of {name} has no axis; its first axis is cut up among ranks")
     expect("out", a.out, (rows, *a.x.shape[1:]), a.x.dtype)
 
@@ -57,7 +60,7 @@ def _all_reduce(a: _Args[Tensor]) -> None:
 def _all_gather(a: _Args[Tensor]) -> None:
     """out = the x of all ranks, one after the other along the first axis.
 
-    x [N, ...] and out [ranks * N, ...] of one float dtype, dense. x may be this rank's place in out.
+    x [N, ...] and out [ranks * N, ...] of one float dtype, float8 or uint8, dense. x may be this rank's place in out.
     """
     _expect("all_gather", a, a.ranks * a.x.shape[0])
 

@@ -11,6 +11,7 @@ from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linea
 from openinfer.kernels.moe import Pairs
 from openinfer.kernels.moe.packed import ExpertsArgs, PackedExperts, kind_of, packed_expert_tile
 from openinfer.kernels.op.cases import Commands, Memory, OpCase
+from openinfer.kernels.op.coded import decoded, expect_values
 from openinfer.kernels.op.contract import FLOATS, expect, require
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.op import Cost, Op, Workload
@@ -22,7 +23,7 @@ from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
 def _check(a: ExpertsArgs[Tensor]) -> None:
-    expect("x", a.x, (-1, -1), *FLOATS)
+    expect_values("x", a.x, (-1, -1), *FLOATS)
     tokens, width = a.x.shape
     expect("out", a.out, a.x.shape, a.x.dtype)
     expect("shared", a.shared, a.x.shape, a.x.dtype)
@@ -45,15 +46,17 @@ def _check(a: ExpertsArgs[Tensor]) -> None:
 
 
 def _reference(a: ExpertsArgs[Array]) -> None:
+    x, dtype = decoded(a.x), a.x.dtype
+
     def mlp(expert: int, token: Array, choice: Array) -> Array:
         halves = linear_of(a.gate_up)[expert].halves()
-        gate, up = (rounded(matmul_nt(a.x[token], half), a.x.dtype) for half in halves)
+        gate, up = (rounded(matmul_nt(x[token], half), dtype) for half in halves)
         hidden = clamped_product(gate, up, a.limit) * a.expert_weights[token, choice][:, None]
-        hidden = rounded(hidden, a.x.dtype)
+        hidden = rounded(hidden, dtype)
         if a.quantized:
             hidden = q8(hidden, SCALE_BLOCK)
         second = linear_of(a.down)[expert].values()
-        return rounded(matmul_nt(hidden, second), a.x.dtype)
+        return rounded(matmul_nt(hidden, second), dtype)
 
     results = moe.results(a.expert_ids, a.x.shape[1], mlp)
     # One choice after the other: the sum must not depend on what numpy does with the other tokens.
@@ -79,7 +82,7 @@ def _cost(workload: Workload, a: ExpertsArgs[Tensor]) -> Cost:
     inter, tokens, chosen = a.gate_up.shape[1] // 2, workload.tokens, a.expert_ids.shape[1]
     every = a.all_experts or count
     weights = moe.weight_bytes(tokens, chosen, every, a.gate_up, a.down)
-    activations = tokens * (3 * width * a.x.itemsize + chosen * 8)
+    activations = tokens * (a.x.nbytes // a.x.shape[0] + 2 * width * a.out.itemsize + chosen * 8)
     return Cost(weights + activations, 6 * tokens * chosen * width * inter * count // every)
 
 
@@ -98,11 +101,10 @@ def cases(memory: Memory) -> Iterator[OpCase]:
         for tokens in (1, 8, 32, 128, 1024, 4096):
             args = {
                 "out": memory.empty(tokens, hidden),
-                "x": memory.rounded(tokens, hidden),
+                "x": memory.coded(tokens, hidden),
                 "shared": memory.normal(tokens, hidden),
                 "expert_weights": memory.normal(tokens, chosen, scale=0.3, dtype=float32),
                 "limit": 10.0,
-                "quantized": True,
                 **weights,
             }
             order = memory.rng.permutation(count)

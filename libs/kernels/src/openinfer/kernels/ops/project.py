@@ -1,4 +1,5 @@
-"""project: a linear layer. gate_up_clamped: the first half of a clamped gated MLP. norm_rows: an RMS norm by itself."""
+"""project: a linear layer. gate_up_clamped: the first half of a clamped gated MLP. norm_rows, code_rows: an RMS norm
+and q8 by themselves."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from openinfer.kernels.formats.fp8 import Mx
 from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.linear import kernels as linear
 from openinfer.kernels.linear import mx
-from openinfer.kernels.linear.problem import Problem, expect_q8
+from openinfer.kernels.linear.problem import Operand, Problem, expect_q8
 from openinfer.kernels.op.cases import Memory, OpCase
+from openinfer.kernels.op.coded import Coded, decoded, expect_values, in_blocks, write_values
 from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, require
 from openinfer.kernels.op.launch import Command, Scratch
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
-from openinfer.kernels.op.rounding import SCALE_BLOCK, q8
+from openinfer.kernels.op.rounding import SCALE_BLOCK
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32
 
@@ -25,24 +27,24 @@ from openinfer.tensor import Tensor, bfloat16, float32
 class _ProjectArgs(Generic[T]):
     """out = x @ weight^T; in `groups`, each with an equal part of the columns of x and of the rows of weight.
 
-    x [T, G K], rows at any stride; weight [N, K] of x's dtype, or a Linear of FP8 with E8M0 scales;
-    out [T, N] of x's dtype, or float32 (not rounded): rows g N / G .. of weight times columns g K .. of x. Accumulated
-    in float32 and rounded once; with `quantized` the rounded values go through q8 in blocks of 128 columns of out
-    (rounding.q8; N is then a multiple of 128, or N divides 128 and is one block). N / G and K are multiples of 16.
-    `rounded_x`: the caller has put x through q8, in blocks of 128 of its columns; products with float8 weights may then
-    be of codes.
+    x [T, G K], rows at any stride, or Coded where G is 1: products with float8 weights may then be of codes. weight
+    [N, K] of x's dtype, or a Linear of FP8 with E8M0 scales. out [T, N] of x's dtype, or float32 (not rounded): rows
+    g N / G .. of weight times columns g K .. of x. Accumulated in float32 and rounded once; where out is Coded the
+    rounded values go through q8. N / G and K are multiples of 16.
     """
 
-    out: T
-    x: T
+    out: Coded[T] | T
+    x: Coded[T] | T
     weight: Linear[T] | T
     groups: int
-    rounded_x: bool
-    quantized: bool
 
 
 def _project_check(a: _ProjectArgs[Tensor]) -> None:
-    expect_columns("x", a.x, (-1, -1), *FLOATS)
+    if isinstance(a.x, Coded):
+        expect_values("x", a.x, (-1, -1), *FLOATS)
+        require(a.groups == 1, f"x is codes in {a.groups} groups; codes are of one")
+    else:
+        expect_columns("x", a.x, (-1, -1), *FLOATS)
     tokens, width = a.x.shape
     require(
         a.groups >= 1 and width % a.groups == 0,
@@ -50,45 +52,46 @@ def _project_check(a: _ProjectArgs[Tensor]) -> None:
     )
     expect_linear("weight", linear_of(a.weight), (-1, width // a.groups), a.x.dtype, Plain, Mx)
     rows = a.weight.shape[0]
-    expect("out", a.out, (tokens, rows), a.x.dtype, float32)
+    expect_values("out", a.out, (tokens, rows), a.x.dtype, float32)
     require(
         rows % (16 * a.groups) == 0 and width // a.groups % 16 == 0,
         f"weight is {a.weight.shape} in {a.groups} groups; rows of a group and columns must be multiples of 16",
     )
-    require(
-        not a.quantized or _in_blocks(rows), f"out has {rows} columns; q8 takes multiples of {SCALE_BLOCK}"
-    )
-
-
-def _in_blocks(size: int) -> bool:
-    """Whether these are whole blocks, or the even part of one block that one of several ranks has."""
-    return size % SCALE_BLOCK == 0 or SCALE_BLOCK % size == 0
 
 
 def _project_reference(a: _ProjectArgs[Array]) -> None:
-    wide, (n, k) = linear_of(a.weight).values(), a.weight.shape
+    x, wide, (n, k) = decoded(a.x), linear_of(a.weight).values(), a.weight.shape
     each = n // a.groups
     y = np.empty(a.out.shape, np.float32)
     for g in range(a.groups):
         part = slice(g * each, (g + 1) * each)
-        y[:, part] = matmul_nt(a.x[:, g * k : (g + 1) * k], wide[part])
-    y = rounded(y, a.out.dtype)
-    a.out[:] = q8(y, min(n, SCALE_BLOCK)) if a.quantized else y
+        y[:, part] = matmul_nt(x[:, g * k : (g + 1) * k], wide[part])
+    write_values(a.out, rounded(y, a.out.dtype))
 
 
 def _project_launches(target: Target, a: _ProjectArgs[Tensor]) -> Iterator[Command]:
-    expect_q8(target, a.quantized)
-    own = linear_of(a.weight)
-    yield from linear.launches(
-        Problem(target, "project", a.out, a.x, own, groups=a.groups, rounded=a.rounded_x)
-    )
-    if a.quantized:
-        yield mx.launch_q8_rows(a.out)
+    expect_q8(target, isinstance(a.x, Coded) or isinstance(a.out, Coded))
+    out = Scratch(a.out.shape, bfloat16) if isinstance(a.out, Coded) else a.out
+    yield from linear.launches(_product(target, out, a.x, linear_of(a.weight), groups=a.groups))
+    if isinstance(a.out, Coded):
+        yield mx.launch_code_rows(a.out, out)
+
+
+def _product(
+    target: Target,
+    out: Operand,
+    x: Coded[Tensor] | Tensor,
+    weight: Linear[Tensor],
+    groups: int = 1,
+    parts: int = 1,
+) -> Problem:
+    codes, scales = (x.codes, x.scales) if isinstance(x, Coded) else (x, None)
+    return Problem(target, "project", out, codes, weight, x_scales=scales, groups=groups, parts=parts)
 
 
 def _project_cost(workload: Workload, a: _ProjectArgs[Tensor]) -> Cost:
-    (n, k), width = a.weight.shape, a.x.shape[1]
-    activations = workload.tokens * (width * a.x.itemsize + n * a.out.itemsize)
+    (n, k), tokens = a.weight.shape, a.x.shape[0]
+    activations = workload.tokens * (a.x.nbytes + a.out.nbytes) // tokens
     return Cost(a.weight.nbytes + activations, 2 * workload.tokens * n * k)
 
 
@@ -107,52 +110,48 @@ def clamped_product(gate: Array, up: Array, limit: float) -> Array:
 class _GateUpClampedArgs(Generic[T]):
     """out = silu(min(g, limit)) * clamp(u, -limit, limit) with [g, u] = x @ weight^T.
 
-    x [T, K]. weight [2 I, K]: the gate's rows, then the up projection's; of x's dtype, or a Linear of
-    FP8 with E8M0 scales (parts=2). out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer. The
-    product is in float32 and rounded. With `quantized` it then goes through q8 in blocks of 128 (rounding.q8), as x has
-    (`rounded_x` of project). K is a multiple of 16. I is a multiple of 128, or 16, 32 or 64.
+    x [T, K], or Coded. weight [2 I, K]: the gate's rows, then the up projection's; of x's dtype, or a Linear of FP8
+    with E8M0 scales (parts=2). out [T, I] of x's dtype, or Coded. g and u are rounded as outputs of a linear layer. The
+    product is in float32 and rounded, and goes through q8 where out is Coded. K is a multiple of 16. I is a multiple of
+    128, or 16, 32 or 64.
     """
 
-    out: T
-    x: T
+    out: Coded[T] | T
+    x: Coded[T] | T
     weight: Linear[T] | T
     limit: float
-    quantized: bool
 
 
 def _gate_check(a: _GateUpClampedArgs[Tensor]) -> None:
-    expect("x", a.x, (-1, -1), *FLOATS)
-    expect("out", a.out, (a.x.shape[0], -1), a.x.dtype)
+    expect_values("x", a.x, (-1, -1), *FLOATS)
+    expect_values("out", a.out, (a.x.shape[0], -1), a.x.dtype)
     expect_linear(
         "weight", linear_of(a.weight), (2 * a.out.shape[1], a.x.shape[1]), a.x.dtype, Plain, Mx, parts=2
     )
     require(a.x.shape[1] % 16 == 0, f"x has {a.x.shape[1]} columns; it must be a multiple of 16")
     require(
-        a.out.shape[1] % 16 == 0 and _in_blocks(a.out.shape[1]),
+        a.out.shape[1] % 16 == 0 and in_blocks(a.out.shape[1]),
         f"out has {a.out.shape[1]} columns; it must be a multiple of {SCALE_BLOCK}",
     )
     require(a.limit > 0, f"limit is {a.limit}; it must be positive")
 
 
 def _gate_reference(a: _GateUpClampedArgs[Array]) -> None:
-    inter = a.out.shape[1]
-    gate, up = (rounded(matmul_nt(a.x, half), a.x.dtype) for half in linear_of(a.weight).halves())
-    y = rounded(clamped_product(gate, up, a.limit), a.x.dtype)
-    a.out[:] = q8(y, min(inter, SCALE_BLOCK)) if a.quantized else y
+    x, dtype = decoded(a.x), a.x.dtype
+    gate, up = (rounded(matmul_nt(x, half), dtype) for half in linear_of(a.weight).halves())
+    write_values(a.out, rounded(clamped_product(gate, up, a.limit), dtype))
 
 
 def _gate_launches(target: Target, a: _GateUpClampedArgs[Tensor]) -> Iterator[Command]:
-    expect_q8(target, a.quantized)
+    expect_q8(target, isinstance(a.x, Coded) or isinstance(a.out, Coded))
     both = Scratch((a.x.shape[0], a.weight.shape[0]), bfloat16)
-    yield from linear.launches(
-        Problem(target, "project", both, a.x, linear_of(a.weight), rounded=a.quantized, parts=2)
-    )
-    yield mx.launch_clamped_gate(a.out, both, a.limit, a.quantized)
+    yield from linear.launches(_product(target, both, a.x, linear_of(a.weight), parts=2))
+    yield mx.launch_clamped_gate(a.out, both, a.limit)
 
 
 def _gate_cost(workload: Workload, a: _GateUpClampedArgs[Tensor]) -> Cost:
     n, k = a.weight.shape
-    activations = workload.tokens * (k + n // 2) * a.x.itemsize
+    activations = workload.tokens * (a.x.nbytes + a.out.nbytes) // a.x.shape[0]
     return Cost(a.weight.nbytes + activations, 2 * workload.tokens * n * k)
 
 
@@ -163,37 +162,28 @@ gate_up_clamped = Op(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NormRowsArgs(Generic[T]):
-    """out = norm_weight * x / rms(x), rounded once, then q8 in blocks of 128 with `quantized` (rounding.q8).
+    """out = norm_weight * x / rms(x), rounded once. x [T, D]; out like x, or Coded; norm_weight float32 [D]."""
 
-    x and out [T, D] of one float dtype, norm_weight float32 [D]; with `quantized` D is a multiple of 128.
-    """
-
-    out: T
+    out: Coded[T] | T
     x: T
     norm_weight: T
     eps: float
-    quantized: bool
 
 
 def _norm_check(a: _NormRowsArgs[Tensor]) -> None:
     expect("x", a.x, (-1, -1), *FLOATS)
-    expect("out", a.out, a.x.shape, a.x.dtype)
+    expect_values("out", a.out, a.x.shape, a.x.dtype)
     expect("norm_weight", a.norm_weight, (a.x.shape[1],), float32)
-    require(
-        not a.quantized or a.x.shape[1] % SCALE_BLOCK == 0,
-        f"x has {a.x.shape[1]} columns; q8 takes multiples of {SCALE_BLOCK}",
-    )
     require(a.eps > 0, f"eps is {a.eps}; it must be positive")
 
 
 def _norm_reference(a: _NormRowsArgs[Array]) -> None:
-    y = rms_norm(a.x, a.norm_weight, a.eps)
-    a.out[:] = q8(f32(y), SCALE_BLOCK) if a.quantized else y
+    write_values(a.out, rms_norm(a.x, a.norm_weight, a.eps))
 
 
 def _norm_launches(target: Target, a: _NormRowsArgs[Tensor]) -> Iterator[Command]:
-    expect_q8(target, a.quantized)
-    yield mx.launch_norm_rows(a.out, a.x, a.norm_weight, a.eps, a.quantized)
+    expect_q8(target, isinstance(a.out, Coded))
+    yield mx.launch_norm_rows(a.out, a.x, a.norm_weight, a.eps)
 
 
 def _norm_cost(workload: Workload, a: _NormRowsArgs[Tensor]) -> Cost:
@@ -204,6 +194,30 @@ def _norm_cost(workload: Workload, a: _NormRowsArgs[Tensor]) -> Cost:
 
 
 norm_rows = Op("norm_rows", _NormRowsArgs[Tensor], _norm_check, _norm_reference, _norm_launches, _norm_cost)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CodeRowsArgs(Generic[T]):
+    """out = x [T, D] of a float dtype, through q8."""
+
+    out: Coded[T]
+    x: T
+
+
+def _code_check(a: _CodeRowsArgs[Tensor]) -> None:
+    expect("x", a.x, (-1, -1), *FLOATS)
+    expect_values("out", a.out, a.x.shape, a.x.dtype)
+
+
+def _code_launches(target: Target, a: _CodeRowsArgs[Tensor]) -> Iterator[Command]:
+    expect_q8(target, True)
+    yield mx.launch_code_rows(a.out, a.x)
+
+
+code_rows = Op(
+    "code_rows", _CodeRowsArgs[Tensor], _code_check, lambda a: write_values(a.out, f32(a.x)), _code_launches,
+    lambda workload, a: Cost(workload.tokens * (a.x.nbytes + a.out.nbytes) // a.x.shape[0], 0),
+)  # fmt: skip
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:
@@ -225,16 +239,15 @@ def cases(memory: Memory) -> Iterator[OpCase]:
             codes = packed and groups == 1
             args: dict[str, Any] = {
                 "out": memory.empty(tokens, n, dtype=bfloat16 if packed else float32),
-                "x": memory.rounded(tokens, k) if codes else memory.normal(tokens, groups * k),
-                "weight": weight(n, k, packed),
-                "groups": groups, "rounded_x": codes, "quantized": False,
+                "x": memory.coded(tokens, k) if codes else memory.normal(tokens, groups * k),
+                "weight": weight(n, k, packed), "groups": groups,
             }  # fmt: skip
             yield OpCase(
                 f"V4-Flash {name}, {tokens} tokens", project, memory.copies(args, "weight"), workload
             )
         args = {
-            "out": memory.empty(tokens, 2048), "x": memory.rounded(tokens, 4096), "weight": weight(4096, 4096, True),
-            "limit": 10.0, "quantized": True,
+            "out": memory.coded(tokens, 2048, empty=True), "x": memory.coded(tokens, 4096),
+            "weight": weight(4096, 4096, True), "limit": 10.0,
         }  # fmt: skip
         copies = memory.copies(args, "weight")
         yield OpCase(f"V4-Flash shared expert, {tokens} tokens", gate_up_clamped, copies, workload)

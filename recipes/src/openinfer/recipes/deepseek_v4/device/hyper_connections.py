@@ -9,7 +9,7 @@ exact as products in float32.
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.formats import q8
+from openinfer.kernels.device.formats import store_codes
 from openinfer.kernels.device.push_sum import (
     calls_of,
     exchanged,
@@ -119,19 +119,20 @@ def _number(total, n: tl.constexpr):
 
 @triton.jit
 def hc_collapse(
-    out, rounded_out, mix, streams, partial, base, scale, norm_weight, tokens, width, eps, hc_eps, iters,
-    BLOCKS: tl.constexpr, NORM: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
+    out, codes, scales, mix, streams, partial, base, scale, norm_weight, tokens, width, eps, hc_eps, iters,
+    BLOCKS: tl.constexpr, NORM: tl.constexpr, CODED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, 1), or (T, 2) where there is a mix. The first program of a token: out[t] = the sum of streams[t] [4,
-    width], each times its number, rounded; with NORM its RMS norm, and q8 of that in rounded_out if QUANTIZED. width <=
-    BLOCKS * 128. The second program, which nothing waits for: mix float32 [T, 20]."""
+    width], each times its number, rounded; with NORM its RMS norm, and that as codes and scales if CODED (store_codes).
+    width <= BLOCKS * 128. The second program, which nothing waits for: mix float32 [T, 20]."""
     token = tl.program_id(0).to(tl.int64)
     part, number = tl.arange(0, SPLIT), tl.arange(0, 32)
     found = tl.load(partial + (part[:, None] * tokens + token) * 32 + number[None, :])
     total = tl.sum(found, 0)
     unit = tl.rsqrt(_number(total, 31) / (4 * width) + eps)
     if tl.program_id(1) == 0:
-        column = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        block = tl.arange(0, BLOCKS)
+        column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         inside = column < width
         place = streams + token * 4 * width + column
         value = tl.zeros((BLOCKS, 128), tl.float32)
@@ -146,8 +147,8 @@ def hc_collapse(
             normed = wide * tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / width + eps)
             value = (normed * tl.load(norm_weight + column, mask=inside, other=0.0)).to(dtype)
         tl.store(out + token * width + column, value, mask=inside)
-        if QUANTIZED:
-            tl.store(rounded_out + token * width + column, q8(value.to(tl.float32)).to(dtype), mask=inside)
+        if CODED:
+            store_codes(codes, scales, value.to(tl.float32), token, block, width)
     else:
         to, shrink = mix + token * 20, unit * tl.load(scale + 1)
         for s in tl.static_range(4):
@@ -245,11 +246,9 @@ def spread(streams, x, width, STREAMS: tl.constexpr, ADD: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def mean_streams(
-    out, streams, width, stride, STREAMS: tl.constexpr, QUANTIZED: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """out[t] = the mean of streams[t] [STREAMS, width], rounded, and q8 of that if QUANTIZED; rows of out are `stride`
-    apart. width <= BLOCKS * 128. Grid (T,)."""
+def mean_streams(out, streams, width, stride, STREAMS: tl.constexpr, BLOCKS: tl.constexpr):
+    """out[t] = the mean of streams[t] [STREAMS, width]; rows of out are `stride` apart. width <= BLOCKS * 128.
+    Grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
@@ -258,7 +257,4 @@ def mean_streams(
         total += tl.load(streams + (token * STREAMS + s) * width + column, mask=inside, other=0.0).to(
             tl.float32
         )
-    value = (total / STREAMS).to(out.dtype.element_ty)
-    if QUANTIZED:
-        value = q8(value.to(tl.float32)).to(out.dtype.element_ty)
-    tl.store(out + token * stride + column, value, mask=inside)
+    tl.store(out + token * stride + column, (total / STREAMS).to(out.dtype.element_ty), mask=inside)

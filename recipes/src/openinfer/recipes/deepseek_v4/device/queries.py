@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.rounding import q8_blocks, q8_plain, rotated
+from openinfer.kernels.device.formats import store_codes
+from openinfer.kernels.device.rounding import q8_plain, rotated
 
 
 @triton.jit
@@ -15,14 +16,16 @@ def _normed(x, gain, width, eps, dtype: tl.constexpr):
 
 
 @triton.jit
-def _write_query(to, source, gain, width, eps, BLOCK: tl.constexpr, QUANTIZED: tl.constexpr):
+def _write_query(to, scales, token, source, gain, width, eps, BLOCK: tl.constexpr, CODED: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
     x = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     y = _normed(x, tl.load(gain + column, mask=inside, other=0.0), width, eps, source.dtype.element_ty)
-    if QUANTIZED:
-        y = q8_blocks(y, 128)
-    tl.store(to + column, y.to(to.dtype.element_ty), mask=inside)
+    if CODED:
+        blocks = tl.arange(0, BLOCK // 128)
+        store_codes(to, scales, tl.reshape(y, (BLOCK // 128, 128)), token, blocks, width)
+    else:
+        tl.store(to + token * width + column, y.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -40,15 +43,17 @@ def _write_key(
 
 @triton.jit
 def q_kv_write(
-    qr, kv, qkv, q_norm, kv_norm, cos_sin, positions, token_slots, block_tables,
+    out, scales, kv, qkv, q_norm, kv_norm, cos_sin, positions, token_slots, block_tables,
     width, table_width, page_stride, eps,
-    BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, QUANTIZED: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, CODED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, 2): the query's `width` <= BLOCK columns, and the key-value vector's D. PAGE 0: kv has no pages."""
+    """Grid (tokens, 2): the query's `width` <= BLOCK columns, which go to `out` (CODED: by store_codes), and the
+    key-value vector's D. PAGE 0: kv has no pages."""
     token = tl.program_id(0).to(tl.int64)
     source = qkv + token * (width + D)
     if tl.program_id(1) == 0:
-        _write_query(qr + token * width, source, q_norm, width, eps, BLOCK, QUANTIZED)
+        _write_query(out, scales, token, source, q_norm, width, eps, BLOCK, CODED)
     else:
         slot = tl.load(token_slots + token).to(tl.int64)
         if slot == 0:

@@ -134,7 +134,7 @@ def _write(batch: _Batch) -> dict[str, Any]:
     memory = batch.memory
     return {
         "kv": memory.empty(batch.kv_pages, PAGE, DIM),
-        "qr": memory.empty(batch.tokens, LOW_RANK),
+        "qr": memory.coded(batch.tokens, LOW_RANK, empty=True),
         "qkv": memory.normal(batch.tokens, LOW_RANK + DIM),
         "q_norm": memory.normal(LOW_RANK, dtype=float32),
         "kv_norm": memory.normal(DIM, dtype=float32),

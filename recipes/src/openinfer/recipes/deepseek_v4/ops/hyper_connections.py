@@ -12,6 +12,7 @@ from openinfer.kernels.authoring import (
     Aligned,
     Arg,
     Array,
+    Coded,
     Command,
     Cost,
     Launch,
@@ -26,15 +27,16 @@ from openinfer.kernels.authoring import (
     expect,
     expect_bf16,
     expect_q8,
+    expect_values,
     f32,
     launch,
     matmul_nt,
     power_of_two,
-    q8,
     require,
     rms_norm,
     rounded,
     tensors,
+    write_values,
 )
 from openinfer.recipes.deepseek_v4.ops.streams import hc_post
 from openinfer.tensor import Tensor, float32
@@ -58,7 +60,7 @@ class _MixingArgs(Generic[T]):
 def _mixed(
     target: Target,
     a: _MixingArgs[Tensor],
-    rounded_out: Tensor | None = None,
+    rounded_out: Coded[Tensor] | None = None,
     mix: Tensor | None = None,
     norm_weight: Tensor | None = None,
     iters: int = 1,
@@ -97,7 +99,8 @@ def _mixed(
         (tokens, 1 if mix is None else 2),
         {
             "out": a.out,
-            "rounded_out": a.out if rounded_out is None else rounded_out,
+            "codes": a.out if rounded_out is None else rounded_out.codes,
+            "scales": a.out if rounded_out is None else rounded_out.scales,
             "mix": a.base if mix is None else mix,
             "streams": a.streams,
             "partial": partial,
@@ -112,7 +115,7 @@ def _mixed(
         {
             "BLOCKS": power_of_two(-(-width // 128)),
             "NORM": norm_weight is not None,
-            "QUANTIZED": rounded_out is not None,
+            "CODED": rounded_out is not None,
             "SPLIT": split,
         },
         num_warps=8 if width > 2048 else 4,
@@ -140,15 +143,15 @@ class _PreArgs(_MixingArgs[T], Generic[T]):
         C = softmax over k + hc_eps;  C = C / (sum over j + hc_eps)
         iters - 1 times:  C = C / (sum over k + hc_eps);  C = C / (sum over j + hc_eps)
         out = norm_weight * y / rms(y), with y = sum_s pre_s * streams[t, s] rounded; rounded once
-        rounded_out = q8(out), in blocks of 128 (rounding.q8), unless it is None
+        rounded_out = out through q8, unless it is None
         mix = post, then C row by row
 
-    streams [T, n, D], out and rounded_out [T, D] of one float dtype; fn float32 [2n + n n, n D], base float32
-    [2n + n n], scale float32 [3], norm_weight float32 [D]; mix float32 [T, n + n n]. D is a multiple of 128. On a GPU
-    n is 4.
+    streams [T, n, D], out [T, D] of one float dtype, rounded_out of the same values Coded; fn float32 [2n + n n, n D],
+    base float32 [2n + n n], scale float32 [3], norm_weight float32 [D]; mix float32 [T, n + n n]. D is a multiple of
+    128. On a GPU n is 4.
     """
 
-    rounded_out: T | None
+    rounded_out: Coded[T] | None
     mix: T
     norm_weight: T
     iters: int
@@ -159,7 +162,7 @@ def _pre_check(a: _PreArgs[Tensor]) -> None:
     tokens, n, width = a.streams.shape
     expect("out", a.out, (tokens, width), a.streams.dtype)
     if a.rounded_out is not None:
-        expect("rounded_out", a.rounded_out, (tokens, width), a.streams.dtype)
+        expect_values("rounded_out", a.rounded_out, (tokens, width), a.streams.dtype)
     expect("mix", a.mix, (tokens, n + n * n), float32)
     _expect_mixing(a, 2 * n + n * n, 3)
     expect("norm_weight", a.norm_weight, (width,), float32)
@@ -208,7 +211,7 @@ def _pre_reference(a: _PreArgs[Array]) -> None:
     normed = rms_norm(_collapsed(a.streams, pre).astype(a.streams.dtype), a.norm_weight, a.eps)
     a.out[:] = normed
     if a.rounded_out is not None:
-        a.rounded_out[:] = q8(normed, SCALE_BLOCK)
+        write_values(a.rounded_out, normed)
 
 
 def _pre_launches(target: Target, a: _PreArgs[Tensor]) -> Iterator[Command]:
@@ -219,7 +222,9 @@ def _pre_launches(target: Target, a: _PreArgs[Tensor]) -> Iterator[Command]:
 
 def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
     _, n, width = a.streams.shape
-    numbers = (n + 1 + (a.rounded_out is not None)) * width * a.streams.itemsize + a.mix.shape[1] * 4
+    numbers = (n + 1) * width * a.streams.itemsize + a.mix.shape[1] * 4
+    if a.rounded_out is not None:
+        numbers += a.rounded_out.nbytes // a.rounded_out.shape[0]
     return Cost(
         a.fn.nbytes + 4 * width + workload.tokens * numbers,
         workload.tokens * 2 * (a.fn.shape[0] + 2) * n * width,
@@ -278,7 +283,7 @@ def cases(memory: Memory) -> Iterator[OpCase]:
     for tokens in (1, 8, 32, 128, 1024, 4096):
         workload = Workload(tokens, tokens, 0, 0)
         mix = memory.of(memory.rng.uniform(0, 0.3, (tokens, n * n + n)).astype(np.float32))
-        rounded_out, out = memory.normal(tokens, hidden), memory.empty(tokens, hidden)
+        rounded_out, out = memory.coded(tokens, hidden, empty=True), memory.empty(tokens, hidden)
         both = {
             "streams": memory.normal(tokens, n, hidden),
             "fn": memory.normal(numbers, n * hidden, scale=(n * hidden) ** -0.5, dtype=float32),
@@ -289,7 +294,7 @@ def cases(memory: Memory) -> Iterator[OpCase]:
             "norm_weight": memory.normal(hidden, dtype=float32), "eps": 1e-6, "hc_eps": 1e-6, "iters": 20,
         }  # fmt: skip
         yield OpCase(f"V4-Flash, {tokens} tokens", hc_pre, memory.copies(pre, "streams", "fn"), workload)
-        post = {"streams": both["streams"], "y": rounded_out, "mix": mix}
+        post = {"streams": both["streams"], "y": memory.normal(tokens, hidden), "mix": mix}
         yield OpCase(f"V4-Flash, {tokens} tokens", hc_post, memory.copies(post, "streams"), workload)
         head = {"out": out, "streams": both["streams"], "fn": both["fn"][:n], "base": base[:n], "scale": scale[:1],
                 "eps": 1e-6, "hc_eps": 1e-6}  # fmt: skip

@@ -13,6 +13,7 @@ from openinfer.kernels.authoring import (
     SCALE_BLOCK,
     Aligned,
     Array,
+    Coded,
     Command,
     Cost,
     Op,
@@ -20,9 +21,11 @@ from openinfer.kernels.authoring import (
     Target,
     Workload,
     aligned,
+    code_args,
     expect,
     expect_cos_sin,
     expect_each,
+    expect_values,
     f32,
     launch,
     power_of_two,
@@ -32,6 +35,7 @@ from openinfer.kernels.authoring import (
     rotated_pairs,
     rounded,
     tensors,
+    write_values,
 )
 from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.tensor import Tensor, bfloat16, float32, int32
@@ -49,7 +53,7 @@ def rounded_key(x: Array, rotary: int) -> Array:
 class _Args(Generic[T]):
     """Split qkv into the query's Q columns and the key-value vector's d; normalise both; rotate and write the latter.
 
-    qkv [T, Q + d]. qr [T, Q] = q_norm * q / rms(q), rounded; with `quantized` through q8 in blocks of 128.
+    qkv [T, Q + d]. qr [T, Q], or Coded, = q_norm * q / rms(q), rounded.
     The key-value vector: kv_norm * v / rms(v), rounded, its last r channels rotated in pairs (2i, 2i + 1), rounded;
     with `quantized` the first d - r go through q8 in blocks of 64. It is written to kv [pages, 128, d]: one layer of
     the window pages, dense within a page, pages at any stride. All of one float dtype; q_norm float32 [Q], kv_norm
@@ -59,7 +63,7 @@ class _Args(Generic[T]):
     128, d - r of 64.
     """
 
-    qr: T
+    qr: Coded[T] | T
     kv: T
     qkv: T
     q_norm: T
@@ -80,7 +84,7 @@ def _check(a: _Args[Tensor]) -> None:
         expect("kv", a.kv, (-1, PAGE, -1), *FLOATS, dense=False)
         expect("kv[0]", a.kv[0], a.kv.shape[1:])
         expect("block_tables", a.block_tables, (-1, -1), int32)
-    expect("qr", a.qr, (tokens, -1), a.kv.dtype)
+    expect_values("qr", a.qr, (tokens, -1), a.kv.dtype)
     width = a.qr.shape[1]
     expect("qkv", a.qkv, (tokens, width + dim), a.kv.dtype)
     expect("q_norm", a.q_norm, (width,), float32)
@@ -96,8 +100,7 @@ def _check(a: _Args[Tensor]) -> None:
 
 def _reference(a: _Args[Array]) -> None:
     width = a.qr.shape[1]
-    normed = f32(rms_norm(a.qkv[:, :width], a.q_norm, a.eps))
-    a.qr[:] = q8(normed, SCALE_BLOCK) if a.quantized else normed
+    write_values(a.qr, f32(rms_norm(a.qkv[:, :width], a.q_norm, a.eps)))
     live = np.flatnonzero(a.token_slots)
     position = a.positions[live]
     key = f32(rms_norm(a.qkv[live, width:], a.kv_norm, a.eps))
@@ -120,7 +123,8 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         "q_kv_write",
         (tokens, 2),
         {
-            **tensors(a),
+            **code_args(a.qr),
+            **tensors(a, "kv", "qkv", "q_norm", "kv_norm", "cos_sin", "positions", "token_slots"),
             "block_tables": a.token_slots if tables is None else tables,
             "width": aligned(width),
             "table_width": 0 if tables is None else tables.shape[1],
@@ -132,6 +136,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
             "D": dim,
             "ROTARY": 2 * a.cos_sin.shape[2],
             "PAGE": 0 if tables is None else PAGE,
+            "CODED": isinstance(a.qr, Coded),
             "QUANTIZED": a.quantized,
         },
     )

@@ -7,7 +7,6 @@ from typing import Generic
 from openinfer.kernels.authoring import (
     FLOATS,
     NCCL,
-    SCALE_BLOCK,
     Aligned,
     Array,
     Collective,
@@ -23,12 +22,10 @@ from openinfer.kernels.authoring import (
     expect,
     expect_bf16,
     expect_columns,
-    expect_q8,
     f32,
     launch,
     power_of_two,
     pushed_rows,
-    q8,
     require,
     rounded,
     sum_of_ranks,
@@ -163,37 +160,28 @@ spread = Op(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MeanArgs(Generic[T]):
-    """out[t] = the mean of streams[t] over its streams, rounded, then q8 in blocks of 128 with `quantized`.
-
-    streams [T, n, D]; out [T, D], rows at any stride, of its dtype. With `quantized` D is a multiple of 128.
-    """
+    """out[t] = the mean of streams[t] over its streams, rounded. streams [T, n, D]; out [T, D], rows at any stride, of
+    its dtype."""
 
     out: T
     streams: T
-    quantized: bool
 
 
 def _mean_check(a: _MeanArgs[Tensor]) -> None:
     expect("streams", a.streams, (-1, -1, -1), *FLOATS)
     tokens, _, width = a.streams.shape
     expect_columns("out", a.out, (tokens, width), a.streams.dtype)
-    require(
-        not a.quantized or width % SCALE_BLOCK == 0,
-        f"streams are {width} wide; q8 takes multiples of {SCALE_BLOCK}",
-    )
 
 
 def _mean_reference(a: _MeanArgs[Array]) -> None:
-    mean = rounded(f32(a.streams).mean(axis=1), a.out.dtype)
-    a.out[:] = q8(f32(mean), SCALE_BLOCK) if a.quantized else mean
+    a.out[:] = f32(a.streams).mean(axis=1)
 
 
 def _mean_launches(target: Target, a: _MeanArgs[Tensor]) -> Iterator[Command]:
     expect_bf16(a.streams)
-    expect_q8(target, a.quantized)
     tokens, n, width = a.streams.shape
     sizes = {"width": aligned(width), "stride": aligned(a.out.strides[0])}
-    constants = {"STREAMS": n, "QUANTIZED": a.quantized, "BLOCKS": power_of_two(-(-width // 128))}
+    constants = {"STREAMS": n, "BLOCKS": power_of_two(-(-width // 128))}
     yield launch(_DEVICE, "mean_streams", (tokens,), {"out": a.out, "streams": a.streams, **sizes}, constants)
 
 
