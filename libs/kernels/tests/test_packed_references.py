@@ -125,8 +125,7 @@ def test_projections_in_groups() -> None:
 def test_codes_are_the_values_of_q8(width: int) -> None:
     x = normal(np.random.default_rng(3), 6, width)
     codes = codes_of(x, np.dtype(F))
-    assert codes.shape == (6, width)
-    assert codes.scales.shape == (6, -(-width // 128))
+    assert (codes.shape, codes.scales.shape) == ((6, width), (6, -(-width // 128)))
     assert codes.nbytes == 6 * width + 6 * -(-width // 128)
     np.testing.assert_array_equal(codes.values(), rounding.q8(x, min(width, 128)))
     np.testing.assert_array_equal(codes[2:5].values(), codes.values()[2:5])
