@@ -64,4 +64,4 @@ print(took)
         )
         for code in (program, asyncio)
     )
-    assert took < 5 * unit  # CPU time beyond numpy's; a slow or busy machine takes longer for both
+    assert took < 6 * unit  # CPU time beyond numpy's; a slow or busy machine takes longer for both
