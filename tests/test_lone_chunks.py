@@ -17,7 +17,8 @@ from openinfer.recipes.qwen3.recipe import RECIPE as QWEN3
 from openinfer.recipes.qwen3_5.recipe import RECIPE as QWEN3_5
 from openinfer.tensor import Device
 
-TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
+GOLDENS = Path(__file__).parent / "goldens"
+TINY, V4 = GOLDENS / "qwen3-tiny", GOLDENS / "deepseek_v4-tiny"
 RESTLESS = "openinfer.recipes.engine.testing.restless"
 BUDGET, LONE = 24, 64
 LONG, SHORT = [3 + 7 * n % 200 for n in range(150)], list(range(40, 60))
@@ -28,21 +29,22 @@ NGRAM = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("path", "flags"),
     [
-        {},
-        {"scheduling_policy": f"{RESTLESS}:fcfs"},
-        {"scheduling_policy": f"{RESTLESS}:priority", **NGRAM, **LORA},
+        (TINY, {}),
+        (TINY, {"scheduling_policy": f"{RESTLESS}:fcfs"}),
+        (TINY, {"scheduling_policy": f"{RESTLESS}:priority", **NGRAM, **LORA}),
+        (V4, {"activation_quantization": "off"}),
     ],
-    ids=["plain", "preemption", "priority, drafts, adapters"],
+    ids=["plain", "preemption", "priority, drafts, adapters", "windows and entries"],
 )
 def test_its_tokens_are_those_of_small_chunks(
-    flags: dict[str, Any], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    path: Path, flags: dict[str, Any], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = session(TINY, max_num_batched_tokens=BUDGET, **flags)
+    plain = session(path, max_num_batched_tokens=BUDGET, **flags)
     expected = [outcome for asked in ASKED for outcome in plain.outcomes_of(asked)]
     monkeypatch.setattr(startup, "decide", lambda *given: replace(decide(*given), lone_tokens=LONE))
-    lone = session(TINY, max_num_batched_tokens=BUDGET, **flags)
+    lone = session(path, max_num_batched_tokens=BUDGET, **flags)
     runner, steps = lone.engine.runner, []
     launch = type(runner).launch
 
@@ -63,11 +65,11 @@ def test_its_tokens_are_those_of_small_chunks(
         assert lone.engine.stats().preemptions
 
 
-def test_only_qwen3_on_a_gpu_has_them_and_only_by_default() -> None:
+def test_some_models_have_them_on_a_gpu_and_only_by_default() -> None:
     def of(recipe: Any, device: str = "cuda", **flags: Any) -> int:
         options = recipe.options(**flags)
         return decide(options, Device(device), recipe.blueprint(Source(recipe.small), options)).lone_tokens
 
-    assert of(QWEN3) == 4096
-    assert of(QWEN3, max_num_batched_tokens=2048) == of(QWEN3, "cpu") == of(QWEN3_5) == of(DEEPSEEK_V4) == 0
+    assert of(QWEN3) == of(DEEPSEEK_V4) == 4096
+    assert of(QWEN3, max_num_batched_tokens=2048) == of(QWEN3, "cpu") == of(QWEN3_5) == 0
     assert of(QWEN3, max_num_seqs=5000) == 0

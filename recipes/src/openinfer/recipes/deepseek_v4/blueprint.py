@@ -79,7 +79,7 @@ class DeepseekV4(Blueprint[Model]):
         least = min(3, most)  # the window may lie on two pages
         longest = limits.max_blocks + 1 if self.options.max_model_len is not None else 0
         windows = max(least, min(most, room.nbytes // 2 // window, (room.nbytes - longest * entry) // window))
-        busy = window_pages(limits.max_rows, 2 * limits.max_tokens, limits.max_model_len) + 1
+        busy = window_pages(limits.max_rows, 2 * limits.step_tokens, limits.max_model_len) + 1
         if not self.options.enable_prefix_caching:
             windows = min(windows, busy)
         entries = min(most, (room.nbytes - windows * window) // entry) if entry else most
@@ -115,7 +115,7 @@ class DeepseekV4(Blueprint[Model]):
         tables = [place_rope_table(arena, stream, one, length) for one in (c.main_freq, c.compress_freq)]
         batch = Batch.allocate(
             arena, stream, [Field(name, (limits.max_rows + 1, limits.max_blocks)) for name in TABLES],
-            max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
+            max_rows=limits.max_rows, max_tokens=limits.step_tokens, vocab_size=c.vocab_size,
             width=width, seen=seen, dtype=limits.dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
             ranks=c.part.ranks, adds=False,
         )  # fmt: skip
@@ -133,7 +133,7 @@ class DeepseekV4(Blueprint[Model]):
             return BlockDraftingModel(*parts, recent=recent, drafter=d, kept=kept, reads=reads)
         if not self.form.mtp:
             return Model(*parts, recent=recent)
-        shape = (limits.max_tokens * c.hc_mult, c.hidden_size)
+        shape = (limits.step_tokens * c.hc_mult, c.hidden_size)
         work = activations(arena, shape, limits.dtype, self.quantized)
         return DraftingModel(*parts, recent=recent, work=work)
 

@@ -50,10 +50,10 @@ class Buffers:
         compressing = 4 * (c.head_dim + c.index_dim) + c.index_heads
 
         def by_token(*shape: int, kind: np.dtype[Any] = limits.dtype) -> Tensor:
-            return arena.alloc((limits.max_tokens, *shape), kind)
+            return arena.alloc((limits.step_tokens, *shape), kind)
 
         def read(width: int) -> Activations:
-            return activations(arena, (limits.max_tokens, width), limits.dtype, quantized)
+            return activations(arena, (limits.step_tokens, width), limits.dtype, quantized)
 
         normed = by_token(hidden)
         return cls(

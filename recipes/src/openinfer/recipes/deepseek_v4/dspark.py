@@ -28,12 +28,12 @@ class BlockBuffers:
     @classmethod
     def allocate(cls, c: Config, d: Dspark, arena: Arena, limits: Limits, quantized: bool) -> "BlockBuffers":
         """Uninitialised. quantized: products round their inputs."""
-        shape = (limits.max_tokens, len(d.targets) * c.hidden_size)
+        shape = (limits.step_tokens, len(d.targets) * c.hidden_size)
         read = arena.alloc(shape, limits.dtype, "DSpark reads")
         return cls(
             read=read,
             coded=Coded.allocate(arena, shape, limits.dtype) if quantized else read,
-            own=arena.alloc((limits.max_tokens, c.head_dim), limits.dtype, "vectors of drafts"),
+            own=arena.alloc((limits.step_tokens, c.head_dim), limits.dtype, "vectors of drafts"),
             survival=arena.alloc((limits.max_rows,), float32),
         )
 
