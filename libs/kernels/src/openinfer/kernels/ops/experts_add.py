@@ -88,7 +88,7 @@ def _check(a: _Args[Tensor]) -> None:
     require(
         hidden % 16 == 0 and inter % 16 == 0, f"down is {a.down.shape}; its sizes must be multiples of 16"
     )
-    require(a.out is not None or not a.adds, "adds says what becomes of an out, and there is none")
+    require(a.out is not None or not a.adds, "adds is True, but there is no out to add to; give one")
     if a.out is not None:
         expect("out", a.out, a.x.shape, a.x.dtype)
 
