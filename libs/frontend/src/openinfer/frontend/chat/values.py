@@ -87,7 +87,7 @@ def child(schema: Mapping[str, Any], key: str | None, root: Mapping[str, Any]) -
 
 
 def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that a local reference (`{"$ref": "#/..."}`) leads to; the schema itself where there is none."""
+    """The schema that a local reference (`{"$ref": "#/..."}`) leads to, or `schema` itself if it has none."""
     for _ in range(MAX_HOPS):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
