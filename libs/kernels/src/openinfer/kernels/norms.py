@@ -27,8 +27,7 @@ def norm(
     rows, width = x.shape
     block, warps = 1 << (width - 1).bit_length(), 8 if width > 2048 else 4
     args: dict[str, Arg] = {"out": out, "x": x, "weight": gain, "width": Aligned(width), "eps": eps}
-    constants = {"BLOCK": block, "EARLY": early}
-    return launch(_NORM, "rms_norm", (rows,), args, constants, num_warps=warps, early=early)
+    return launch(_NORM, "rms_norm", (rows,), args, {"BLOCK": block}, num_warps=warps, early=early)
 
 
 def launch_silu_mul(out: Tensor | Scratch, both: Tensor | Scratch) -> Command:

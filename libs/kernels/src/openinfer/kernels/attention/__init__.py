@@ -137,7 +137,6 @@ def _short_rows(
             "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
             **call.without,
             "PAIRS": choice.pairs,
-            "RELEASE": choice.release,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -243,16 +243,16 @@ def attend_short(
     out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, window, scale, partial, weight, arrived, tokens, short, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MR: tl.constexpr, MERGE: tl.constexpr, PAIRS: tl.constexpr, RELEASE: tl.constexpr,
+    MR: tl.constexpr, MERGE: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows of at most `short` tokens, their keys in parts of at least `part_size`; the last part to arrive merges them.
     Also zeros for the tokens from the last row's end to `tokens`. Grid (rows, key heads, parts at most).
 
     partial: float32 [rows, key heads, parts, short * GROUP, D], weight the same less D; arrived: int32 [rows, key
-    heads], zero before and after. MR: short * GROUP or the next power of two. RELEASE: whether this kernel starts
+    heads], zero before and after. MR: short * GROUP or the next power of two. EARLY: whether this kernel starts
     before the one ahead has ended, and lets the next one do so (launch.Launch, `early`).
     """
-    if RELEASE:
+    if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -14,17 +14,17 @@ def qk_norm_rope_write(
     q, kv, kv_scales, qkv, q_norm, k_norm, cos_sin, positions, token_slots, block_tables,
     heads, kv_heads, table_width, page_stride, eps,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr, RELEASE: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS of a token's heads a program. Grid (tokens, cdiv(heads + 2 kv_heads, HEADS)).
 
     Heads are numbered queries, keys, values; in qkv each query head is followed by its gate if GATED. A head is taken
     in three parts: the two halves of the ROTARY elements that are rotated, and the rest. HALF_BLOCK, REST_BLOCK: their
     sizes or the next powers of two; REST_BLOCK is 0 where there is no rest. q_norm and k_norm may be None: no norms.
-    kv_scales: the E8M0 bytes of an FP8 cache (see attention.py), or None. RELEASE: whether this kernel starts before
+    kv_scales: the E8M0 bytes of an FP8 cache (see attention.py), or None. EARLY: whether this kernel starts before
     the one ahead has ended, and lets the next one do so (launch.Launch, `early`).
     """
-    if RELEASE:
+    if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     HALF: tl.constexpr = ROTARY // 2

@@ -56,7 +56,7 @@ def _quantised(p: Problem) -> Iterator[Command | Problem]:
     args |= {"weight": p.norm.weight} if p.norm else {}
     args |= {"x_scale": scales if p.weight.x_scale is None else p.weight.x_scale}
     args |= {"width": aligned(width), "TOKENS": tokens} | ({"eps": p.norm.eps} if p.norm else {})
-    constants = {"SIZE": size, "BLOCKS": coding == "block", "STATIC": coding in BEFOREHAND, "EARLY": early}
+    constants = {"SIZE": size, "BLOCKS": coding == "block", "STATIC": coding in BEFOREHAND}
     name, grid = ("norm_codes", (tokens,)) if p.norm else ("code_rows", (tokens, -(-blocks // size)))
     warps = 8 if size > 16 else 4
     yield launch(_DEVICE, name, grid, args, constants, num_warps=warps, early=early)

@@ -170,7 +170,6 @@ class PackedExperts:
                 "KIND": kind,
                 "CODED": isinstance(x, Coded),
                 "CODES": self.tile.coded,
-                "EARLY": self.target.starts_early,
             },
             num_warps=4 if block < 2048 else 8,
             early=self.target.starts_early,
@@ -204,7 +203,6 @@ class PackedExperts:
                 "KIND": kind_of(linear_of(self.a.down)),
                 "QUANTIZED": self.a.quantized,
                 "CODES": tile.coded,
-                "EARLY": self.target.starts_early,
             },
             early=self.target.starts_early,
         )
@@ -225,7 +223,7 @@ class PackedExperts:
                 "expert_ids": self.a.expert_ids,
                 "width": Aligned(width),
             },
-            {"CHOSEN": pairs.chosen, "BLOCK": block, "EARLY": self.target.starts_early},
+            {"CHOSEN": pairs.chosen, "BLOCK": block},
             early=self.target.starts_early,
         )
 
@@ -276,12 +274,11 @@ class PackedExperts:
             return launch(_HOPPER, tile.kernel, grid, args, constants, num_warps=warps)
         assembly = target.arch >= 90 and not target.interpreted
         constants |= {"ROWS": rows, "WARPS": warps, "KIND": kind, "PAIRS": assembly, "FEW": few}
-        constants["EARLY"] = early = target.starts_early
         if tile.coded:
             constants["TURN"] = tile.turn if k // 128 % tile.turn == 0 else 1
         else:
             constants["BK"] = depth(k, 64 if tile.bm > 64 else 128)
-        grid = (n // rows, pairs.tiles(tile.bm))
+        grid, early = (n // rows, pairs.tiles(tile.bm)), target.starts_early
         return launch(
             _DEVICE, tile.kernel, grid, args, constants, num_warps=warps, num_stages=tile.stages, early=early
         )

@@ -121,7 +121,7 @@ class PlainExperts:
                 "expert_ids": self.expert_ids,
                 "pairs": pairs.count,
             },
-            {"BLOCK": pairs.sorted_at_once, "EARLY": self.target.starts_early},
+            {"BLOCK": pairs.sorted_at_once},
             early=self.target.starts_early,
         )
 
@@ -179,7 +179,7 @@ class PlainExperts:
                 "expert_weights": self.expert_weights,
                 "width": Aligned(width),
             },
-            {"CHOSEN": pairs.chosen, "BLOCK": block, "ADDS": self.adds, "EARLY": self.target.starts_early},
+            {"CHOSEN": pairs.chosen, "BLOCK": block, "ADDS": self.adds},
             early=self.target.starts_early,
         )
 

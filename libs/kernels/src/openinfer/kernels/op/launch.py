@@ -258,12 +258,12 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 3,
     max_registers: int = 0,
-    early: bool = False,
+    early: bool | None = None,
 ) -> Launch:
     """Make a launch record; types and alignments follow from the arguments.
 
     Ints travel as i32 (LaunchError where one does not fit), floats as fp32, tensors as pointers with 16-byte alignment
-    assumed where their address has it.
+    assumed where their address has it. early: also the kernel's constant EARLY, which a kernel has unless it is None.
     """
     signature, divisible = [], []
     for name, arg in args.items():
@@ -275,14 +275,14 @@ def launch(
         module,
         function,
         tuple(signature),
-        tuple(constants.items()),
+        tuple((constants if early is None else {**constants, "EARLY": early}).items()),
         tuple(divisible),
         num_warps,
         num_stages,
         max_registers,
     )
     x, y, z = (*grid, 1, 1)[:3]
-    return Launch(spec, (x, y, z), tuple(args.values()), early=early)
+    return Launch(spec, (x, y, z), tuple(args.values()), early=bool(early))
 
 
 def launch_cuda(

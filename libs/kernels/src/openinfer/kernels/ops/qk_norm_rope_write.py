@@ -152,7 +152,6 @@ def write_launch(target: Target, a: WriteArgs[Any], *, early_behind: bool = Fals
             "HEADS": block,
             "PAGE": page_size,
             "GATED": a.qkv.shape[1] != (heads + 2 * kv_heads) * dim,
-            "RELEASE": release,
             **left_out(a, "q_norm", "k_norm", "kv_scales"),
         },
         num_warps=max(1, block * power_of_two(dim) // 512),

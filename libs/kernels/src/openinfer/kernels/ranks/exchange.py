@@ -130,8 +130,7 @@ def _push(
     lanes = power_of_two(width // 8)
     out, weight, eps = normed or (x, x, 0.0)
     own = {"LANES": lanes, "ADD": add, "NORM": normed is not None, "TWO_SHOT": way.kind == "two_shot"}
-    own["EARLY"] = early = target.starts_early
-    warps = min(way.warps, max(1, lanes // 32))
+    warps, early = min(way.warps, max(1, lanes // 32)), target.starts_early
     for pushed in pushed_rows(target, ranks, rows, width, warps):
         args: dict[str, Arg] = {"x": x, "y": y, "normed": out, "gain": weight, **pushed.args, "eps": eps}
         constants = {**pushed.constants, **own}

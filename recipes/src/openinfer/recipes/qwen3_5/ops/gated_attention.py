@@ -78,7 +78,7 @@ def _gate_launches(target: Target, a: GateArgs[Tensor]) -> Iterator[Command]:
             "token_stride": aligned(a.gate.strides[0]),
             "head_stride": aligned(a.gate.strides[1]),
         },
-        {"DIM": dim, "GATES": a.gate.shape[2], "BLOCK": block, "EARLY": target.starts_early},
+        {"DIM": dim, "GATES": a.gate.shape[2], "BLOCK": block},
         early=target.starts_early,
     )
 
