@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 from openinfer.cli.explain.segments import Outline
 from openinfer.graph.runner.segments import segments
 from openinfer.kernels import H200, Launch, NullPack
+from openinfer.recipes.deepseek_v4 import RECIPE as V4
+from openinfer.recipes.deepseek_v4.published import config_json
 from openinfer.recipes.engine import Source
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
@@ -65,3 +70,23 @@ def early_arguments(launch: Launch, early: set[str]) -> set[Any]:
     read = {arg.ptr for name, arg in zip(names, launch.args, strict=True) if name in early}
     assert not read or len(read) == len(early)
     return read
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_kernels_of_deepseek_v4_wait_before_anything_else(ranks: int) -> None:
+    """Nothing is read or written ahead of the wait, and nobody returns, but for two kernels with another rule. In a
+    step of one token all kernels but those at its ends start early."""
+    options, source = V4.options(**SIZES), Source(config_json("Flash", layers=4))
+    outline = Outline(V4, source, options, replace(H200, nvrtc=True), ranks=ranks)
+    pack, found = NullPack(outline.target), {}
+    for key, run in segments(outline.model, pack, outline.buckets).items():
+        commands = [command for call in pack.traced(run) for command in call.commands]
+        found[key] = [command for command in commands if isinstance(command, Launch)]
+    late = [launch.spec.function for launch in found["forward", (1, 1, 1, 0)] if not launch.early]
+    ends = ["expand_rows", "gather_rows", "gather_last", "gemv", "push_columns"]
+    assert late == ends[: 4 + (ranks > 1)]
+    for spec in {launch.spec for launches in found.values() for launch in launches if launch.early}:
+        text = inspect.getsource(getattr(importlib.import_module(spec.module), spec.function).fn)
+        before, wait, _ = text.rpartition('"""')[2].partition("wait_ahead(EARLY)\n")
+        other = spec.function in ("push_sum", "rms_norm")
+        assert other or (wait and not re.search(r"load\(|store\(|atomic|return|_of\(", before)), spec

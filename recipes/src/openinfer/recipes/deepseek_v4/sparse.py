@@ -172,9 +172,11 @@ class SparseAttendArgs(Generic[T]):
             f"heads of {dim}, of which {rotary} channels rotate; on a GPU a power of two from 64, and a quarter",
         )
 
-    def launches(self: "SparseAttendArgs[Tensor]", tuning: AttendTuning | HopperTuning) -> Iterator[Launch]:
+    def launches(
+        self: "SparseAttendArgs[Tensor]", target: Target, tuning: AttendTuning | HopperTuning
+    ) -> Iterator[Launch]:
         tokens, heads, dim = self.q.shape
-        splits = tuning.splits
+        splits, early = tuning.splits, target.early(tokens)
         # A part is a mean of vectors that were normed: float16 holds it to 11 bits where bfloat16 has 8.
         partial = Scratch((tokens, splits, heads, dim), float16) if splits > 1 else self.out
         weight = Scratch((tokens, splits, heads), float32) if splits > 1 else self.sinks
@@ -212,9 +214,9 @@ class SparseAttendArgs(Generic[T]):
         }
         chosen = {"SELECTED": self.selected is not None}
         if isinstance(tuning, HopperTuning):
-            ring = {"STAGES": tuning.stages}
+            own = constants | chosen | {"STAGES": tuning.stages}
             grid = (splits, tokens, heads // 64)
-            yield launch(_HOPPER, "sparse_attend_hopper", grid, args, constants | chosen | ring, num_warps=4)
+            yield launch(_HOPPER, "sparse_attend_hopper", grid, args, own, num_warps=4, early=early)
         else:
             yield launch(
                 _ATTEND,
@@ -224,9 +226,10 @@ class SparseAttendArgs(Generic[T]):
                 constants | rotary | chosen | {"BM": tuning.heads},
                 num_warps=tuning.warps,
                 num_stages=tuning.stages,
+                early=early,
             )
         if splits > 1:
-            yield self._merge(partial, weight, sees, constants | rotary)
+            yield self._merge(partial, weight, sees, constants | rotary, early)
 
     def _merge(
         self: "SparseAttendArgs[Tensor]",
@@ -234,6 +237,7 @@ class SparseAttendArgs(Generic[T]):
         weight: Tensor | Scratch,
         sees: dict[str, Arg],
         constants: dict[str, int],
+        early: bool,
     ) -> Launch:
         tokens, heads, _ = self.q.shape
         block = min(power_of_two(heads), max(1, 16 // power_of_two(constants["SPLITS"])))
@@ -253,4 +257,5 @@ class SparseAttendArgs(Generic[T]):
             },
             constants | {"HEADS": block},
             num_warps=2 * block,
+            early=early,
         )

@@ -9,6 +9,7 @@ program then chooses among their choices.
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.norm import wait_ahead
 from openinfer.kernels.device.rounding import hadamard, q4, rotated
 
 
@@ -17,10 +18,11 @@ def index_scores(
     scores, q, weights, keys, cos_sin, positions, token_slots, block_tables,
     width, table_width, page_stride, weight_stride, heads, topk, scale,
     D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, HEADS: tl.constexpr,
-    BN: tl.constexpr, QUANTIZED: tl.constexpr,
+    BN: tl.constexpr, QUANTIZED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """scores float32 [tokens, width] of tokens that see more than topk entries. Grid (tokens, parts): blocks of BN
     entries are dealt to a token's parts in turn. HEADS: `heads` or the next power of two, at least 16."""
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(token_slots + token).to(tl.int64)
     position = tl.load(positions + token)
@@ -83,7 +85,7 @@ def _places(order, live, count):
 @triton.jit
 def select_entries(
     selected, scores, found, found_order, positions, token_slots, width, topk, ratio,
-    BLOCK: tl.constexpr, SMALL: tl.constexpr, FILL: tl.constexpr,
+    BLOCK: tl.constexpr, SMALL: tl.constexpr, FILL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """selected[t]: the topk entries of the largest scores, in the order of their numbers, then -1. Grid (tokens,
     segments of BLOCK entries).
@@ -92,6 +94,7 @@ def select_entries(
     where a segment has fewer. 2 SMALL <= BLOCK: a token that sees at most SMALL entries costs less, and so does one
     that sees at most 2 SMALL.
     """
+    wait_ahead(EARLY)
     token, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     live_token = tl.load(token_slots + token) != 0
     seen = tl.where(live_token, (tl.load(positions + token) + 1) // ratio, 0)
@@ -130,13 +133,14 @@ def _select(to, to_order, scores, first, seen, topk, BLOCK: tl.constexpr, ORDER:
 @triton.jit
 def select_found(
     selected, found, found_order, positions, token_slots, topk, ratio, segments, lists,
-    SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """selected[t] from the candidates of a token that sees more than SEGMENT entries. Grid (tokens,).
 
     A program takes the candidates of `lists` segments at a time; BLOCK >= lists * topk is a power of two. The first
     segment's place holds the best so far, which come before the others, so that of equals the lowest is larger.
     """
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     seen = (tl.load(positions + token) + 1) // ratio
     if (tl.load(token_slots + token) == 0) | (seen <= SEGMENT):

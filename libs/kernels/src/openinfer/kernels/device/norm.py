@@ -7,6 +7,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def wait_ahead(EARLY: tl.constexpr):
+    """If EARLY, wait until the kernel ahead has ended, and only then let the one behind start (launch.Launch). Every
+    program does so before it reads or writes, also one that returns at once.
+
+    So when a kernel starts, all but the one directly ahead have ended. Its start empties the first-level caches, and
+    only the kernel ahead can then fill them with what is old once this one reads. Loads may go through them, but for
+    two kinds, which are .cg: of what the kernel ahead reads on one SM and writes on another, and of what other programs
+    of the same kernel write."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def weighted(unit, gain, dtype: tl.constexpr):
     """Float32 `unit` times a weight, rounded to `dtype` before and after; only after if the weight is float32."""
     if gain.dtype == tl.float32:

@@ -4,13 +4,12 @@ A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice.
 has order[starts[e]] to order[starts[e + 1]]; places are positions in this order. The number of pairs of an expert is
 data. Expert e gets the tiles from starts[e] // BM + e on, which may be one more than its pairs fill; a tile without
 pairs ends at once. If there are fewer pairs than such tiles, each place has a tile (FEW). A tile inside the BM places
-of another then ends at once. EARLY: as for norm.rms_norm.
+of another then ends at once. EARLY: as for norm.wait_ahead.
 """
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.experts import sort_expert, tile_of
 from openinfer.kernels.device.formats import (
@@ -24,6 +23,7 @@ from openinfer.kernels.device.formats import (
     q8,
     q8_codes,
 )
+from openinfer.kernels.device.norm import wait_ahead
 
 BF16 = tl.constexpr(0)
 FLOAT8 = tl.constexpr(1)
@@ -69,9 +69,7 @@ def sort_pairs(
 ):  # fmt: skip
     """Programs 0 to EXPERTS: sort_expert. The programs after these write x, COPY of its `numbers` each, to `arranged`
     and `scales`, as `arrange` does. CODED: x is codes, with x_scales uint8 (E8M0) for each 128."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_ahead(EARLY)
     expert = tl.program_id(0)
     if expert > EXPERTS:
         first = (expert - EXPERTS - 1).to(tl.int64) * COPY
@@ -107,9 +105,7 @@ def experts_product(
     - FP4 int32 [EXPERTS, N, K_WORDS], scales int32 [EXPERTS, N, K_BLOCKS], four bytes each; K_WORDS = K / 8.
     Columns of x are in the order of packed_column, but for BF16. WARPS: of the launch.
     """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_ahead(EARLY)
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
@@ -218,9 +214,7 @@ def coded_product(
     add up float8 products with some 14 bits. So each block of 128 columns has a sum of its own, which is scaled and
     added in float32.
     """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_ahead(EARLY)
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
@@ -265,9 +259,7 @@ def activate(
 
     both[place] = [g, u] has `width` columns each. A program takes BLOCKS * 128 columns and writes them like `arrange`.
     Grid (pairs, cdiv(width, BLOCKS * 128))."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_ahead(EARLY)
     place = tl.program_id(0)
     if place >= tl.load(starts + EXPERTS):
         return
@@ -299,9 +291,7 @@ def add_chosen(
 ):  # fmt: skip
     """out[t] = the sum of a token's results [pairs, width], in the order of its choices, and
     shared[t]; results of no expert are not read. Grid (T, cdiv(width, BLOCK))."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

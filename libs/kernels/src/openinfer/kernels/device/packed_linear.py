@@ -11,6 +11,7 @@ from openinfer.kernels.device.formats import (
     packed_column,
     store_codes,
 )
+from openinfer.kernels.device.norm import wait_ahead
 from openinfer.kernels.device.packed_experts import clamped_product
 
 
@@ -26,7 +27,7 @@ def _finish(out, value, row, token, n, M, N, GROUP_ROWS):
 def project_few(
     out, x, weight, scales, partial, counter, M, N, K, K_WORDS, GROUP_ROWS, x_stride, scale_blocks,
     BM: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
-    FLOAT8: tl.constexpr, SCALE_ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    FLOAT8: tl.constexpr, SCALE_ROWS: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [M, N]: rows g GROUP_ROWS .. of weight [N, K] times columns g K .. of x [M, ...], whose rows are x_stride
     apart. The weights are the left operand; K is split over SPLIT programs, and the last one to finish sums their parts
@@ -48,6 +49,7 @@ def project_few(
     steps = tl.cdiv(K // BK, SPLIT)
     first = part * steps
     last = tl.minimum(first + steps, K // BK)
+    wait_ahead(EARLY)
     acc = tl.zeros((ROWS, BM), tl.float32)
     if FLOAT8:
         # Pairs of columns stay together, which is as little as can be copied in the background.
@@ -96,7 +98,7 @@ def _sum(out, partial, counter, acc, on, token, n, M, N, GROUP_ROWS, ROWS: tl.co
 @triton.jit
 def project_codes(
     out, x, x_scales, weight, scales, partial, counter, M, N, K, K_BLOCKS,
-    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = x @ weight^T of e4m3 codes: x [M, K] with x_scales [M, K_BLOCKS], weight [N, K] with scales [cdiv(N,
     128), K_BLOCKS], both uint8 (E8M0); K = 128 K_BLOCKS, and ROWS divides 128. The tensor cores add up float8 products
@@ -115,6 +117,7 @@ def project_codes(
     first = tl.program_id(1) * steps
     acc = tl.zeros((ROWS, BM), tl.float32)
     last = tl.minimum(first + steps, K_BLOCKS)
+    wait_ahead(EARLY)
     block = tl.load(of_blocks + tl.minimum(first, K_BLOCKS - 1))
     for k in range(first, last):
         next_block = tl.load(of_blocks + tl.minimum(k + 1, last - 1))
@@ -126,9 +129,10 @@ def project_codes(
 
 
 @triton.jit
-def code_rows(codes, scales, x, width, x_stride, BLOCKS: tl.constexpr):
+def code_rows(codes, scales, x, width, x_stride, BLOCKS: tl.constexpr, EARLY: tl.constexpr):
     """codes and scales = x, whose rows are x_stride apart, through q8 as store_codes writes it, BLOCKS * 128 columns a
     program. Grid (T, cdiv(width, BLOCKS * 128))."""
+    wait_ahead(EARLY)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     row = tl.program_id(0).to(tl.int64)
@@ -137,8 +141,9 @@ def code_rows(codes, scales, x, width, x_stride, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def widen_rows(out, codes, scales, width, BLOCKS: tl.constexpr):
+def widen_rows(out, codes, scales, width, BLOCKS: tl.constexpr, EARLY: tl.constexpr):
     """out [T, width] = the values of codes and scales, BLOCKS * 128 columns a program. Grid as of code_rows."""
+    wait_ahead(EARLY)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
@@ -184,9 +189,12 @@ def dequantize(out, weight, scales, first, N, K, scale_blocks, BN: tl.constexpr,
 
 
 @triton.jit
-def clamped_gate(out, scales, both, limit, width, BLOCKS: tl.constexpr, CODED: tl.constexpr):
+def clamped_gate(
+    out, scales, both, limit, width, BLOCKS: tl.constexpr, CODED: tl.constexpr, EARLY: tl.constexpr
+):
     """out[t] = silu(min(g, limit)) * clamp(u, -limit, limit), with both[t] = [g, u] of `width` columns each; rounded,
     and codes with CODED (store_codes). Grid (T, cdiv(width, BLOCKS * 128))."""
+    wait_ahead(EARLY)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
@@ -202,9 +210,12 @@ def clamped_gate(out, scales, both, limit, width, BLOCKS: tl.constexpr, CODED: t
 
 
 @triton.jit
-def norm_rows(out, scales, x, norm_weight, width, eps, BLOCKS: tl.constexpr, CODED: tl.constexpr):
+def norm_rows(
+    out, scales, x, norm_weight, width, eps, BLOCKS: tl.constexpr, CODED: tl.constexpr, EARLY: tl.constexpr
+):
     """out[t] = norm_weight * x[t] / rms(x[t]), rounded once, and codes with CODED (store_codes). width <= BLOCKS * 128.
     Grid (T,)."""
+    wait_ahead(EARLY)
     block = tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width

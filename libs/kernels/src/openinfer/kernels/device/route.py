@@ -1,9 +1,12 @@
-"""From router logits, or token ids, to the experts of a token and their weights. EARLY: as for norm.rms_norm."""
+"""From router logits, or token ids, to the experts of a token and their weights. EARLY: as for norm.wait_ahead in
+`route`, as for norm.rms_norm in route_topk."""
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from openinfer.kernels.device.norm import wait_ahead
 
 
 @triton.jit
@@ -44,9 +47,7 @@ def route(
 ):  # fmt: skip
     """LEARNED: the K largest of a token's scores + bias, in their order and of equals the lowest index first; else its
     id's row of the table. BLOCK >= experts and K_BLOCK >= K are powers of two. Grid (T,)."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     live = tl.load(token_slots + token) != 0
     choice = tl.arange(0, K_BLOCK)

@@ -184,7 +184,10 @@ def _few(p: Problem) -> Iterator[Command]:
     turn = bk * (height * weight.itemsize + 2 * bm)  # bytes of one stage
     stages = min(2 if many else 5 if bm <= 32 else 4, (shared_bytes(p.target.arch) - 1024) // turn)
     grid = (columns, split, tiles)
-    yield launch(_DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages)
+    early = p.target.early(p.m)
+    yield launch(
+        _DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages, early=early
+    )
 
 
 def _codes_of_many(p: Problem) -> Iterator[Command]:
@@ -220,9 +223,11 @@ def _codes(p: Problem) -> Iterator[Launch]:
         **p.sizes,
         "K_BLOCKS": k // 128,
     }
-    constants, warps = {"BM": tile.bm, "ROWS": tile.rows, "SPLIT": tile.split}, tile.warps
-    grid = (columns, tile.split, tiles)
-    yield launch(_DEVICE, "project_codes", grid, args, constants, num_warps=warps, num_stages=tile.stages)
+    constants, early = {"BM": tile.bm, "ROWS": tile.rows, "SPLIT": tile.split}, p.target.early(p.m)
+    warps, stages, grid = tile.warps, tile.stages, (columns, tile.split, tiles)
+    yield launch(
+        _DEVICE, "project_codes", grid, args, constants, num_warps=warps, num_stages=stages, early=early
+    )
 
 
 def _widened(p: Problem) -> Iterator[Launch | Problem]:
@@ -234,7 +239,7 @@ def _widened(p: Problem) -> Iterator[Launch | Problem]:
         "scales": _tensor(p.x_scales),
         "width": Aligned(p.x.shape[1]),
     }
-    yield _by_rows("widen_rows", x.shape, args)
+    yield _by_rows(p.target, "widen_rows", x.shape, args)
     yield dataclasses.replace(p, x=x, x_scales=None)
 
 
@@ -264,29 +269,33 @@ KERNELS = (
 )
 
 
-def _by_rows(function: str, shape: tuple[int, ...], args: dict[str, Arg], **constants: bool) -> Launch:
+def _by_rows(
+    target: Target, function: str, shape: tuple[int, ...], args: dict[str, Arg], **constants: bool
+) -> Launch:
     """A kernel whose programs have up to 1,024 columns of a row each."""
     rows, width = shape
     blocks = min(8, power_of_two(-(-width // SCALE_BLOCK)))
     grid = (rows, -(-width // (SCALE_BLOCK * blocks)))
-    return launch(_DEVICE, function, grid, args, {"BLOCKS": blocks, **constants})
+    return launch(_DEVICE, function, grid, args, {"BLOCKS": blocks, **constants}, early=target.early(rows))
 
 
-def launch_code_rows(out: Coded[Tensor], x: Operand) -> Launch:
+def launch_code_rows(target: Target, out: Coded[Tensor], x: Operand) -> Launch:
     """out = x through q8; rows of x at any stride."""
     stride = x.shape[1] if isinstance(x, Scratch) else x.strides[0]
     args: dict[str, Arg] = {"codes": out.codes, "scales": out.scales, "x": x}
     args |= {"width": aligned(x.shape[1]), "x_stride": aligned(stride)}
-    return _by_rows("code_rows", x.shape, args)
+    return _by_rows(target, "code_rows", x.shape, args)
 
 
-def launch_clamped_gate(out: Coded[Tensor] | Tensor, both: Scratch, limit: float) -> Launch:
+def launch_clamped_gate(target: Target, out: Coded[Tensor] | Tensor, both: Scratch, limit: float) -> Launch:
     """out [T, I] from the gate's and the up projection's columns."""
     args = {**code_args(out), "both": both, "limit": limit, "width": Aligned(out.shape[1])}
-    return _by_rows("clamped_gate", out.shape, args, CODED=isinstance(out, Coded))
+    return _by_rows(target, "clamped_gate", out.shape, args, CODED=isinstance(out, Coded))
 
 
-def launch_norm_rows(out: Coded[Tensor] | Tensor, x: Tensor, norm_weight: Tensor, eps: float) -> Launch:
+def launch_norm_rows(
+    target: Target, out: Coded[Tensor] | Tensor, x: Tensor, norm_weight: Tensor, eps: float
+) -> Launch:
     """out = the RMS norm of x."""
     rows, width = x.shape
     args: dict[str, Arg] = {
@@ -297,4 +306,5 @@ def launch_norm_rows(out: Coded[Tensor] | Tensor, x: Tensor, norm_weight: Tensor
         "eps": eps,
     }
     constants = {"BLOCKS": power_of_two(-(-width // 128)), "CODED": isinstance(out, Coded)}
-    return launch(_DEVICE, "norm_rows", (rows,), args, constants, num_warps=8 if width > 2048 else 4)
+    warps, early = 8 if width > 2048 else 4, target.early(rows)
+    return launch(_DEVICE, "norm_rows", (rows,), args, constants, num_warps=warps, early=early)

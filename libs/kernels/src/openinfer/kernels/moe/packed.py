@@ -172,7 +172,7 @@ class PackedExperts:
                 "CODES": self.tile.coded,
             },
             num_warps=4 if block < 2048 else 8,
-            early=self.target.starts_early,
+            early=self.target.early(self.a.x.shape[0]),
         )
 
     def multiply(self, pairs: Pairs) -> Iterator[Launch]:
@@ -204,7 +204,7 @@ class PackedExperts:
                 "QUANTIZED": self.a.quantized,
                 "CODES": tile.coded,
             },
-            early=self.target.starts_early,
+            early=self.target.early(self.a.x.shape[0]),
         )
         yield self._product(pairs, self.results, hidden, scales, linear_of(self.a.down))
 
@@ -224,7 +224,7 @@ class PackedExperts:
                 "width": Aligned(width),
             },
             {"CHOSEN": pairs.chosen, "BLOCK": block},
-            early=self.target.starts_early,
+            early=self.target.early(self.a.x.shape[0]),
         )
 
     def _product(
@@ -278,7 +278,7 @@ class PackedExperts:
             constants["TURN"] = tile.turn if k // 128 % tile.turn == 0 else 1
         else:
             constants["BK"] = depth(k, 64 if tile.bm > 64 else 128)
-        grid, early = (n // rows, pairs.tiles(tile.bm)), target.starts_early
+        grid, early = (n // rows, pairs.tiles(tile.bm)), target.early(pairs.tokens)
         return launch(
             _DEVICE, tile.kernel, grid, args, constants, num_warps=warps, num_stages=tile.stages, early=early
         )

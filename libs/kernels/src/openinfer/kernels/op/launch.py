@@ -162,8 +162,9 @@ class Launch:
     """One kernel launch: `args` in the order of the spec's signature. `branch`: see beside.
 
     `early`: the kernel may start before the one ahead has ended (programmatic dependent launch), and before those ahead
-    of that if it is early too. All launches before the last one that is not early have ended. Before the kernel writes,
-    or reads what others write, it executes griddepcontrol.wait. A launch in a branch is not early.
+    of that if it is early too. All launches before the last one that is not early have ended, and so have those before
+    one that waits before it lets others start (device.norm.wait_ahead). Before the kernel writes, or reads what others
+    write, it executes griddepcontrol.wait. A launch in a branch is not early.
     """
 
     spec: Spec

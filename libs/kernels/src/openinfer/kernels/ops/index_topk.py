@@ -86,7 +86,7 @@ class _Args(Generic[T]):
     def tuning(self: "_Args[Tensor]", target: Target) -> IndexTuning:
         return index_tuning(target, self.q.shape[0], self.width, self.selected.shape[1])
 
-    def launches(self: "_Args[Tensor]", tuning: IndexTuning) -> Iterator[Command]:
+    def launches(self: "_Args[Tensor]", target: Target, tuning: IndexTuning) -> Iterator[Command]:
         tokens, topk = self.selected.shape
         size = min(tuning.tokens, tokens)
         segments = -(-self.width // tuning.segment)
@@ -96,10 +96,12 @@ class _Args(Generic[T]):
         for first in range(0, tokens, size):
             part = slice(first, min(first + size, tokens))
             if self.width > topk:
-                yield self._scores(tuning, scores, part)
-            yield from self._select(tuning, scores, found, order, part)
+                yield self._scores(target, tuning, scores, part)
+            yield from self._select(target, tuning, scores, found, order, part)
 
-    def _scores(self: "_Args[Tensor]", tuning: IndexTuning, scores: Scratch, part: slice) -> Launch:
+    def _scores(
+        self: "_Args[Tensor]", target: Target, tuning: IndexTuning, scores: Scratch, part: slice
+    ) -> Launch:
         _, heads, dim = self.q.shape
         per_page = self.keys.shape[1]
         return launch(
@@ -115,11 +117,12 @@ class _Args(Generic[T]):
                 "D": dim, "ROTARY": 2 * self.cos_sin.shape[2], "PAGE": self.window * per_page, "ENTRIES": per_page,
                 "HEADS": max(16, power_of_two(heads)), "BN": tuning.block, "QUANTIZED": self.quantized,
             },
-            num_warps=tuning.warps, num_stages=tuning.stages,
+            num_warps=tuning.warps, num_stages=tuning.stages, early=target.early(self.selected.shape[0]),
         )  # fmt: skip
 
     def _select(
         self: "_Args[Tensor]",
+        target: Target,
         tuning: IndexTuning,
         scores: Scratch,
         found: Scratch,
@@ -137,7 +140,7 @@ class _Args(Generic[T]):
             _DEVICE, "select_entries", (tokens, segments),
             {"selected": selected, "scores": scores, **tensors, "width": self.width, **sizes},
             {"BLOCK": tuning.segment, "SMALL": tuning.small, "FILL": power_of_two(topk)},
-            num_warps=tuning.select_warps,
+            num_warps=tuning.select_warps, early=target.early(self.selected.shape[0]),
         )  # fmt: skip
         if segments > 1:
             lists = min(segments, max(2, MERGED_CANDIDATES // topk))
@@ -145,7 +148,7 @@ class _Args(Generic[T]):
                 _DEVICE, "select_found", (tokens,),
                 {"selected": selected, **tensors, **sizes, "segments": segments, "lists": lists},
                 {"SEGMENT": tuning.segment, "BLOCK": power_of_two(lists * topk)},
-                num_warps=tuning.select_warps,
+                num_warps=tuning.select_warps, early=target.early(self.selected.shape[0]),
             )  # fmt: skip
 
 
@@ -187,7 +190,7 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     require(a.q.dtype == bfloat16, f"q is {a.q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    yield from a.launches(a.tuning(target))
+    yield from a.launches(target, a.tuning(target))
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:

@@ -74,7 +74,7 @@ def _project_launches(target: Target, a: _ProjectArgs[Tensor]) -> Iterator[Comma
     out = Scratch(a.out.shape, bfloat16) if isinstance(a.out, Coded) else a.out
     yield from linear.launches(_product(target, out, a.x, linear_of(a.weight), groups=a.groups))
     if isinstance(a.out, Coded):
-        yield mx.launch_code_rows(a.out, out)
+        yield mx.launch_code_rows(target, a.out, out)
 
 
 def _product(
@@ -146,7 +146,7 @@ def _gate_launches(target: Target, a: _GateUpClampedArgs[Tensor]) -> Iterator[Co
     expect_q8(target, isinstance(a.x, Coded) or isinstance(a.out, Coded))
     both = Scratch((a.x.shape[0], a.weight.shape[0]), bfloat16)
     yield from linear.launches(_product(target, both, a.x, linear_of(a.weight), parts=2))
-    yield mx.launch_clamped_gate(a.out, both, a.limit)
+    yield mx.launch_clamped_gate(target, a.out, both, a.limit)
 
 
 def _gate_cost(workload: Workload, a: _GateUpClampedArgs[Tensor]) -> Cost:
@@ -183,7 +183,7 @@ def _norm_reference(a: _NormRowsArgs[Array]) -> None:
 
 def _norm_launches(target: Target, a: _NormRowsArgs[Tensor]) -> Iterator[Command]:
     expect_q8(target, isinstance(a.out, Coded))
-    yield mx.launch_norm_rows(a.out, a.x, a.norm_weight, a.eps)
+    yield mx.launch_norm_rows(target, a.out, a.x, a.norm_weight, a.eps)
 
 
 def _norm_cost(workload: Workload, a: _NormRowsArgs[Tensor]) -> Cost:
@@ -211,7 +211,7 @@ def _code_check(a: _CodeRowsArgs[Tensor]) -> None:
 
 def _code_launches(target: Target, a: _CodeRowsArgs[Tensor]) -> Iterator[Command]:
     expect_q8(target, True)
-    yield mx.launch_code_rows(a.out, a.x)
+    yield mx.launch_code_rows(target, a.out, a.x)
 
 
 code_rows = Op(

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.norm import wait_ahead
 from openinfer.kernels.device.rounding import hadamard, q4, q8_plain, rotated
 
 EMPTY = tl.constexpr(float("-inf"))
@@ -79,10 +80,11 @@ def compress_windows(
     entries, state, az, ape, norm_weight, cos_sin, slots, q_starts, seq_lens, alive, state_tables, entry_tables,
     recent, recent_stride, az_stride, state_stride, entry_stride, state_width, entry_width, rows, eps,
     D: tl.constexpr, ROTARY: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, ROUNDING: tl.constexpr,
-    RING: tl.constexpr, WINDOWS: tl.constexpr,
+    RING: tl.constexpr, WINDOWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The entries of overlapping windows that end in the step, side by side; the state is left to `compress`. A program
     takes WINDOWS of a row. Grid T // (WINDOWS * WINDOW) + 2 rows."""
+    wait_ahead(EARLY)
     COLUMNS: tl.constexpr = 2 * D
     TILE: tl.constexpr = WINDOWS * WINDOW
     row = _row_of(tl.program_id(0), q_starts, rows, TILE)
@@ -157,6 +159,7 @@ def compress(
     recent, recent_stride, az_stride, state_stride, entry_stride, state_width, entry_width, rows, eps,
     D: tl.constexpr, ROTARY: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr,
     ROUNDING: tl.constexpr, RING: tl.constexpr, SINGLE: tl.constexpr, STAGES: tl.constexpr, ENTRIES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes a page's tokens of a row in order; the entries only if ENTRIES. Grid: SINGLE (no row has more
     than one token) rows, else T // PAGE + 2 rows.
@@ -165,6 +168,7 @@ def compress(
     programs of later pages begin a window early (OVERLAP), because they need no state then. Where that window is not
     whole in the step, the first program takes the second page too.
     """
+    wait_ahead(EARLY)
     COLUMNS: tl.constexpr = 2 * D if OVERLAP else D
     STATE: tl.constexpr = 9 * D if OVERLAP else 3 * D
     LOOK: tl.constexpr = WINDOW if OVERLAP else 0

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.formats import store_codes
+from openinfer.kernels.device.norm import wait_ahead
 from openinfer.kernels.device.push_sum import (
     calls_of,
     exchanged,
@@ -98,6 +99,7 @@ def _columns(c, hc_eps):
 @triton.jit
 def hc_numbers(
     partial, streams, fn, tokens, K, NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """partial float32 [SPLIT, T, 32] = the products of streams [T, K] with fn, by parts of K. BK divides K.
     Grid (SPLIT, cdiv(T, BT))."""
@@ -107,6 +109,7 @@ def hc_numbers(
     steps = tl.cdiv(K // BK, SPLIT)
     first = part * steps * BK
     last = tl.minimum(first + steps * BK, K)
+    wait_ahead(EARLY)
     value = _product(streams, fn, row, inside, first, last, K, NUMBERS, BT, BK)
     place = partial + (part.to(tl.int64) * tokens + row)[:, None] * 32 + number[None, :]
     tl.store(place, value, mask=inside[:, None])
@@ -120,11 +123,12 @@ def _number(total, n: tl.constexpr):
 @triton.jit
 def hc_collapse(
     out, codes, scales, mix, streams, partial, base, scale, norm_weight, tokens, width, eps, hc_eps, iters,
-    BLOCKS: tl.constexpr, NORM: tl.constexpr, CODED: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCKS: tl.constexpr, NORM: tl.constexpr, CODED: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, 1), or (T, 2) where there is a mix. The first program of a token: out[t] = the sum of streams[t] [4,
     width], each times its number, rounded; with NORM its RMS norm, and that as codes and scales if CODED (store_codes).
     width <= BLOCKS * 128. The second program, which nothing waits for: mix float32 [T, 20]."""
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     part, number = tl.arange(0, SPLIT), tl.arange(0, 32)
     found = tl.load(partial + (part[:, None] * tokens + token) * 32 + number[None, :])
@@ -164,8 +168,9 @@ def hc_collapse(
 
 
 @triton.jit
-def hc_post(streams, y, mix, width, BLOCK: tl.constexpr):
+def hc_post(streams, y, mix, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """streams[t, k] = post_k * y[t] + sum over j of C[j, k] * streams[t, j], in place. Grid (T, cdiv(width, BLOCK))."""
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -185,16 +190,17 @@ def hc_post(streams, y, mix, width, BLOCK: tl.constexpr):
 def hc_post_ranks(
     streams, y, mix, peers, rank, first,
     WIDTH: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr, BASE: tl.constexpr, COUNTS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """hc_post of the sum of the y of all ranks, rounded. A row here is one of the PARTS of a token, of WIDTH columns;
     programs, peers and counts are those of push_sum."""
+    wait_ahead(EARLY)
     index = tl.arange(0, WIDTH // 8).to(tl.int64)
     inside = tl.full([WIDTH // 8], 1, tl.int32)
     none = tl.zeros([WIDTH // 8], tl.int32)
     program = tl.program_id(0)
     count = calls_of(peers, program, RANKS, COUNTS)
-    call = tl.load(count)
+    call = tl.load(count, cache_modifier=".cg")
     own, others = tl.load(peers + rank), others_of(peers, rank, RANKS)
     lost = tl.load(peers + RANKS) + tl.zeros([WIDTH // 8], tl.int64)
     row = (first + program).to(tl.int64)
@@ -230,8 +236,11 @@ def plus_times(s, words, factor):
 
 
 @triton.jit
-def spread(streams, x, width, STREAMS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def spread(
+    streams, x, width, STREAMS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     """streams[t, s] = x[t], or += if ADD. Grid (T, cdiv(width, BLOCK))."""
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -246,9 +255,12 @@ def spread(streams, x, width, STREAMS: tl.constexpr, ADD: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def mean_streams(out, streams, width, stride, STREAMS: tl.constexpr, BLOCKS: tl.constexpr):
+def mean_streams(
+    out, streams, width, stride, STREAMS: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr
+):
     """out[t] = the mean of streams[t] [STREAMS, width]; rows of out are `stride` apart. width <= BLOCKS * 128.
     Grid (T,)."""
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.formats import store_codes
+from openinfer.kernels.device.norm import wait_ahead
 from openinfer.kernels.device.rounding import q8_plain, rotated
 
 
@@ -46,10 +47,11 @@ def q_kv_write(
     out, scales, kv, qkv, q_norm, kv_norm, cos_sin, positions, token_slots, block_tables,
     width, table_width, page_stride, eps,
     BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, CODED: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    QUANTIZED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, 2): the query's `width` <= BLOCK columns, which go to `out` (CODED: by store_codes), and the
     key-value vector's D. PAGE 0: kv has no pages."""
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     source = qkv + token * (width + D)
     if tl.program_id(1) == 0:
@@ -70,8 +72,10 @@ def q_kv_write(
 @triton.jit
 def place_vectors(
     x, kv, positions, token_slots, block_tables, table_width, page_stride, D: tl.constexpr, PAGE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens,)."""
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(token_slots + token).to(tl.int64)
     if slot == 0:

@@ -10,6 +10,7 @@ thread then has few rows of each, and few addresses.
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.norm import wait_ahead
 from openinfer.kernels.device.rounding import rotated
 
 LOW = tl.constexpr(-1.0e30)
@@ -51,7 +52,7 @@ def sparse_attend(
     out, q, kv, entries, selected, sinks, cos_sin, positions, token_slots, kv_tables, entry_tables, partial, weight,
     kv_width, entry_width, kv_stride, entry_stride, heads, window, most, scale, eps,
     D: tl.constexpr, ROTARY: tl.constexpr, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, SELECTED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, tokens, cdiv(heads, BM)).
 
@@ -60,6 +61,7 @@ def sparse_attend(
     block, each with an entry (SparseAttendArgs), or 0. With SPLITS > 1 the kernel does not write out. It writes the
     input of `merge_parts`: partial [tokens, SPLITS, heads, D] and weight float32 [tokens, SPLITS, heads].
     """
+    wait_ahead(EARLY)
     QUARTER: tl.constexpr = D // 4
     part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, i = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BN)
@@ -161,9 +163,10 @@ def sparse_attend(
 def merge_parts(
     out, partial, weight, sinks, cos_sin, positions, token_slots, heads, window, most,
     D: tl.constexpr, ROTARY: tl.constexpr, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, BN: tl.constexpr,
-    SPLITS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS of a token's heads from its parts, the sink among them, rotated back. Grid (tokens, cdiv(heads, HEADS))."""
+    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, D)[None, :]
     inside = head < heads

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openinfer.kernels.device.gluon_names import load_elements, reinterpret
+from openinfer.kernels.device.norm import wait_ahead
 
 LOW = gl.constexpr(-1.0e30)
 """The least maximum. It must be finite, so that its distance to a hidden score is not NaN."""
@@ -272,10 +273,11 @@ def sparse_attend_hopper(
     out, q, kv, entries, selected, sinks, cos_sin, positions, token_slots, kv_tables, entry_tables, partial, weight,
     kv_width, entry_width, kv_stride, entry_stride, heads, window, most, scale, eps,
     D: gl.constexpr, PAGE_BITS: gl.constexpr, ENTRY_BITS: gl.constexpr, SELECTED: gl.constexpr, BN: gl.constexpr,
-    SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    SPLITS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, tokens, heads / HEADS). Arguments as of `sparse_attend` in sparse_attend.py; D is a multiple of
     128, the last SLAB channels rotate, and pages are any number of vectors apart."""
+    wait_ahead(EARLY)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     qbuf = gl.allocate_shared_memory(gl.bfloat16, [D // SLAB, HEADS, SLAB], SHARED)

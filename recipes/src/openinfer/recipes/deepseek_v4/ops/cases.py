@@ -167,14 +167,14 @@ def _attend_variants(target: Target, one: sparse.SparseAttendArgs[Tensor]) -> It
                 name = f"{block} x {splits}, {stages} stages"
                 tunings[name] = sparse.HopperTuning(block, stages, splits)
     for name, tuning in tunings.items():
-        yield name, functools.partial(_attend_commands, tuning)
+        yield name, functools.partial(_attend_commands, target, tuning)
 
 
 def _attend_commands(
-    tuning: sparse.AttendTuning | sparse.HopperTuning, one: sparse.SparseAttendArgs[Tensor]
+    target: Target, tuning: sparse.AttendTuning | sparse.HopperTuning, one: sparse.SparseAttendArgs[Tensor]
 ) -> list[Command]:
-    return list(one.launches(tuning))
+    return list(one.launches(target, tuning))
 
 
 def _index_commands(target: Target, change: Mapping[str, int], one: Any) -> list[Command]:
-    return list(one.launches(dataclasses.replace(one.tuning(target), **change)))
+    return list(one.launches(target, dataclasses.replace(one.tuning(target), **change)))

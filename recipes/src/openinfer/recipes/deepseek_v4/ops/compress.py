@@ -270,7 +270,8 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     if overlap and not single and not alike:
         windows = 16 if a.rounding == "hadamard_q4" else min(16, max(1, 2048 // dim))
         grid = (a.az.shape[0] // (windows * window) + 2 * rows,)
-        yield launch(_DEVICE, "compress_windows", grid, args, constants | {"WINDOWS": windows})
+        own = {**constants, "WINDOWS": windows}
+        yield launch(_DEVICE, "compress_windows", grid, args, own, early=target.early(a.az.shape[0]))
     yield launch(
         _DEVICE,
         "compress",
@@ -283,6 +284,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
             "STAGES": 1 if single else STAGES,
             "ENTRIES": single or alike or not overlap,
         },
+        early=target.early(a.az.shape[0]),
     )
 
 

@@ -92,6 +92,7 @@ def _mixed(
         (split, tiles),
         args,
         {"NUMBERS": a.fn.shape[0], "BT": bt, "BK": bk, "SPLIT": split},
+        early=target.early(tokens),
     )
     yield launch(
         _DEVICE,
@@ -119,6 +120,7 @@ def _mixed(
             "SPLIT": split,
         },
         num_warps=8 if width > 2048 else 4,
+        early=target.early(tokens),
     )
 
 

@@ -139,6 +139,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
             "CODED": isinstance(a.qr, Coded),
             "QUANTIZED": a.quantized,
         },
+        early=target.early(tokens),
     )
 
 
@@ -188,6 +189,7 @@ def _place_launches(target: Target, a: _PlaceArgs[Tensor]) -> Iterator[Command]:
         {**tensors(a), "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0])},
         {"D": dim, "PAGE": PAGE},
         num_warps=1,
+        early=target.early(tokens),
     )
 
 

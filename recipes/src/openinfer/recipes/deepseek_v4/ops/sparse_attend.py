@@ -87,7 +87,7 @@ def _reference(a: SparseAttendArgs[Array]) -> None:
 
 def _launches(target: Target, a: SparseAttendArgs[Tensor]) -> Iterator[Command]:
     a.require_kernel()
-    yield from a.launches(a.tuning(target))
+    yield from a.launches(target, a.tuning(target))
 
 
 def _cost(workload: Workload, a: SparseAttendArgs[Tensor]) -> Cost:

@@ -77,6 +77,7 @@ def _post_reference(a: _PostArgs[Array], communicator: Communicator | None) -> N
 def _post_launches(target: Target, a: _PostArgs[Tensor]) -> Iterator[Command]:
     expect_bf16(a.streams)
     tokens, n, width = a.streams.shape
+    early = target.early(tokens)
     require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
     if a.ranks > 1:
         part = depth(width, 1024)  # the width of all rows that the model's kernels push
@@ -88,7 +89,9 @@ def _post_launches(target: Target, a: _PostArgs[Tensor]) -> Iterator[Command]:
             for pushed in pushed_rows(target, a.ranks, rows.shape[0], part, warps):
                 args = {"streams": a.streams, "y": a.y, "mix": a.mix} | dict(pushed.args)
                 constants = {**pushed.constants, "PARTS": width // part}
-                yield launch(_DEVICE, "hc_post_ranks", pushed.grid, args, constants, num_warps=warps)
+                yield launch(
+                    _DEVICE, "hc_post_ranks", pushed.grid, args, constants, num_warps=warps, early=early
+                )
             return
         yield from sum_of_ranks(target, rows, rows, a.ranks, add=False, way=way)
     block = min(1024, power_of_two(width))
@@ -98,6 +101,7 @@ def _post_launches(target: Target, a: _PostArgs[Tensor]) -> Iterator[Command]:
         (tokens, -(-width // block)),
         {"streams": a.streams, "y": a.y, "mix": a.mix, "width": Aligned(width)},
         {"BLOCK": block},
+        early=early,
     )
 
 
@@ -142,6 +146,7 @@ def _spread_launches(target: Target, a: _SpreadArgs[Tensor]) -> Iterator[Command
         (tokens, -(-width // block)),
         {"streams": a.streams, "x": a.x, "width": aligned(width)},
         {"STREAMS": n, "ADD": a.add, "BLOCK": block},
+        early=target.early(tokens),
     )
 
 
@@ -181,8 +186,9 @@ def _mean_launches(target: Target, a: _MeanArgs[Tensor]) -> Iterator[Command]:
     expect_bf16(a.streams)
     tokens, n, width = a.streams.shape
     sizes = {"width": aligned(width), "stride": aligned(a.out.strides[0])}
-    constants = {"STREAMS": n, "BLOCKS": power_of_two(-(-width // 128))}
-    yield launch(_DEVICE, "mean_streams", (tokens,), {"out": a.out, "streams": a.streams, **sizes}, constants)
+    args = {"out": a.out, "streams": a.streams, **sizes}
+    constants, early = {"STREAMS": n, "BLOCKS": power_of_two(-(-width // 128))}, target.early(tokens)
+    yield launch(_DEVICE, "mean_streams", (tokens,), args, constants, early=early)
 
 
 def _mean_cost(workload: Workload, a: _MeanArgs[Tensor]) -> Cost:
