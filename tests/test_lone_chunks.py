@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from openinfer.graph import Shape
+from openinfer.recipes.deepseek_v3.recipe import RECIPE as DEEPSEEK_V3
 from openinfer.recipes.deepseek_v4.recipe import RECIPE as DEEPSEEK_V4
 from openinfer.recipes.engine import Source, startup
 from openinfer.recipes.engine.limits import decide
@@ -35,15 +36,18 @@ NGRAM = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}
         (TINY, {"scheduling_policy": f"{RESTLESS}:fcfs"}),
         (TINY, {"scheduling_policy": f"{RESTLESS}:priority", **NGRAM, **LORA}),
         (V4, {"activation_quantization": "off"}),
+        (GOLDENS / "qwen3_5-tiny", {"snapshot_interval": 64}),
     ],
-    ids=["plain", "preemption", "priority, drafts, adapters", "windows and entries"],
+    ids=["plain", "preemption", "priority, drafts, adapters", "windows and entries", "states"],
 )
 def test_its_tokens_are_those_of_small_chunks(
     path: Path, flags: dict[str, Any], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = session(path, max_num_batched_tokens=BUDGET, **flags)
     expected = [outcome for asked in ASKED for outcome in plain.outcomes_of(asked)]
-    monkeypatch.setattr(startup, "decide", lambda *given: replace(decide(*given), lone_tokens=LONE))
+    monkeypatch.setattr(
+        startup, "decide", lambda *given: replace(decide(*given), lone_tokens=(LONE // 2, LONE))
+    )
     lone = session(path, max_num_batched_tokens=BUDGET, **flags)
     runner, steps = lone.engine.runner, []
     launch = type(runner).launch
@@ -59,17 +63,21 @@ def test_its_tokens_are_those_of_small_chunks(
         for mine, its in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
             assert mine.logprob == pytest.approx(its.logprob, abs=1e-4)
     assert Shape(LONE, 1, LONE) in runner.buckets.segments()
-    assert any(chunks == [LONE] for _, chunks in steps)
-    assert all(sum(chunks) + rows <= BUDGET or (rows, chunks) == (0, [LONE]) for rows, chunks in steps)
+    lone = [[LONE // 2], [LONE]]
+    assert all(any(chunks == one for _, chunks in steps) for one in lone)
+    assert all(sum(chunks) + rows <= BUDGET or (rows == 0 and chunks in lone) for rows, chunks in steps)
     if "scheduling_policy" in flags:
         assert lone.engine.stats().preemptions
 
 
-def test_some_models_have_them_on_a_gpu_and_only_by_default() -> None:
-    def of(recipe: Any, device: str = "cuda", **flags: Any) -> int:
-        options = recipe.options(**flags)
-        return decide(options, Device(device), recipe.blueprint(Source(recipe.small), options)).lone_tokens
+def test_all_models_have_them_on_a_gpu_and_only_by_default() -> None:
+    def of(recipe: Any, size: str = "", device: str = "cuda", **flags: Any) -> tuple[int, ...]:
+        options, raw = recipe.options(**flags), recipe.published()[size] if size else recipe.small
+        return decide(options, Device(device), recipe.blueprint(Source(raw), options)).lone_tokens
 
-    assert of(QWEN3) == of(DEEPSEEK_V4) == 4096
-    assert of(QWEN3, max_num_batched_tokens=2048) == of(QWEN3, "cpu") == of(QWEN3_5) == 0
-    assert of(QWEN3, max_num_seqs=5000) == 0
+    assert of(QWEN3) == of(QWEN3_5) == (4096,)
+    assert (
+        of(QWEN3, "30B-A3B") == of(QWEN3_5, "35B-A3B") == of(DEEPSEEK_V3) == of(DEEPSEEK_V4) == (4096, 8192)
+    )
+    assert of(QWEN3, max_num_batched_tokens=2048) == of(QWEN3, device="cpu") == ()
+    assert of(DEEPSEEK_V4, max_num_seqs=5000) == (8192,)

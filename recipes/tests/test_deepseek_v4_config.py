@@ -117,10 +117,10 @@ def test_memory_is_shared_between_the_groups() -> None:
     # Entries for the longest sequence come first; its windows need no more pages than those of a short one.
     long = share(1 << 30, max_num_seqs=8, max_model_len=1_048_576)
     assert long[1] >= 8192 + 1
-    assert 3 * 8 + 2 * 32 < long[0] < share(1 << 30, max_num_seqs=8)[0]
+    assert 3 * 8 + 2 * 64 < long[0] < share(1 << 30, max_num_seqs=8)[0]
     assert long[0] * window + long[1] * entry <= 1 << 30
     bare = share(4 << 30, max_num_seqs=8, enable_prefix_caching=False)
-    assert bare[0] == 3 * 8 + 2 * 32 + 1  # what rows and two steps need; all else is for entries
+    assert bare[0] == 3 * 8 + 2 * 64 + 1  # what rows and two steps need; all else is for entries
     assert bare[1] > plain[1]
     with pytest.raises(SetupError, match="no room for the cache"):
         share(3 * window, max_num_seqs=8)
@@ -325,7 +325,7 @@ def test_a_long_prompt_does_not_evict_where_other_prompts_start(policy: Any, fou
 
 def test_few_pages_for_windows_are_said(caplog: pytest.LogCaptureFixture) -> None:
     page = Config.parse(config_json("Flash", layers=5)).window_page_bytes(2)
-    for pages, said in ((900, 0), (700, 1)):  # 256 rows with 3 pages each, and two steps of 4,096 tokens
+    for pages, said in ((950, 0), (700, 1)):  # 256 rows with 3 pages each, and two steps of 8,192 tokens
         share(2 * pages * page)
         assert len(caplog.records) == said
-    assert "699 pages for windows, where 256 sequences in full steps use 832" in caplog.text
+    assert "699 pages for windows, where 256 sequences in full steps use 896" in caplog.text

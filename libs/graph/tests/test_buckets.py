@@ -68,7 +68,7 @@ def test_a_decode_step_with_drafts_has_a_shape_of_its_own():
 
 @pytest.mark.parametrize("most", [0, 3])
 def test_a_lone_row_has_a_larger_shape(most):
-    buckets = Buckets.up_to(256, 2048, DECODE_ROWS, most, 4096)
+    buckets = Buckets.up_to(256, 2048, DECODE_ROWS, most, (4096,))
     segments = set(buckets.segments())
     assert len(segments) == len(set(Buckets.up_to(256, 2048, DECODE_ROWS, most).segments())) + 1 + (most > 0)
     for drafts in {0, most}:
@@ -81,7 +81,11 @@ def test_a_lone_row_has_a_larger_shape(most):
 
 
 def test_a_prompt_alone_is_cut_as_the_policies_cut_it():
-    buckets = Buckets.up_to(8, 2048, (1,), 0, 4096)
+    buckets = Buckets.up_to(8, 2048, (1,), 0, (4096,))
     assert list(buckets.chunks(10000)) == [(0, 4096), (4096, 4096), (8192, 1808)]
     assert list(buckets.chunks(4095)) == [(0, 2048), (2048, 2047)]
+    two = Buckets.up_to(8, 2048, (1,), 0, (4096, 8192))
+    assert list(two.chunks(13000)) == [(0, 8192), (8192, 4096), (12288, 712)]
+    assert two.choose(8192, 1).tokens == 8192
+    assert two.choose(4096, 1).tokens == 4096
     assert list(Buckets.up_to(8, 2048, (1,)).chunks(4096)) == [(0, 2048), (2048, 2048)]

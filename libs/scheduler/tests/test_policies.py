@@ -322,7 +322,7 @@ def test_policies_run_over_a_pool_that_is_not_the_simulators():
 
 def lone_view(**options):
     made = view(**options)
-    made.lone_tokens = 128
+    made.lone_tokens = (32, 128, 256)  # 32 is within the budget
     return made
 
 
@@ -341,6 +341,8 @@ def test_a_long_prompt_takes_a_lone_chunk_where_nothing_decodes(name):
     assert policy.plan(lone_view(prefilling=[half])).chunks == {half: 128}
     assert policy.plan(lone_view(prefilling=[half], num_decode=2)).chunks == {half: 62}
     assert policy.plan(lone_view(prefilling=[prefilling(3, 300, 173)])).chunks != {half: 128}
+    longer = prefilling(4, 400, 144)
+    assert policy.plan(lone_view(prefilling=[longer])).chunks == {longer: 256}
 
 
 def test_the_limit_of_a_chunk_holds_for_lone_chunks():
@@ -352,7 +354,7 @@ def test_the_limit_of_a_chunk_holds_for_lone_chunks():
 def test_a_ranked_policy_makes_no_lone_chunk_where_another_prompt_waits():
     policy = Priority(64)
     slow = prefilling(9, 500, 0, priority=1)
-    assert policy.plan(lone_view(prefilling=[slow])).chunks == {slow: 128}
+    assert policy.plan(lone_view(prefilling=[slow])).chunks == {slow: 256}
     submit(policy, seq(1, 20))
     assert policy.plan(lone_view(prefilling=[slow])).chunks[slow] == 44
 
@@ -365,7 +367,7 @@ def test_a_row_that_begins_to_decode_waits_for_no_lone_chunk():
         return COST(work)
 
     workload = [Request(0.0, tokens[1], [1] * 20, 20), Request(0.001, tokens[0], [1] * 20, 20)]
-    simulate(workload, FirstCome(64), SimPool(1000, 16), cost, max_rows=8, lone_tokens=128)
+    simulate(workload, FirstCome(64), SimPool(1000, 16), cost, max_rows=8, lone_tokens=(128,))
     assert widths[:5] == [(0, 128), (0, 128), (0, 128), (0, 128), (0, 64)]
     assert 0 < max(prompt for rows, prompt in widths if rows) < 64
     assert sum(prompt for _, prompt in widths) == 700

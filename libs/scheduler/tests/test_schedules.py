@@ -143,7 +143,8 @@ def test_the_schedules_reach_lone_chunks():
             launched = super()._launch(events)
             if launched:
                 step = self._in_flight[-1]
-                lone = step.rows[0].num_tokens == self.lone_tokens > self._policy.max_batched_tokens
+                tokens = step.rows[0].num_tokens
+                lone = tokens in self.lone_tokens and tokens > self._policy.max_batched_tokens
                 seen["lone"] += lone
                 seen["after a cached prefix"] += lone and bool(step.rows[0].start)
                 seen["again"] += lone and step.rows[0].seq.num_preemptions > 0

@@ -61,7 +61,7 @@ class Llama(Blueprint[Model]):
         return [Group("kv", self.page_size, pages, self._layout(limits).page_bytes)]
 
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
-        c, (pages,), (t, dtype) = self.config, blocks, (limits.max_tokens, limits.dtype)
+        c, (pages,), (t, dtype) = self.config, blocks, (limits.step_tokens, limits.dtype)
         weights = Weights.allocate(c, arena, dtype)
         cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len, c.rope_scale)
         batch = Batch.allocate(

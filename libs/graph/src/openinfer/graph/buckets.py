@@ -31,13 +31,13 @@ class Buckets:
     """The shapes that steps are recorded in. A step runs in the smallest shape that holds it. All are ascending.
 
     max_drafts: the most drafts of a row. Above 0, each shape exists for steps without and with drafts: a decode step's
-    for each of `draft_levels`, a mixed step's for the most. lone_tokens: of a shape for a lone, longer row, or 0."""
+    for each of `draft_levels`, a mixed step's for the most. lone_tokens: of shapes for a lone, longer row."""
 
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
     mixed_rows: tuple[int, ...]
     max_drafts: int = 0
-    lone_tokens: int = 0
+    lone_tokens: tuple[int, ...] = ()
 
     @classmethod
     def up_to(
@@ -46,9 +46,9 @@ class Buckets:
         max_tokens: int,
         decode_rows: Iterable[int],
         max_drafts: int = 0,
-        lone_tokens: int = 0,
+        lone_tokens: tuple[int, ...] = (),
     ) -> "Buckets":
-        """Shapes for steps of at most `max_rows` rows and `max_tokens` tokens, and for a lone row of `lone_tokens`.
+        """Shapes for steps of at most `max_rows` rows and `max_tokens` tokens, and for lone rows of `lone_tokens`.
 
         decode_rows: sizes of decode steps that deserve a recording. The model chooses them: each recording adds to
         start-up and saves what kernels lose to padding rows. In steps with prompts, padding is at most a third of the
@@ -84,8 +84,7 @@ class Buckets:
     def segments(self) -> Iterator[Shape]:
         """The shape of every forward segment, largest first."""
         for drafts in sorted({0, self.max_drafts}):
-            if self.lone_tokens:
-                yield Shape(self.lone_tokens, 1, self.lone_tokens, drafts)
+            yield from (Shape(tokens, 1, tokens, drafts) for tokens in reversed(self.lone_tokens))
             for tokens in reversed(self.mixed_tokens):
                 rows = [n for n in reversed(self.mixed_rows) if n <= tokens]
                 yield from (Shape(tokens, n, tokens, drafts) for n in rows)
@@ -105,7 +104,7 @@ class Buckets:
         start = 0
         while start < tokens:
             left = tokens - start
-            count = self.lone_tokens if left >= self.lone_tokens > 0 else min(left, self.max_tokens)
+            count = max((n for n in self.lone_tokens if n <= left), default=min(left, self.max_tokens))
             yield start, count
             start += count
 
@@ -114,7 +113,7 @@ class Buckets:
         UnknownStep if the step is larger than every shape."""
         most = self.max_drafts if drafts else 0
         if rows == 1 and tokens > self.max_tokens and self.lone_tokens:
-            lone = bucket_for((self.lone_tokens,), tokens)
+            lone = bucket_for(self.lone_tokens, tokens)
             return Shape(lone, 1, lone, most)
         if tokens == rows or not chunks:
             level = bucket_for(self.draft_levels, drafts) if drafts else 0

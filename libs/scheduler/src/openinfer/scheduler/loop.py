@@ -54,7 +54,7 @@ class StepLoop(Generic[Owner, Payload]):
         max_model_len: int,
         max_queued: int = 1024,
         depth: int = 2,
-        lone_tokens: int = 0,
+        lone_tokens: Sequence[int] = (),
         max_headroom: float = 0.1,
         speculation: Speculation[Owner] | None = None,
         clock: Callable[[], float] = time.monotonic,

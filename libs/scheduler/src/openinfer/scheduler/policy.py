@@ -29,8 +29,8 @@ class View:
     """Number of waiting sequences in state LOADING. The loop ignores a policy that admits one of them."""
     look_up: Callable[[Seq[Any]], int]
     """Cached tokens of a waiting sequence. A call costs as much as the pool's acquire(), so ask about few."""
-    lone_tokens: int = 0
-    """Tokens of a chunk that may be larger than the policy's budget if it is alone in its step. 0: none may."""
+    lone_tokens: Sequence[int] = ()
+    """Sizes, ascending, of chunks that may be larger than the policy's budget where they are alone in their step."""
 
 
 @dataclass(slots=True)

@@ -30,6 +30,10 @@ class DeepseekV3(Blueprint[Model]):
     drafts: bool = False
     """The layer that drafts is loaded."""
 
+    @property
+    def mixture(self) -> bool:
+        return True
+
     def decode_rows(self, max_rows: int) -> Sequence[int]:
         """At most 7 padding rows up to 32 rows, and 31 above."""
         return (1, 2, 4, *range(8, 32, 8), *range(32, max_rows, 32))
@@ -61,7 +65,7 @@ class DeepseekV3(Blueprint[Model]):
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.step_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks, mixture=True,
+            width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks, mixture=self.mixture,
             max_drafts=limits.max_drafts, proposes=limits.proposes,
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, limits.dtype, limits.step_tokens)

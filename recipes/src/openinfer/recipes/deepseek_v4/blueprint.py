@@ -60,6 +60,10 @@ class DeepseekV4(Blueprint[Model]):
     def trained_drafts(self) -> int:
         return min(self.form.dspark.block, MAX_DRAFTS) if self.form.dspark is not None else 0
 
+    @property
+    def mixture(self) -> bool:
+        return True
+
     def decode_rows(self, max_rows: int) -> Sequence[int]:
         """At most 7 padding rows."""
         return (1, 2, 4, *range(8, max_rows, 8))

@@ -30,7 +30,6 @@ class DeepseekOptions(Options):
         "kv_cache_dtype": "it caches latents in the model's dtype, whose values are rounded to FP8 as published",
     }
     draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp", "dspark")
-    lone_tokens: ClassVar[int] = 4096
 
     activation_quantization: str = option(
         "on",

@@ -60,6 +60,11 @@ class Blueprint(ABC, Generic[M]):
     """Forms of the cache that the model can have (--kv-cache-dtype) besides numbers of its own dtype."""
 
     @property
+    def mixture(self) -> bool:
+        """Whether tokens choose among experts."""
+        return False
+
+    @property
     def trained_drafts(self) -> int:
         """Drafts of a row for which its layers that draft were trained, if they were for a number."""
         return 0

@@ -21,6 +21,8 @@ log = logging.getLogger("openinfer.engine")
 OUTSIDE_BYTES = 1 << 30
 """Device memory that is not in the arena: the context, cubins, cuBLASLt, graph executables."""
 CPU_CACHE_BYTES = 2 << 30
+LONE_TOKENS = ((4096,), (4096, 8192))
+"""Chunks of a prompt that is alone in its step; and of mixtures, which read an expert's weights for few tokens each."""
 CACHE_FORMS = {"auto": None, "bfloat16": CacheForm(bfloat16), "fp8": FP8_CACHE, "fp8_e4m3": FP8_CACHE}
 """The forms of the cache by --kv-cache-dtype. None: numbers of --dtype."""
 
@@ -39,12 +41,12 @@ class Limits:
     adapters: AdapterSizes | None = None
     max_drafts: int = 0
     proposes: bool = False
-    lone_tokens: int = 0
+    lone_tokens: tuple[int, ...] = ()
 
     @property
     def step_tokens(self) -> int:
         """Tokens of the largest step."""
-        return max(self.max_tokens, self.lone_tokens)
+        return max((self.max_tokens, *self.lone_tokens))
 
     @property
     def max_logits(self) -> int:
@@ -130,7 +132,7 @@ def decide(options: Options, device: Device, blueprint: "Blueprint[Any]") -> Lim
         GuardedDrafters.named(speculation.model, 1)  # to refuse a wrong class before weights load
     return Limits(
         wanted, options.max_num_seqs, tokens, blueprint.page_size, dtype, cache, adapters, drafts, options.proposes,
-        lone_tokens=0 if chosen or options.lone_tokens <= tokens else options.lone_tokens,
+        lone_tokens=() if chosen else tuple(n for n in LONE_TOKENS[blueprint.mixture] if n > tokens),
     )  # fmt: skip
 
 

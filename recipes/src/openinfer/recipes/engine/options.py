@@ -44,8 +44,7 @@ class Options:
     """The flags of every engine. None: chosen at start-up, and logged.
 
     A recipe adds flags in a subclass. `refused` maps fields that its models cannot have to the reason. `draft_methods`
-    are the methods of --speculative-config that its models can have. `lone_tokens`: the chunk of a prompt that is alone
-    in its step, on a GPU and by default; 0: --max-num-batched-tokens is the limit there too.
+    are the methods of --speculative-config that its models can have.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -53,7 +52,6 @@ class Options:
         "activation_quantization": "its checkpoints have no quantised activations",
     }
     draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "suffix", "custom_class")
-    lone_tokens: ClassVar[int] = 0
 
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
     tensor_parallel_size: int = option(
@@ -96,7 +94,7 @@ class Options:
     max_num_seqs: int = option(256, "sequences that run at once", kind=int, within=(1, 1 << 16))
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens of a step; default: 512 on a CPU, 2048 on a GPU (some models: 4096 of a lone prompt)",
+        "tokens of a step; default: 512 on a CPU, 2048 on a GPU (4096 of a lone prompt, 8192 with experts)",
         kind=number,
         within=(1, 1 << 20),
     )

@@ -30,6 +30,10 @@ class Qwen3(Blueprint[Model]):
     head: Head | None = None
     """The EAGLE-3 head that drafts."""
 
+    @property
+    def mixture(self) -> bool:
+        return self.config.experts is not None
+
     def decode_rows(self, max_rows: int) -> Sequence[int]:
         """At most 15 padding rows up to 128 rows, and 31 above: products of 17 rows take as long as those of 32."""
         return (1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32))
@@ -58,7 +62,7 @@ class Qwen3(Blueprint[Model]):
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.step_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks, mixture=c.experts is not None,
+            width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks, mixture=self.mixture,
             max_drafts=limits.max_drafts, proposes=limits.proposes,
             adapters=adapters_of(
                 arena, limits, weights.adapted(), weights.places.layers, lambda: self._whole(limits).places.layers

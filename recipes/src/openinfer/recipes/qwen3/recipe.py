@@ -19,7 +19,6 @@ class Qwen3Options(Options):
 
     refused: ClassVar[Mapping[str, str]] = {}
     draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "eagle3")
-    lone_tokens: ClassVar[int] = 4096
 
 
 class Qwen3Recipe(Recipe[Qwen3Options]):

@@ -44,6 +44,10 @@ class Qwen35(Blueprint[Model]):
     def page_size(self) -> int:
         return self.options.block_size
 
+    @property
+    def mixture(self) -> bool:
+        return self.config.experts is not None
+
     def decode_rows(self, max_rows: int) -> Sequence[int]:
         """At most 31 padding rows: their programs end at once, and weights are read for 32 rows as for one."""
         return (1, 2, 4, 8, 16, *range(32, max_rows, 32))
@@ -87,7 +91,7 @@ class Qwen35(Blueprint[Model]):
         c, dtype, (pages, num_states) = self.config, limits.dtype, blocks
         weights = Weights.allocate(c, arena, dtype, self.form)
         cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len, c.rope_scale)
-        states = States(Boundaries(self.options.snapshot_interval), limits.max_tokens)
+        states = States(Boundaries(self.options.snapshot_interval), limits.step_tokens)
         slots, snapshots = limits.max_rows + 1, limits.max_rows * states.max_snapshots
         batch = Batch.allocate(
             arena, stream,
@@ -98,15 +102,15 @@ class Qwen35(Blueprint[Model]):
                 Field("snapshot_ends", (snapshots,)),
                 Field("snapshot_blocks", (snapshots,)),
             ],
-            max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
+            max_rows=limits.max_rows, max_tokens=limits.step_tokens, vocab_size=c.vocab_size,
             width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
-            ranks=c.part.ranks, mixture=c.experts is not None,
+            ranks=c.part.ranks, mixture=self.mixture,
             adapters=adapters_of(
                 arena, limits, weights.adapted(), weights.places.layers,
                 lambda: self._whole(limits).places.layers, NOT_RUN,
             ),
         )  # fmt: skip
-        buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens)
+        buffers = Buffers.allocate(c, weights, arena, dtype, limits.step_tokens)
         kv = self._layout(limits).allocate(arena, stream, pages)
         recurrent = (c.num_linear, c.part.of(c.value_heads), c.key_dim, c.value_dim)
         state = arena.alloc((num_states, *recurrent), c.state_dtype, "recurrent states")

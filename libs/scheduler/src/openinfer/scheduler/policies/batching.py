@@ -114,7 +114,7 @@ class Batching:
         if view.num_loading:
             waiting = (seq for seq in waiting if seq.state is not SeqState.LOADING)
         admit = list(islice(waiting, max(0, room)))
-        if view.lone_tokens > self.max_batched_tokens and not view.decoding:
+        if view.lone_tokens and not view.decoding:
             lone = self._lone(view, admit)
             if lone is not None:
                 return lone
@@ -126,16 +126,21 @@ class Batching:
         return Decision(chunks, admit, budget)
 
     def _lone(self, view: View, admit: list[Seq[Any]]) -> Decision | None:
-        """A chunk of View.lone_tokens for the sequence that goes first. None: it has fewer tokens left, or the limit of
-        a chunk or a rank forbids it. The chunk must be a whole one, because a smaller one would be padded."""
-        size, ranked = view.lone_tokens, self._rank is not None and len(view.prefilling) + len(admit) > 1
-        if ranked or self.max_chunk_tokens < self.max_batched_tokens:
+        """The largest chunk of View.lone_tokens that the sequence that goes first has tokens for: a smaller chunk would
+        be padded. None: it has too few, or the limit of a chunk or a rank forbids it."""
+        sizes = [size for size in view.lone_tokens if size > self.max_batched_tokens]
+        ranked = self._rank is not None and len(view.prefilling) + len(admit) > 1
+        if not sizes or ranked or self.max_chunk_tokens < self.max_batched_tokens:
             return None
-        for seq in view.prefilling:
-            return Decision({seq: size}) if seq.remaining >= size else None
+        first = next(iter(view.prefilling), None)
+        if first is not None:
+            size = max((size for size in sizes if size <= first.remaining), default=0)
+            return Decision({first: size}) if size else None
         for seq in admit[:1]:
-            if len(seq.tokens) >= size and len(seq.tokens) - view.look_up(seq) >= size:
-                return Decision({seq: size}, [seq], size)
+            if len(seq.tokens) >= sizes[0]:
+                left = len(seq.tokens) - view.look_up(seq)
+                size = max((size for size in sizes if size <= left), default=0)
+                return Decision({seq: size}, [seq], size) if size else None
         return None
 
     def _chunks(self, view: View, budget: int, admit: list[Seq[Any]]) -> dict[Seq[Any], int]:

@@ -32,7 +32,7 @@ def simulate(
     drafts: SteadyDrafts | None = None,
     tiers: SimTiers | None = None,
     snapshots: Snapshots | None = None,
-    lone_tokens: int = 0,
+    lone_tokens: Sequence[int] = (),
 ) -> Report:
     """Serve a workload and report. Policy, pool and loop are real, and must be new; `cost` models the time of the
     device. ttft_s, tpot_s: objectives of Report.goodput. drafts: the speculation; None: no row has drafts. tiers: the

@@ -92,8 +92,8 @@ class Schedule:
     stall_rate: float
     drafts: _Drafts
     loads: _Loads
-    lone_tokens: int
-    """See StepLoop; 0 in one of three schedules."""
+    lone_tokens: Sequence[int]
+    """See StepLoop; none in one of three schedules."""
     arrivals: list[Arrival]
 
     @classmethod
@@ -134,7 +134,7 @@ class Schedule:
             rng.choice([0.0, 0.0, 0.2]),
             _Drafts.generate(seed),
             loads := _Loads.generate(seed),
-            random.Random(f"lone {seed}").choice([0, 0, 9, 9, 12, 20]),
+            random.Random(f"lone {seed}").choice([(), (), (9,), (9, 12), (12,), (12, 20)]),
             [
                 loads.shaken(
                     Arrival(
