@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from test_lora import ADAPTERS, weights_of, write_adapter
 
 from openinfer.llm import LLM, Grammar, PromptRefused, SamplingParams
+from openinfer.recipes.engine import Recipe
+from openinfer.tensor import DriverNotFound
 
 GREEDY = SamplingParams(temperature=0)
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -146,3 +149,31 @@ def test_an_adapter_is_honoured_or_refused_by_name(llm: LLM, tmp_path: Path) -> 
     assert plain.token_ids != other.token_ids
     with pytest.raises(PromptRefused, match="no adapters; start it with --enable-lora"):
         llm.generate("The", adapter="own")
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "sizes"),
+    [
+        ("cuda", {}, (512, 4096)),
+        ("cuda", {"max_num_seqs": 8}, (8, None)),
+        ("cpu", {}, (256, None)),
+        ("auto", {}, (256, None)),
+    ],
+)
+def test_batches_have_longer_steps_where_a_gpu_is(
+    device: str, flags: dict[str, int], sizes: tuple[int, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def engine_spec(recipe: Any, folder: Path, args: Namespace) -> None:
+        raise Asked(args.max_num_seqs, args.max_num_batched_tokens)
+
+    def without_a_driver(kind: str, index: int) -> None:
+        raise DriverNotFound
+
+    monkeypatch.setattr(Recipe, "engine_spec", engine_spec)
+    monkeypatch.setattr("openinfer.llm.Device", without_a_driver)
+    with pytest.raises(Asked) as found:
+        LLM("demo/qwen3", device=device, **flags)
+    assert found.value.args == sizes

@@ -57,10 +57,9 @@ MIXTURES: dict[str, tuple[Recipe[Any], Json, list[tuple[int, int, int, float, in
     # Less the launches of 128 products a layer that are one since.
     "V3.2 of six layers": (deepseek_v3.RECIPE, V32, [
         (1, 8192, 0, 2.119, 256), (16, 8192, 0, 4.596, 96), (32, 8192, 0, 5.638, 92), (0, 0, 2048, 45.91 - 4.7, 164),
-        (0, 0, 8192, 216.4 - 19, 164),
     ]),
     "35B-A3B FP8": (qwen3_5.RECIPE, {**qwen3_5.RECIPE.published()["35B-A3B"], "quantization_config": FORMATS["FP8"]}, [
-        (1, 8192, 0, 3.085, 256), (16, 8192, 0, 8.37, 256), (0, 0, 8192, 155.084, 256),
+        (1, 8192, 0, 3.085, 256), (16, 8192, 0, 8.37, 256), (0, 0, 8192, 120.179, 256),
     ]),
     **{f"30B-A3B {format}": (
         qwen3.RECIPE, {**qwen3.RECIPE.published()["30B-A3B"], "quantization_config": FORMATS.get(format)},

@@ -28,7 +28,7 @@ from openinfer.frontend.http.text.detokenizer import Detokenizer, StopStrings
 from openinfer.frontend.model_files import read_json
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.form import Grammar
-from openinfer.tensor import ProgressBar
+from openinfer.tensor import CudaError, Device, DriverNotFound, ProgressBar
 
 __all__ = ["LLM", "Answer", "Grammar", "PromptRefused", "SamplingParams"]
 
@@ -36,6 +36,8 @@ __all__ = ["LLM", "Answer", "Grammar", "PromptRefused", "SamplingParams"]
 Chat = Sequence[Message]
 MOST_QUEUED = 1 << 20
 """Prompts that may wait. The limit is high, because prompts of a batch must not be refused as those of clients are."""
+BATCH = {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
+"""Sizes on a GPU by default. They are twice a server's, because nobody waits for the next token of a batch."""
 
 
 class PromptRefused(ValueError):
@@ -108,7 +110,8 @@ class LLM:
     """A model in this process, on the GPU if there is one. Not for several threads at once.
 
     model: a checkpoint directory, demo/NAME in a checkout, or a name of the Hugging Face hub (with revision=).
-    flags: the engine's flags of `openinfer serve --help` by their names: device="cpu", max_model_len=4096.
+    flags: the engine's flags of `openinfer serve --help` by their names: device="cpu", max_model_len=4096. On a GPU
+    up to 512 sequences and 4,096 tokens share a step, unless max_num_seqs or max_num_batched_tokens is given.
 
     Raises TypeError for an unknown flag; NoRecipe, ModelFilesError, UnsupportedModel, CheckpointError or SetupError,
     each with one line for the user, for what cannot be served.
@@ -126,6 +129,9 @@ class LLM:
         args = vars(parser.parse_args([]))
         if "max_num_queued_reqs" in args:
             args["max_num_queued_reqs"] = MOST_QUEUED
+        sized = BATCH.keys() <= args.keys() and not BATCH.keys() & flags.keys()
+        if sized and _on_a_gpu(str(flags.get("device", args["device"]))):
+            args |= BATCH
         unknown = flags.keys() - args.keys()
         if unknown:
             raise TypeError(f"{', '.join(sorted(unknown))}: the engine's flags are {', '.join(sorted(args))}")
@@ -295,3 +301,11 @@ class LLM:
         if source is not None:
             return ChatTemplate(source, self._tokenizer.special_tokens, with_tools)
         return coded_renderer(folder, str(read_json(folder / "config.json").get("model_type")))
+
+
+def _on_a_gpu(device: str) -> bool:
+    """Whether the engine of this --device runs on a GPU."""
+    try:
+        return device.startswith("cuda") or (device == "auto" and Device("cuda", 0).kind == "cuda")
+    except (CudaError, DriverNotFound):
+        return False

@@ -128,18 +128,19 @@ class Batching:
     def _lone(self, view: View, admit: list[Seq[Any]]) -> Decision | None:
         """The largest chunk of View.lone_tokens that the sequence that goes first has tokens for: a smaller chunk would
         be padded. None: it has too few, or the limit of a chunk or a rank forbids it."""
-        sizes = [size for size in view.lone_tokens if size > self.max_batched_tokens]
+
+        def size_for(left: int) -> int:
+            return max((n for n in view.lone_tokens if self.max_batched_tokens < n <= left), default=0)
+
         ranked = self._rank is not None and len(view.prefilling) + len(admit) > 1
-        if not sizes or ranked or self.max_chunk_tokens < self.max_batched_tokens:
+        if ranked or self.max_chunk_tokens < self.max_batched_tokens:
             return None
-        first = next(iter(view.prefilling), None)
-        if first is not None:
-            size = max((size for size in sizes if size <= first.remaining), default=0)
-            return Decision({first: size}) if size else None
+        for seq in view.prefilling:
+            size = size_for(seq.remaining)
+            return Decision({seq: size}) if size else None
         for seq in admit[:1]:
-            if len(seq.tokens) >= sizes[0]:
-                left = len(seq.tokens) - view.look_up(seq)
-                size = max((size for size in sizes if size <= left), default=0)
+            if size_for(len(seq.tokens)):  # else there is nothing to look up
+                size = size_for(len(seq.tokens) - view.look_up(seq))
                 return Decision({seq: size}, [seq], size) if size else None
         return None
 
