@@ -105,8 +105,16 @@ def fill(model: Model, num_experts: int, stream: Stream, rng: np.random.Generato
 class Alone:
     """A pack of one rank without the others: it leaves out the collectives."""
 
-    def __init__(self, inner: Pack) -> None:
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
+
+    @property
+    def branch(self) -> int:
+        return self._inner.branch
+
+    @branch.setter
+    def branch(self, number: int) -> None:
+        self._inner.branch = number
 
     def run(self, op: Op[Any], args: Any) -> None:
         if op.name == "hc_post":  # the sum is left out, the streams are not
@@ -123,7 +131,7 @@ def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int
     blueprint = RECIPE.blueprint(source, options, ranks=ranks)
     limits = decide(options, device, blueprint)
     buckets = buckets_for(blueprint, limits)
-    target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
+    target = Target.of(device, cublas=cublas_available(), nvrtc=True) if device.kind == "cuda" else None
     plan = make_start_plan(blueprint, limits, buckets, target)
     entries = rows * (-(-context // PAGE) + 1) + limits.max_blocks + 2
     pages = (window_pages(rows, tokens, limits.max_model_len) + 1, entries)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,49 @@ def test_logits_with_the_published_rounding(load_model, deepseek, index):
             assert error.max() < 1e-2
         assert np.sqrt(np.mean(error**2)) < 0.5
         assert np.abs(logits - plain[at]).max() > 0.1  # the rounding is there
+
+
+class Swapped:
+    """The cpu pack, which runs the second branch of a fork before the first."""
+
+    def __init__(self) -> None:
+        self.inner, self.kept, self.swapped = CpuPack(batch_invariant=True), list[tuple[Op[Any], Any]](), 0
+        self._branch = 0
+
+    @property
+    def branch(self) -> int:
+        return self._branch
+
+    @branch.setter
+    def branch(self, number: int) -> None:
+        self._branch = number
+        while not number and self.kept:
+            self.inner.run(*self.kept.pop(0))
+
+    def run(self, op: Op[Any], args: Any) -> None:
+        self.swapped += bool(self.kept) and self.branch == 2
+        if self.branch == 1:
+            self.kept.append((op, args))
+        else:
+            self.inner.run(op, args)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_branches_of_a_step_do_not_depend_on_each_other(load_model, deepseek, quantized):
+    prompt, found = deepseek.prompt(1)[:200], []
+    for pack in CpuPack(batch_invariant=True), Swapped():
+        model = load_model(deepseek.path, quantized=quantized)
+        start_row(model, prompt)
+        model.forward(pack, len(prompt), 1, len(prompt))
+        found.append(
+            [
+                model.batch.logits.numpy()[0],
+                *(getattr(model.cache, field.name).numpy() for field in fields(model.cache)),
+            ]
+        )
+    assert pack.swapped > 3 * model.config.num_layers
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def halved_sinks(model: Model) -> None:

@@ -107,6 +107,7 @@ FROZEN = [
     "expect_rows",
     "expect_values",
     "f32",
+    "fork",
     "form_of",
     "hadamard",
     "launch",

@@ -15,13 +15,15 @@ from openinfer.kernels import (
     LaunchPack,
     NullPack,
     Op,
+    Scratch,
     beside,
     embed,
     launch,
 )
+from openinfer.kernels.op.op import FORKED, fork
 from openinfer.kernels.packs import cuda_driver
 from openinfer.kernels.store.cubins import Compiled
-from openinfer.tensor import Tensor, bfloat16, check, driver
+from openinfer.tensor import Device, Tensor, bfloat16, check, driver
 
 MAIN = 5
 
@@ -166,6 +168,87 @@ def test_numbers_of_branches():
     assert [c.branch for c in beside([], kernels("c"), [], kernels("d"))] == [1, 2]
     with pytest.raises(LaunchError, match="branches of its own"):
         list(beside(beside(kernels("a"), kernels("b")), kernels("c")))
+
+
+def op_of(*commands):
+    none = dataclasses.make_dataclass("NoArgs", [])
+    return Op("some", none, lambda _: None, lambda _: None, lambda *_: commands, lambda *_: Cost(0, 0))
+
+
+def early(name):
+    return dataclasses.replace(*kernels(name), early=True)
+
+
+def forked(pack, tokens=8):
+    """first; a1, a2 beside b1, b2; last, end."""
+    op_of(*kernels("first"))(pack)
+    with fork(pack, tokens) as (main, side):
+        op_of(early("a1"))(main)
+        op_of(early("b1"))(side)
+        op_of(early("a2"))(main)
+        op_of(*beside(kernels("b2"), kernels("b3")))(side)
+    op_of(early("last"), early("end"))(pack)
+
+
+@pytest.mark.parametrize(("tokens", "capturing"), [(8, True), (FORKED + 1, True), (8, False)])
+def test_calls_of_a_fork_run_side_by_side(captured, monkeypatch, tokens, capturing):
+    """The first call of a branch and the one behind both start late: more than one kernel, or another's stream, is
+    ahead of them."""
+    fake, pack = captured(capturing=capturing)
+    sooner = []
+
+    def launch_early(self, kernel, grid, parameters):
+        sooner.append(kernel.function)
+        fake.cuLaunchKernel(kernel.function, self._at.handle, None, None)
+
+    monkeypatch.setattr(CudaDriver, "_launch_early", launch_early)
+    forked(pack, tokens)
+    if tokens > FORKED or not capturing:
+        assert sooner == [
+            "a1",
+            "b1",
+            "a2",
+            *["last"] * (not capturing),
+            "end",
+        ]  # b2 and b3 are branches of their call
+    else:
+        assert fake.edges["a1"] == fake.edges["b1"] == {"first"}
+        assert (fake.edges["a2"], fake.edges["b2"], fake.edges["b3"]) == ({"a1"}, {"b1"}, {"b2"})
+        assert fake.before("last") == {"first", "a1", "a2", "b1", "b2", "b3"}
+        assert sooner == ["a2", "end"]
+    assert fake.before("end") == fake.before("last") | {"last"}
+
+
+def test_branches_of_a_fork_have_scratch_memory_of_their_own():
+    def using(*sizes, zeroed=False):
+        made = {f"s{n}": Scratch((size,), np.dtype(np.uint8), zeroed=zeroed) for n, size in enumerate(sizes)}
+        return op_of(launch("m", "f", (1,), made, {}))
+
+    def step(pack):
+        using(1024)(pack)
+        for tokens in (1, 1, FORKED + 1):
+            with fork(pack, tokens) as (main, side):
+                using(512)(main)
+                using(256, 512)(side)
+                using(256)(main)
+                using(256, zeroed=True)(side)
+
+    plan, found = NullPack(H200), []
+    step(plan)
+    assert [(call.fork, call.branch) for call in plan.calls[:5]] == [(0, 0), (1, 1), (1, 2), (1, 1), (1, 2)]
+    assert [call.fork for call in plan.calls] == [0, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0, 0, 0]
+    assert (plan.workspace_bytes(zeroed=False), plan.workspace_bytes(zeroed=True)) == (1280, 256)
+
+    def read(spec, grid, parameters, early):
+        found.append([int.from_bytes(parameters.read(n, 8), "little") for n in range(len(spec.signature))])
+
+    device = types.SimpleNamespace(launch=read, branch=lambda number: None, encode_tensor_map=print)
+    memory = [
+        Tensor(at, (size,), np.dtype(np.uint8), Device("null")) for at, size in ((4096, 1300), (8192, 256))
+    ]
+    step(LaunchPack(H200, device, *memory))
+    assert found[:5] == [[4096], [4096], [4096 + 512, 4096 + 768], [4096], [8192]]
+    assert found[9:11] == [[4096], [4096, 4096 + 256]]
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """Everything that writing an op or a model needs, from one place. The names are frozen: a change of them is a new
 major version.
 
-An `Op` is its arguments, a contract, a numpy reference, launches and a cost, and runs on a `Pack`. By part:
+An `Op` is its arguments, a contract, a numpy reference, launches and a cost, and runs on a `Pack`; `fork` runs some side
+by side. By part:
 
  - arguments: `T`, which their tensors are, and `tensors`, for a launch; for a pack of your own `leaves`, `mapped`
 
@@ -101,7 +102,7 @@ from openinfer.kernels.op.launch import (
     launch,
     power_of_two,
 )
-from openinfer.kernels.op.op import Cost, DealtPack, Op, Pack, T, Workload, leaves, mapped, tensors
+from openinfer.kernels.op.op import Cost, DealtPack, Op, Pack, T, Workload, fork, leaves, mapped, tensors
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rotated_pairs, rounded, silu
 from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, e8m0, hadamard, q4, q8, unpack_fp4
 from openinfer.kernels.op.target import CONSUMER_SHARED_BYTES, Target, shared_bytes
@@ -121,10 +122,10 @@ __all__ = [
     "QkvAttentionArgs", "Scratch", "T", "Target", "TensorMap", "WeightPart", "Workload", "aligned",
     "attention_launches", "beside", "cached_bytes", "choose_attention", "code_args", "decoded", "depth", "e8m0",
     "expect", "expect_bf16", "expect_cache", "expect_columns", "expect_cos_sin", "expect_each", "expect_linear",
-    "expect_max_q_len", "expect_q8", "expect_rows", "expect_values", "f32", "form_of", "hadamard", "launch", "leaves",
-    "linear_launches", "linear_of", "mapped", "matmul_nt", "module_packing", "new_tokens", "packed_in", "packing_of",
-    "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require", "require_attention",
-    "rms_norm", "rotated_pairs", "rounded", "scale_blocks", "shared_bytes", "silu", "sum_of_ranks", "sum_over",
-    "tensors", "unpack_fp4", "way_of", "without_coding", "without_zero_points", "write_launch",
-    "write_values",
+    "expect_max_q_len", "expect_q8", "expect_rows", "expect_values", "f32", "fork", "form_of", "hadamard", "launch",
+    "leaves", "linear_launches", "linear_of", "mapped", "matmul_nt", "module_packing", "new_tokens", "packed_in",
+    "packing_of", "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require",
+    "require_attention", "rms_norm", "rotated_pairs", "rounded", "scale_blocks", "shared_bytes", "silu",
+    "sum_of_ranks", "sum_over", "tensors", "unpack_fp4", "way_of", "without_coding", "without_zero_points",
+    "write_launch", "write_values",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from openinfer.kernels import (
     reduce_scatter,
     route,
 )
-from openinfer.kernels.authoring import SCALE_BLOCK, Coded, DealtPack, Linear
+from openinfer.kernels.authoring import SCALE_BLOCK, Coded, DealtPack, Linear, fork
 from openinfer.recipes.deepseek_v4.buffers import Activations, Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache
 from openinfer.recipes.deepseek_v4.config import CSA, Config
@@ -33,7 +33,7 @@ from openinfer.recipes.deepseek_v4.ops.queries import place_vectors, q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.recipes.deepseek_v4.ops.streams import hc_post, spread
 from openinfer.recipes.deepseek_v4.places import Mixing
-from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Layer, Sparse, Weights
+from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Heavy, Layer, Sparse, Weights
 from openinfer.tensor import Stream, Tensor
 
 
@@ -186,18 +186,18 @@ class Model:
         heads, tokens = w.sinks.shape[0], own.stop - own.start
         groups = heads * c.o_groups // c.num_heads
         flat = _flat(b.q, tokens, heads * c.head_dim)
-        self.write_keys(pack, layer, step, vectors)
-        self._project(mine, flat, b.qr[own], w.q)
-        entries, selected = vectors, None
-        if isinstance(attention.entries, Sparse):
-            entries, selected = self._select(pack, attention.entries, place, step), b.selected[own]
-        elif attention.entries is not None:
-            entries, heavy = self.cache.hca_entries[:, place], attention.entries
-            az = _flat(b.compressing, t, heavy.into.shape[0])
-            self._project(mine, az[own], b.normed[own], Linear(heavy.into, None))
-            self.share(pack, az, step)
-            state, recent = self.cache.hca_state[:, place], self.recent.hca[:, place] if self.recent else None
-            self._compress(pack, entries, state, recent, az, heavy.compressor, "q8", step)
+        sparse, entries = isinstance(attention.entries, Sparse), vectors
+        with fork(pack, t) as (main, side):
+            self.write_keys(main, layer, step, vectors)
+            self._project(step.dealt(main), flat, b.qr[own], w.q)
+            if isinstance(attention.entries, Sparse):
+                queries = b.index_q[own].reshape(tokens, -1)
+                self._project(step.dealt(main), queries, b.qr[own], attention.entries.index_q)
+                entries = self._sparse_entries(side, attention.entries, place, step)
+            elif attention.entries is not None:
+                entries = self._heavy_entries(side, attention.entries, place, step)
+        if sparse:
+            self._select(mine, place, step)
         out = _flat(b.heads, tokens, heads * c.head_dim)
         sparse_attend(
             mine,
@@ -205,7 +205,7 @@ class Model:
             q=flat.reshape(tokens, heads, c.head_dim),
             kv=self.cache.window[:, layer.index],
             entries=entries,
-            selected=selected,
+            selected=b.selected[own] if sparse else None,
             sinks=w.sinks,
             cos_sin=self._angles(attention),
             positions=batch.positions[own],
@@ -221,14 +221,22 @@ class Model:
         project(mine, out=grouped, x=out, weight=w.out_a, groups=groups)
         self._project(mine, b.y[own], grouped, w.out_b)
 
-    def _select(self, pack: Pack, sparse: Sparse, place: int, step: StepSize) -> Tensor:
-        """The entries of a CSA layer; `selected` = those that each own token attends to."""
-        c, b, batch, t, cache = self.config, self.buffers, self.batch, step.tokens, self.cache
-        own, mine = step.mine, step.dealt(pack)
-        entries, keys = cache.csa_entries[:, place], cache.index_keys[:, place]
-        wide = _flat(b.compressing, t, sparse.into.shape[0])
+    def _heavy_entries(self, pack: Pack, heavy: Heavy, place: int, step: StepSize) -> Tensor:
+        """The entries of an HCA layer, with those of the step's tokens."""
+        b, own, entries = self.buffers, step.mine, self.cache.hca_entries[:, place]
+        az = _flat(b.compressing, step.tokens, heavy.into.shape[0])
+        self._project(step.dealt(pack), az[own], b.normed[own], Linear(heavy.into, None))
+        self.share(pack, az, step)
+        state, recent = self.cache.hca_state[:, place], self.recent.hca[:, place] if self.recent else None
+        self._compress(pack, entries, state, recent, az, heavy.compressor, "q8", step)
+        return entries
+
+    def _sparse_entries(self, pack: Pack, sparse: Sparse, place: int, step: StepSize) -> Tensor:
+        """The entries of a CSA layer, with those of the step's tokens, and the indexer's keys of all."""
+        c, b, cache, own = self.config, self.buffers, self.cache, step.mine
+        entries, keys, wide = cache.csa_entries[:, place], cache.index_keys[:, place], self._wide(step)
         main, index = 4 * c.head_dim, 4 * (c.head_dim + c.index_dim)
-        self._project(mine, wide[own], b.normed[own], Linear(sparse.into, None))
+        self._project(step.dealt(pack), wide[own], b.normed[own], Linear(sparse.into, None))
         self.share(pack, wide, step)
         state, index_state = cache.csa_state[:, place], cache.index_state[:, place]
         recent = self.recent.csa[:, place] if self.recent else None
@@ -236,14 +244,22 @@ class Model:
         recent = self.recent.index[:, place] if self.recent else None
         az = wide[:, main:index]
         self._compress(pack, keys, index_state, recent, az, sparse.index_compressor, "hadamard_q4", step)
-        queries = b.index_q[own]
-        self._project(mine, queries.reshape(queries.shape[0], -1), b.qr[own], sparse.index_q)
+        return entries
+
+    def _wide(self, step: StepSize) -> Tensor:
+        """What a CSA layer makes of the step's tokens: the compressors' inputs, and weights of the indexer's heads."""
+        c = self.config
+        return _flat(self.buffers.compressing, step.tokens, 4 * (c.head_dim + c.index_dim) + c.index_heads)
+
+    def _select(self, pack: Pack, place: int, step: StepSize) -> None:
+        """selected = the entries of a CSA layer that each own token attends to."""
+        c, b, batch, own = self.config, self.buffers, self.batch, step.mine
         index_topk(
-            mine,
+            pack,
             selected=b.selected[own],
-            q=queries,
-            weights=wide[own, index : index + c.index_heads],
-            keys=keys,
+            q=b.index_q[own],
+            weights=self._wide(step)[own, -c.index_heads :],
+            keys=self.cache.index_keys[:, place],
             cos_sin=self.compress_cos_sin,
             positions=batch.positions[own],
             token_slots=batch.token_slots[own],
@@ -252,7 +268,6 @@ class Model:
             window=CSA,
             quantized=self.quantized,
         )
-        return entries
 
     def _compress(
         self,
@@ -290,30 +305,25 @@ class Model:
         """y = a rank's part of the output of each token's experts plus that of the shared expert; of own tokens all."""
         c, b, batch, m, t, own = self.config, self.buffers, self.batch, layer.mixture, step.tokens, step.mine
         ids, weights, x, y = b.expert_ids[:t], b.expert_weights[:t], b.rounded[:t], b.y[:t]
-        self._project(step.dealt(pack), b.router[own], b.normed[own], Linear(m.router, None))
-        self.share(pack, b.router[:t], step)
         self.share(pack, x, step)
-        route(
-            pack,
-            expert_ids=ids,
-            expert_weights=weights,
-            logits=b.router[:t, : c.num_experts],
-            bias=m.bias,
-            table=m.table,
-            token_ids=batch.token_ids[:t],
-            token_slots=batch.token_slots[:t],
-            scaling=c.routed_scaling_factor,
-            first_expert=c.part.first(c.num_experts),
-            num_experts=c.part.of(c.num_experts),
-        )
-        gate_up_clamped(
-            pack,
-            out=b.hidden[:t],
-            x=x,
-            weight=m.shared_gate_up,
-            limit=c.swiglu_limit,
-        )
-        self._project(pack, b.shared[:t], b.hidden[:t], m.shared_down)
+        with fork(pack, t) as (main, side):
+            gate_up_clamped(main, out=b.hidden[:t], x=x, weight=m.shared_gate_up, limit=c.swiglu_limit)
+            self._project(main, b.shared[:t], b.hidden[:t], m.shared_down)
+            self._project(step.dealt(side), b.router[own], b.normed[own], Linear(m.router, None))
+            self.share(side, b.router[:t], step)
+            route(
+                side,
+                expert_ids=ids,
+                expert_weights=weights,
+                logits=b.router[:t, : c.num_experts],
+                bias=m.bias,
+                table=m.table,
+                token_ids=batch.token_ids[:t],
+                token_slots=batch.token_slots[:t],
+                scaling=c.routed_scaling_factor,
+                first_expert=c.part.first(c.num_experts),
+                num_experts=c.part.of(c.num_experts),
+            )
         experts(
             pack,
             out=y,

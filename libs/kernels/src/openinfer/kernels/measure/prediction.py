@@ -62,7 +62,8 @@ class Prediction(NamedTuple):
         for call in calls:
             speed = figures.speed(call.kind, call.tokens, len(call.commands))
             line = _line(call, tokens, rows, speed)
-            fixed += call.times * (speed.kernel_s + _link_s(call, line.none, figures, ranks))
+            kernel_s = 0.0 if call.branch == 2 else speed.kernel_s  # they start while others run
+            fixed += call.times * (kernel_s + _link_s(call, line.none, figures, ranks))
             if not _is_line(call, line, tokens, rows):
                 bent.append((call, speed))
             elif not any((*line.row, *line.token, *line.pair)):
@@ -116,6 +117,8 @@ class Parts(NamedTuple):
             launches = min(speed.kernel_s, len(call.commands) * figures.fitted.kernel_s)
             # Of an op with a line: work that grows with neither bytes nor FLOPs.
             rest = speed.kernel_s - launches
+            if call.branch == 2:
+                launches = rest = 0.0
             if memory >= compute:
                 memory_s += call.times * (memory + rest)
             else:

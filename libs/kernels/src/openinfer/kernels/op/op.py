@@ -6,6 +6,7 @@ kernels, or only write the call down.
     rms_norm(pack, out=h, x=x, weight=w, eps=1e-6)
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -21,6 +22,9 @@ from openinfer.kernels.errors import ContractError
 from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
+
+FORKED = 256
+"""The most tokens of a step whose calls run side by side. The kernels of larger ones fill a GPU by themselves."""
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -75,9 +79,37 @@ class Cost:
 
 
 class Pack(Protocol):
-    """One way to run ops. `run` gets the op and the arguments of a call, as `Op.args` makes them."""
+    """One way to run ops. `run` gets the op and the arguments of a call, as `Op.args` makes them. A pack that can run
+    calls side by side has the attribute `branch`, too: of the calls that follow, see fork."""
 
     def run(self, op: "Op[Any]", args: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def fork(pack: Pack, tokens: int) -> Iterator[tuple[Pack, Pack]]:
+    """Two packs for calls of a step of `tokens`, none of which reads or writes what a call of the other pack writes.
+
+    On a GPU and with few tokens their calls run side by side: those of both packs come after the calls before the
+    block, and what follows the block comes after both. Else they run as they are made. The second pack is for the calls
+    that take less time. No fork is within another.
+    """
+    if tokens > FORKED or not hasattr(pack, "branch"):
+        yield pack, pack
+        return
+    try:
+        yield _Branch(pack, 1), _Branch(pack, 2)
+    finally:
+        pack.branch = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    pack: Any
+    number: int
+
+    def run(self, op: "Op[Any]", args: Any) -> None:
+        self.pack.branch = self.number
+        self.pack.run(op, args)
 
 
 @dataclass(frozen=True, slots=True)

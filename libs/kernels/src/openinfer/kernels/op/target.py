@@ -34,7 +34,7 @@ class Target:
     def early(self, tokens: int) -> bool:
         """Whether the many kernels of a step of so many tokens start early. With more tokens, those that wait take the
         place of programs that run: DeepSeek-V4 gains at 1 and 8 rows, and loses 2 and 3 % at 32 and 128."""
-        return self.starts_early and tokens <= 16
+        return self.starts_early and tokens <= 16 and not self.batch_invariant
 
     @property
     def starts_early(self) -> bool:

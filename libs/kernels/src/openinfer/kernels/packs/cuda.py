@@ -135,7 +135,8 @@ class LaunchPack:
     """Runs ops as kernel launches on one stream.
 
     `scratch` and `zeroed` are the workspace: byte tensors at least as large as the null pack found for the same calls;
-    `zeroed` must be zero when the first op runs. Calls share them, so they must be ordered on one stream.
+    `zeroed` must be zero when the first op runs. Calls share them, so they must be ordered on one stream, but for those
+    of the second branch of a fork: theirs are at the end.
     """
 
     def __init__(
@@ -150,6 +151,18 @@ class LaunchPack:
         self._workspace = (scratch, zeroed)  # keeps the memory alive
         self._parameters: dict[Spec, Parameters] = {}
         self._recall = Recall(target)
+        self._branch = 0
+
+    @property
+    def branch(self) -> int:
+        """The branch of the calls that follow; 0: of none (see op.fork)."""
+        return self._branch
+
+    @branch.setter
+    def branch(self, number: int) -> None:
+        if number != self._branch:
+            self._branch = number
+            self.driver.branch(number)
 
     def run(self, op: Op[Any], args: Any) -> None:
         prepared = self._recall.prepare(op, args)
@@ -187,8 +200,17 @@ class LaunchPack:
                 return address_of(tensor)
             if isinstance(tensor, PeerTable):
                 return self.driver.peers(tensor)
-            return offsets[tensor] + (self._zeroed_ptr if tensor.zeroed else self._scratch_ptr)
+            at, size, used = (
+                (self._zeroed_ptr, self._zeroed_bytes, zeroed)
+                if tensor.zeroed
+                else (self._scratch_ptr, self._scratch_bytes, plain)
+            )
+            return offsets[tensor] + at + ((size - used) // ALIGNMENT * ALIGNMENT if self._branch == 2 else 0)
 
+        if self._branch:  # the branches of a call run one after the other there
+            for command in commands:
+                self._run(command, address)
+            return
         at = 0
         try:
             for command in commands:

@@ -81,6 +81,7 @@ class CudaDriver:
         self._start: Event | None = None
         self._branches: dict[int, Branch] = {}
         self._begun: list[int] = []
+        self._follows = True  # the next launch is behind one kernel in its stream, and nothing else
 
     def load(self, spec: Spec) -> Loaded:
         """The kernel, loaded onto the device at first use. Load all before a capture: loading is not capturable."""
@@ -135,7 +136,8 @@ class CudaDriver:
 
     def launch(self, spec: Spec, grid: tuple[int, int, int], parameters: Parameters, early: bool) -> None:
         kernel = self.load(spec)
-        if early:
+        follows, self._follows = self._follows, True
+        if early and follows:
             self._launch_early(kernel, grid, parameters)
             return
         status = self._cu.cuLaunchKernel(
@@ -185,6 +187,7 @@ class CudaDriver:
         """
         if number == 0:
             begun, self._begun, self._at = self._begun, [], self._stream
+            self._follows = not begun
             for stream, end in (self._branches[n] for n in begun):
                 end.record(stream)
                 self._stream.wait(end)
@@ -201,6 +204,7 @@ class CudaDriver:
         if number not in self._begun:
             branch.stream.wait(start)
             self._begun.append(number)
+            self._follows = False
         self._at = branch.stream
 
     def _captured(self) -> bool:

@@ -31,12 +31,15 @@ FEW_TOKENS = 8
 @dataclass(frozen=True, slots=True)
 class Call:
     """One op call: its arguments and the commands a device of the target's kind would run for it. `times`: how often
-    the traced step has calls like this one (see Repeated)."""
+    the traced step has calls like this one (see Repeated). `fork`: the number of the fork that it is in, and `branch`
+    (see op.fork); 0: in none."""
 
     op: Op[Any]
     args: Any
     commands: tuple[Command, ...]
     times: int = 1
+    fork: int = 0
+    branch: int = 0
 
     def cost(self, workload: Workload) -> Cost:
         return self.op.cost(workload, self.args)
@@ -71,15 +74,27 @@ def scratches(command: Command) -> list[Scratch]:
 
 @dataclass(slots=True)
 class NullPack:
-    """Records calls. Tensors may live on the "null" device: no memory and no GPU is needed. `times`: of the calls that
-    follow."""
+    """Records calls. Tensors may live on the "null" device: no memory and no GPU is needed. `times` and `branch`: of
+    the calls that follow."""
 
     target: Target
     calls: list[Call] = field(default_factory=list)
     times: int = 1
+    _branch: int = 0
+    _forks: int = 0
+
+    @property
+    def branch(self) -> int:
+        return self._branch
+
+    @branch.setter
+    def branch(self, number: int) -> None:
+        self._forks += number > 0 == self._branch
+        self._branch = number
 
     def run(self, op: Op[Any], args: Any) -> None:
-        self.calls.append(Call(op, args, tuple(op.plan(self.target, args)), self.times))
+        fork, commands = self._forks if self.branch else 0, tuple(op.plan(self.target, args))
+        self.calls.append(Call(op, args, commands, self.times, fork, self.branch))
 
     def traced(self, work: Callable[[], None]) -> list[Call]:
         """Do the work; the calls that it made."""
@@ -109,9 +124,15 @@ class NullPack:
         return {table.width for table in tables if table.width is not None}
 
     def workspace_bytes(self, *, zeroed: bool) -> int:
-        """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs."""
-        placed = (place(call.commands) for call in self.calls)
-        return max((p.zeroed_bytes if zeroed else p.plain_bytes for p in placed), default=0)
+        """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs, or those of the two
+        branches of a fork that need most."""
+        most: dict[tuple[int, int], int] = {}
+        for call in self.calls:
+            placed, at = place(call.commands), (call.fork, call.branch)
+            most[at] = max(most.get(at, 0), placed.zeroed_bytes if zeroed else placed.plain_bytes)
+        return max(
+            (size + most.get((fork, 2), 0) for (fork, branch), size in most.items() if branch < 2), default=0
+        )
 
 
 class Repeated(tuple[T, ...]):
