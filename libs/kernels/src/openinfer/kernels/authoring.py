@@ -1,8 +1,8 @@
 """Everything that writing an op or a model needs, from one place. The names are frozen: a change of them is a new
 major version.
 
-An `Op` is its arguments, a contract, a numpy reference, launches and a cost, and runs on a `Pack`; `fork` runs some side
-by side. By part:
+An `Op` is its arguments, a contract, a numpy reference, launches and a cost, and runs on a `Pack`, beside others in a
+`fork`. By part:
 
  - arguments: `T`, which their tensors are, and `tensors`, for a launch; for a pack of your own `leaves`, `mapped`
 
