@@ -39,6 +39,17 @@ CASES = {
 }
 
 
+RELEASERS = ("push_sum", "rms_norm")
+"""Kernels that let the one behind start before they wait."""
+EARLY_READS = {
+    "hc_numbers": (),
+    "hc_collapse": ("streams",),
+    "hc_post": ("streams", "mix"),
+    "hc_post_ranks": ("streams", "mix"),
+}
+"""Kernels of hyper-connections, and what others write of that which they read before they wait."""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_read_early_was_written_before(case: str) -> None:
     """Back to the last launch that is not early, these tensors are given to nobody who may write them."""
@@ -72,21 +83,47 @@ def early_arguments(launch: Launch, early: set[str]) -> set[Any]:
     return read
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_kernels_of_deepseek_v4_wait_before_anything_else(ranks: int) -> None:
-    """Nothing is read or written ahead of the wait, and nobody returns, but for two kernels with another rule. In a
-    step of one token all kernels but those at its ends start early."""
+def early_launches(ranks: int) -> dict[Any, list[Launch]]:
+    """The kernels of DeepSeek-V4's segments."""
     options, source = V4.options(**SIZES), Source(config_json("Flash", layers=4))
     outline = Outline(V4, source, options, replace(H200, nvrtc=True), ranks=ranks)
     pack, found = NullPack(outline.target), {}
     for key, run in segments(outline.model, pack, outline.buckets).items():
         commands = [command for call in pack.traced(run) for command in call.commands]
         found[key] = [command for command in commands if isinstance(command, Launch)]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_kernels_of_deepseek_v4_wait_before_anything_else(ranks: int) -> None:
+    """Nothing is read or written ahead of the wait, and nobody returns, but for two kernels with another rule, and
+    those of hyper-connections (below). In a step of one token all kernels but those at its ends start early."""
+    found = early_launches(ranks)
     late = [launch.spec.function for launch in found["forward", (1, 1, 1, 0)] if not launch.early]
     ends = ["expand_rows", "gather_rows", "gather_last", "gemv", "push_columns"]
     assert late == ends[: 4 + (ranks > 1)]
     for spec in {launch.spec for launches in found.values() for launch in launches if launch.early}:
         text = inspect.getsource(getattr(importlib.import_module(spec.module), spec.function).fn)
         before, wait, _ = text.rpartition('"""')[2].partition("wait_ahead(EARLY)\n")
-        other = spec.function in ("push_sum", "rms_norm")
+        other = spec.function in (*RELEASERS, *EARLY_READS)
         assert other or (wait and not re.search(r"load\(|store\(|atomic|return|_of\(", before)), spec
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_hyper_connections_read_early_was_written_before(ranks: int) -> None:
+    """The kernels that may still run then, back to one that waits before it lets others start, do not write it."""
+    seen = set()
+    for key, launches in early_launches(ranks).items():
+        for place, launch in enumerate(launches):
+            names = [name for name, _ in launch.spec.signature]
+            given = dict(zip(names, launch.args, strict=True))
+            read = {given[name].ptr for name in EARLY_READS.get(launch.spec.function, ()) if launch.early}
+            if not read:
+                continue
+            seen.add(launch.spec.function)
+            for before in reversed(launches[:place]):
+                others = {arg.ptr for arg in before.args if isinstance(arg, Tensor)}
+                assert before.spec.function == "hc_numbers" or not read & others, (key, launch, before)
+                if before.spec.function not in RELEASERS:
+                    break
+    assert seen == {"hc_collapse", "hc_post_ranks" if ranks > 1 else "hc_post"}

@@ -13,9 +13,9 @@ from openinfer.kernels.op.op import mapped
 from openinfer.kernels.op.rounding import hadamard, q4, q8
 from openinfer.kernels.testing import never_coded
 from openinfer.recipes.deepseek_v4.ops.compress import compress
-from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre, sinkhorn
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
-from openinfer.recipes.deepseek_v4.ops.streams import hc_post
+from openinfer.recipes.deepseek_v4.ops.streams import hc_post, sinkhorn
 from openinfer.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -285,7 +285,6 @@ def test_hyper_connections_mix_as_published() -> None:
         norm_weight=gain,
         eps=EPS,
         hc_eps=EPS,
-        iters=20,
     )
     flat = x.reshape(3, -1).astype(float)
     m = flat @ fn.T / np.sqrt((flat**2).mean(axis=1, keepdims=True) + EPS)
@@ -294,13 +293,12 @@ def test_hyper_connections_mix_as_published() -> None:
     h = np.einsum("ts,tsd->td", pre, x)
     assert np.abs(out - gain * h / np.sqrt((h**2).mean(axis=1, keepdims=True) + EPS)).max() < 1e-4
     np.testing.assert_array_equal(rounded_out.values(), q8(out, 128))
-    comb = mix[:, 4:].reshape(3, 4, 4)
-    assert np.abs(mix[:, :4] - post).max() < 1e-5
+    assert np.abs(mix - m[:, 4:]).max() < 1e-5
+    comb = sinkhorn(mix[:, 4:].reshape(3, 4, 4), EPS, 20)
     assert np.abs(comb.sum(axis=1) - 1).max() < 1e-4
-    assert np.abs(comb - sinkhorn(m[:, 8:].reshape(3, 4, 4).astype(F), EPS, 20)).max() < 1e-5
     assert np.abs(comb - np.swapaxes(comb, 1, 2)).max() > 0.01
     mixed = x.copy()
-    run(hc_post, streams=mixed, y=y, mix=mix)
+    run(hc_post, streams=mixed, y=y, mix=mix, hc_eps=EPS, iters=20)
     assert np.abs(mixed - (post[:, :, None] * y[:, None] + np.einsum("tjk,tjd->tkd", comb, x))).max() < 1e-4
     head = np.empty((3, width), F)
     run(hc_head, out=head, streams=x, fn=fn[:4], base=base[:4], scale=scale[:1], eps=EPS, hc_eps=EPS)

@@ -27,11 +27,12 @@ pack = LaunchPack(Target(90, 132, rank=rank), driver, None, None)
 for tokens in (1, 3, 2):
     parts = rng.standard_normal((ranks, tokens, 768)).astype(bfloat16)
     streams = rng.standard_normal((tokens, 4, 768)).astype(bfloat16)
-    mix = rng.uniform(0, 1, (tokens, 20)).astype(np.float32)
+    mix = rng.standard_normal((tokens, 20)).astype(np.float32)
     total = sum(parts.astype(np.float32)).astype(bfloat16)
     want = streams.copy()
-    hc_post(CpuPack(), streams=of(want), y=of(total), mix=of(mix))
-    hc_post(pack, streams=of(streams), y=of(parts[rank].copy()), mix=of(mix), ranks=ranks)
+    own = {"mix": of(mix), "hc_eps": 1e-6, "iters": 20}
+    hc_post(CpuPack(), streams=of(want), y=of(total), **own)
+    hc_post(pack, streams=of(streams), y=of(parts[rank].copy()), ranks=ranks, **own)
     np.testing.assert_allclose(streams.astype(np.float32), want.astype(np.float32), rtol=0.01, atol=1e-3)
 assert [name.split("[")[0] for name in driver.launched] == ["hyper_connections.hc_post_ranks"], driver.launched
 """
@@ -52,7 +53,8 @@ def test_the_sum_is_part_of_the_kernel_where_one_shot_is_the_way() -> None:
     for ranks, tokens in ((1, 8), (2, 128), (2, 136), (8, 64)):
         pack = NullPack(Target(90, 132))
         streams, y = arena.alloc((tokens, 4, 4096), bfloat16), arena.alloc((tokens, 4096), bfloat16)
-        hc_post(pack, streams=streams, y=y, mix=arena.alloc((tokens, 20), float32), ranks=ranks)
+        mix = arena.alloc((tokens, 20), float32)
+        hc_post(pack, streams=streams, y=y, mix=mix, hc_eps=1e-6, iters=20, ranks=ranks)
         commands = pack.calls[0].commands
         found[ranks, tokens] = [c.spec.function if isinstance(c, Launch) else "nccl" for c in commands]
         assert pack.peer_widths() <= {2048}

@@ -138,12 +138,19 @@ class Model:
             norm_weight=norm,
             eps=c.rms_norm_eps,
             hc_eps=c.hc_eps,
-            iters=c.hc_iters,
         )
 
     def _write_streams(self, pack: Pack, step: StepSize) -> None:
-        b, own, ranks = self.buffers, step.mine, self.config.part.ranks if step.own is None else 1
-        hc_post(step.dealt(pack), streams=b.streams[own], y=b.y[own], mix=b.mix[own], ranks=ranks)
+        c, b, own = self.config, self.buffers, step.mine
+        hc_post(
+            step.dealt(pack),
+            streams=b.streams[own],
+            y=b.y[own],
+            mix=b.mix[own],
+            hc_eps=c.hc_eps,
+            iters=c.hc_iters,
+            ranks=c.part.ranks if step.own is None else 1,
+        )
 
     def write_keys(self, pack: Pack, layer: Layer, step: StepSize, vectors: Tensor | None = None) -> None:
         """The raw vectors of the step's tokens into the window's pages, or `vectors`; and qr = the low-rank vectors of

@@ -9,12 +9,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def wait_ahead(EARLY: tl.constexpr):
     """If EARLY, wait until the kernel ahead has ended, and only then let the one behind start (launch.Launch). Every
-    program does so before it reads or writes, also one that returns at once.
+    program does so before it writes, also one that returns at once.
 
-    So when a kernel starts, all but the one directly ahead have ended. Its start empties the first-level caches, and
-    only the kernel ahead can then fill them with what is old once this one reads. Loads may go through them, but for
-    two kinds, which are .cg: of what the kernel ahead reads on one SM and writes on another, and of what other programs
-    of the same kernel write."""
+    So when a kernel starts, all but the one directly ahead have ended, and after the wait its loads see what all of
+    them wrote, but for two kinds, which are .cg: of what the kernel ahead reads on one SM and writes on another, and of
+    what other programs of the same kernel write. A load before the wait may find an old value in the first-level cache,
+    so it is .cg as well, unless no kernel writes what it reads."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()

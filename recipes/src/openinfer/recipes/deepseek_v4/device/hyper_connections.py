@@ -26,32 +26,27 @@ from openinfer.kernels.device.push_sum import (
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+def _inverse(x):
+    """1 / x for x > 0, by two instructions; a division takes eight."""
+    root = tl.rsqrt(x)
+    return root * root
 
 
 @triton.jit
-def _product(
-    streams, fn, rows, inside, first, last, K, NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr
-):
-    """Columns first .. last - 1 of streams [T, K] times fn [NUMBERS, K] for some rows: float32 [BT, 32], the sum of the
-    squares in the last column."""
-    number, column = tl.arange(0, 32), tl.arange(0, BK)
-    left = streams + rows.to(tl.int64)[:, None] * K + column[None, :]
-    right = fn + number[None, :] * K + column[:, None]
-    known = (number < NUMBERS)[None, :]
-    acc = tl.zeros((BT, 32), tl.float32)
-    squares = tl.zeros((BT,), tl.float32)
-    for k in range(first, last, BK):
-        x = tl.load(left + k, mask=inside[:, None], other=0.0)
-        rest = tl.load(right + k, mask=known, other=0.0)
-        for _ in tl.static_range(3):
-            part = rest.to(tl.bfloat16)
-            acc = tl.dot(x, part, acc)
-            rest -= part.to(tl.float32)
-        wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-    return tl.where((number == 31)[None, :], squares[:, None], acc)
+def _sigmoid(x):
+    return _inverse(1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _plus_product(acc, x, weight):
+    """acc plus bf16 x times a float32 weight, of which each part has eight bits, cut off: conversions run at an eighth
+    of the rate. fma, because by a plain sum one product would begin with the last, and they would not overlap."""
+    for _ in tl.static_range(3):
+        bits = weight.to(tl.int32, bitcast=True)
+        part = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        acc = tl.fma(tl.dot(x, part), 1.0, acc)
+        weight -= (bits & -65536).to(tl.float32, bitcast=True)
+    return acc
 
 
 @triton.jit
@@ -62,12 +57,9 @@ def _sinkhorn(c, hc_eps, iters):
         most = tl.maximum(tl.maximum(c[4 * j], c[4 * j + 1]), tl.maximum(c[4 * j + 2], c[4 * j + 3]))
         for k in tl.static_range(4):
             exps += (tl.exp(c[4 * j + k] - most),)
-    c = exps
-    rows = ()
-    for j in tl.static_range(4):
-        share = 1.0 / (c[4 * j] + c[4 * j + 1] + c[4 * j + 2] + c[4 * j + 3])
-        for k in tl.static_range(4):
-            rows += (c[4 * j + k] * share + hc_eps,)
+    c, rows = _rows(exps, 0.0), ()
+    for n in tl.static_range(16):
+        rows += (c[n] + hc_eps,)
     c = _columns(rows, hc_eps)
     for _ in range(1, iters):
         c = _columns(_rows(c, hc_eps), hc_eps)
@@ -78,7 +70,7 @@ def _sinkhorn(c, hc_eps, iters):
 def _rows(c, hc_eps):
     found = ()
     for j in tl.static_range(4):
-        share = 1.0 / (c[4 * j] + c[4 * j + 1] + c[4 * j + 2] + c[4 * j + 3] + hc_eps)
+        share = _inverse(c[4 * j] + c[4 * j + 1] + c[4 * j + 2] + c[4 * j + 3] + hc_eps)
         for k in tl.static_range(4):
             found += (c[4 * j + k] * share,)
     return found
@@ -88,7 +80,7 @@ def _rows(c, hc_eps):
 def _columns(c, hc_eps):
     shares = ()
     for k in tl.static_range(4):
-        shares += (1.0 / (c[k] + c[4 + k] + c[8 + k] + c[12 + k] + hc_eps),)
+        shares += (_inverse(c[k] + c[4 + k] + c[8 + k] + c[12 + k] + hc_eps),)
     found = ()
     for j in tl.static_range(4):
         for k in tl.static_range(4):
@@ -97,122 +89,150 @@ def _columns(c, hc_eps):
 
 
 @triton.jit
-def hc_numbers(
-    partial, streams, fn, tokens, K, NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """partial float32 [SPLIT, T, 32] = the products of streams [T, K] with fn, by parts of K. BK divides K.
-    Grid (SPLIT, cdiv(T, BT))."""
-    part = tl.program_id(0)
-    row, number = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, 32)
-    inside = row < tokens
-    steps = tl.cdiv(K // BK, SPLIT)
-    first = part * steps * BK
-    last = tl.minimum(first + steps * BK, K)
-    wait_ahead(EARLY)
-    value = _product(streams, fn, row, inside, first, last, K, NUMBERS, BT, BK)
-    place = partial + (part.to(tl.int64) * tokens + row)[:, None] * 32 + number[None, :]
-    tl.store(place, value, mask=inside[:, None])
+def _mixing(mix, token, hc_eps, iters):
+    """The twenty numbers of hc_post from a token's logits: post, then C row by row."""
+    post, c = (), ()
+    for k in tl.static_range(4):
+        post += (2.0 * _sigmoid(tl.load(mix + token * 20 + k, cache_modifier=".cg")),)
+    for n in tl.static_range(16):
+        c += (tl.load(mix + token * 20 + 4 + n, cache_modifier=".cg"),)
+    return post + _sinkhorn(c, hc_eps, iters)
 
 
 @triton.jit
-def _number(total, n: tl.constexpr):
-    return tl.sum(tl.where(tl.arange(0, 32) == n, total, 0.0), 0)
+def hc_numbers(
+    partial, streams, fn, tokens, K,
+    NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """partial float32 [SPLIT, T, 32] = the products of streams [T, K] with fn [NUMBERS, K], by parts of STEPS * BK
+    columns. BK divides K. Grid (SPLIT, cdiv(T, BT)). No kernel writes fn: few steps of it are read before the wait."""
+    part = tl.program_id(0)
+    row, number, column = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, 32), tl.arange(0, BK)
+    first = part * STEPS * BK
+    left = streams + row.to(tl.int64)[:, None] * K + first + column[None, :]
+    right = fn + number[None, :] * K + first + column[:, None]
+    inside, known = (row < tokens)[:, None], (number < NUMBERS)[None, :]
+    acc = tl.zeros((BT, 32), tl.float32)
+    if STEPS <= 2:
+        weights = ()
+        for step in tl.static_range(STEPS):
+            here = known & (first + step * BK < K)
+            weights += (tl.load(right + step * BK, mask=here, other=0.0),)
+        wait_ahead(EARLY)
+        for step in tl.static_range(STEPS):
+            x = tl.load(left + step * BK, mask=inside & (first + step * BK < K), other=0.0)
+            acc = _plus_product(acc, x, weights[step])
+    else:
+        wait_ahead(EARLY)
+        for k in range(0, tl.minimum(STEPS * BK, K - first), BK):
+            x = tl.load(left + k, mask=inside, other=0.0)
+            acc = _plus_product(acc, x, tl.load(right + k, mask=known, other=0.0))
+    place = partial + (part.to(tl.int64) * tokens + row)[:, None] * 32 + number[None, :]
+    tl.store(place, acc, mask=inside & known)
 
 
 @triton.jit
 def hc_collapse(
-    out, codes, scales, mix, streams, partial, base, scale, norm_weight, tokens, width, eps, hc_eps, iters,
-    BLOCKS: tl.constexpr, NORM: tl.constexpr, CODED: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    out, codes, scales, mix, streams, partial, base, scale, norm_weight, tokens, width, eps, hc_eps,
+    BLOCKS: tl.constexpr, NUMBERS: tl.constexpr, NORM: tl.constexpr, CODED: tl.constexpr, SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, 1), or (T, 2) where there is a mix. The first program of a token: out[t] = the sum of streams[t] [4,
-    width], each times its number, rounded; with NORM its RMS norm, and that as codes and scales if CODED (store_codes).
-    width <= BLOCKS * 128. The second program, which nothing waits for: mix float32 [T, 20]."""
-    wait_ahead(EARLY)
+    """out[t] = the sum of streams[t] [4, width], each times its number, rounded; with NORM its RMS norm, and that as
+    codes and scales if CODED (store_codes). width <= BLOCKS * 128. mix float32 [T, 20] = the logits of the numbers that
+    follow, if there are NUMBERS > 4. Grid (T,). hc_numbers, which alone is ahead, writes none of what is read before
+    the wait, past the first-level cache (norm.wait_ahead)."""
     token = tl.program_id(0).to(tl.int64)
-    part, number = tl.arange(0, SPLIT), tl.arange(0, 32)
-    found = tl.load(partial + (part[:, None] * tokens + token) * 32 + number[None, :])
-    total = tl.sum(found, 0)
-    unit = tl.rsqrt(_number(total, 31) / (4 * width) + eps)
-    if tl.program_id(1) == 0:
-        block = tl.arange(0, BLOCKS)
-        column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-        inside = column < width
-        place = streams + token * 4 * width + column
-        value = tl.zeros((BLOCKS, 128), tl.float32)
-        shrink = unit * tl.load(scale)
-        for s in tl.static_range(4):
-            x = tl.load(place + s * width, mask=inside, other=0.0).to(tl.float32)
-            value += x * (_sigmoid(_number(total, s) * shrink + tl.load(base + s)) + hc_eps)
-        dtype = out.dtype.element_ty
-        value = value.to(dtype)
-        if NORM:
-            wide = value.to(tl.float32)
-            normed = wide * tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / width + eps)
-            value = (normed * tl.load(norm_weight + column, mask=inside, other=0.0)).to(dtype)
-        tl.store(out + token * width + column, value, mask=inside)
-        if CODED:
-            store_codes(codes, scales, value.to(tl.float32), token, block, width)
-    else:
-        to, shrink = mix + token * 20, unit * tl.load(scale + 1)
-        for s in tl.static_range(4):
-            m = _number(total, 4 + s) * shrink + tl.load(base + 4 + s)
-            tl.store(to + s, 2.0 * _sigmoid(m))
-        shrink = unit * tl.load(scale + 2)
-        c = ()
-        for n in tl.static_range(16):
-            c += (_number(total, 8 + n) * shrink + tl.load(base + 8 + n),)
-        c = _sinkhorn(c, hc_eps, iters)
-        for n in tl.static_range(16):
-            tl.store(to + 4 + n, c[n])
+    block, part, number = tl.arange(0, BLOCKS), tl.arange(0, SPLIT), tl.arange(0, 32)
+    known = number < NUMBERS
+    gain = tl.load(scale + tl.minimum(number // 4, 2), mask=known, other=0.0)
+    bias = tl.load(base + number, mask=known, other=0.0)
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < width
+    old, squares = (), tl.zeros((BLOCKS, 128), tl.float32)
+    for s in tl.static_range(4):
+        place = streams + (token * 4 + s) * width + column
+        x = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        squares += x * x
+        old += (x,)
+    if NORM:
+        weight = tl.load(norm_weight + column, mask=inside, other=0.0)
+    unit = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (4 * width) + eps)
+    wait_ahead(EARLY)
+    found = tl.load(
+        partial + (part[:, None] * tokens + token) * 32 + number[None, :], mask=known[None, :], other=0.0
+    )
+    logits = tl.sum(found, 0) * (unit * gain) + bias
+    numbers = _sigmoid(logits) + hc_eps
+    value = tl.zeros((BLOCKS, 128), tl.float32)
+    for s in tl.static_range(4):
+        value += old[s] * tl.sum(tl.where(number == s, numbers, 0.0), 0)
+    dtype = out.dtype.element_ty
+    value = value.to(dtype)
+    if NORM:
+        wide = value.to(tl.float32)
+        normed = wide * tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / width + eps)
+        value = (normed * weight).to(dtype)
+    tl.store(out + token * width + column, value, mask=inside)
+    if CODED:
+        store_codes(codes, scales, value.to(tl.float32), token, block, width)
+    if NUMBERS > 4:
+        tl.store(mix + token * 20 + number - 4, logits, mask=known & (number >= 4))
 
 
 @triton.jit
-def hc_post(streams, y, mix, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """streams[t, k] = post_k * y[t] + sum over j of C[j, k] * streams[t, j], in place. Grid (T, cdiv(width, BLOCK))."""
-    wait_ahead(EARLY)
+def hc_post(streams, y, mix, hc_eps, iters, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """streams[t, k] = post_k * y[t] + sum over j of C[j, k] * streams[t, j], in place. Grid (T, cdiv(width, BLOCK)).
+    All but y is read before the wait, and the numbers are found then: only y may be of the kernel ahead."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     place = streams + token * 4 * width + column
-    added = tl.load(y + token * width + column, mask=inside, other=0.0).to(tl.float32)
     old = ()
     for j in tl.static_range(4):
-        old += (tl.load(place + j * width, mask=inside, other=0.0).to(tl.float32),)
+        x = tl.load(place + j * width, mask=inside, other=0.0, cache_modifier=".cg")
+        old += (x.to(tl.float32),)
+    if EARLY:
+        m = _mixing(mix, token, hc_eps, iters)
+    wait_ahead(EARLY)
+    added = tl.load(y + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    if not EARLY:
+        m = _mixing(mix, token, hc_eps, iters)
     for k in tl.static_range(4):
-        total = added * tl.load(mix + token * 20 + k)
+        total = added * m[k]
         for j in tl.static_range(4):
-            total += old[j] * tl.load(mix + token * 20 + 4 + 4 * j + k)
+            total += old[j] * m[4 + 4 * j + k]
         tl.store(place + k * width, total.to(streams.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def hc_post_ranks(
-    streams, y, mix, peers, rank, first,
+    streams, y, mix, hc_eps, iters, peers, rank, first,
     WIDTH: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr, BASE: tl.constexpr, COUNTS: tl.constexpr,
     PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """hc_post of the sum of the y of all ranks, rounded. A row here is one of the PARTS of a token, of WIDTH columns;
     programs, peers and counts are those of push_sum."""
-    wait_ahead(EARLY)
     index = tl.arange(0, WIDTH // 8).to(tl.int64)
     inside = tl.full([WIDTH // 8], 1, tl.int32)
     none = tl.zeros([WIDTH // 8], tl.int32)
     program = tl.program_id(0)
-    count = calls_of(peers, program, RANKS, COUNTS)
-    call = tl.load(count, cache_modifier=".cg")
     own, others = tl.load(peers + rank), others_of(peers, rank, RANKS)
     lost = tl.load(peers + RANKS) + tl.zeros([WIDTH // 8], tl.int64)
     row = (first + program).to(tl.int64)
     token, part = row // PARTS, row % PARTS
-    a, b, c, d = load16(y.to(tl.int64) + row * (WIDTH * 2) + index * 16, inside)
     place = streams.to(tl.int64) + (token * (4 * PARTS) + part) * (WIDTH * 2) + index * 16
     old = ()
     for j in tl.static_range(4):
         old += (load16(place + j * (PARTS * WIDTH * 2), inside),)
-    m = ()
-    for i in tl.static_range(20):
-        m += (tl.load(mix + token * 20 + i),)
+    if EARLY:
+        m = _mixing(mix, token, hc_eps, iters)
+    wait_ahead(EARLY)
+    count = calls_of(peers, program, RANKS, COUNTS)
+    call = tl.load(count, cache_modifier=".cg")
+    a, b, c, d = load16(y.to(tl.int64) + row * (WIDTH * 2) + index * 16, inside)
+    if not EARLY:
+        m = _mixing(mix, token, hc_eps, iters)
     slot = slot_of(call, program, index, BASE, RANKS, SLOT, WIDTH)
     mine = (sent(a), sent(b), sent(c), sent(d))
     s = exchanged(mine, (none, none, none, none), own, others, rank, lost, slot, inside, RANKS, SLOT)

@@ -10,7 +10,6 @@ from openinfer.kernels.authoring import (
     FLOATS,
     SCALE_BLOCK,
     Aligned,
-    Arg,
     Array,
     Coded,
     Command,
@@ -38,7 +37,7 @@ from openinfer.kernels.authoring import (
     tensors,
     write_values,
 )
-from openinfer.recipes.deepseek_v4.ops.streams import hc_post
+from openinfer.recipes.deepseek_v4.ops.streams import hc_post, sigmoid
 from openinfer.tensor import Tensor, float32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
@@ -63,7 +62,6 @@ def _mixed(
     rounded_out: Coded[Tensor] | None = None,
     mix: Tensor | None = None,
     norm_weight: Tensor | None = None,
-    iters: int = 1,
 ) -> Iterator[Launch]:
     """The kernels that make one of the streams: its norm, where it has a weight, and mix, where fn has rows for it. The
     columns of few tokens are spread over SMs."""
@@ -80,48 +78,27 @@ def _mixed(
             break
         split *= 2
     partial = Scratch((split, tokens, 32), float32)
-    args: dict[str, Arg] = {
-        "partial": partial,
-        **tensors(a, "streams", "fn"),
-        "tokens": tokens,
-        "K": Aligned(columns),
-    }
+    own, early = {"NUMBERS": a.fn.shape[0], "SPLIT": split}, target.early(tokens)
     yield launch(
-        _DEVICE,
-        "hc_numbers",
-        (split, tiles),
-        args,
-        {"NUMBERS": a.fn.shape[0], "BT": bt, "BK": bk, "SPLIT": split},
-        early=target.early(tokens),
-    )
+        _DEVICE, "hc_numbers", (split, tiles),
+        {"partial": partial, **tensors(a, "streams", "fn"), "tokens": tokens, "K": Aligned(columns)},
+        {**own, "BT": bt, "BK": bk, "STEPS": -(-columns // (bk * split))}, early=early,
+    )  # fmt: skip
     yield launch(
-        _DEVICE,
-        "hc_collapse",
-        (tokens, 1 if mix is None else 2),
+        _DEVICE, "hc_collapse", (tokens,),
         {
-            "out": a.out,
-            "codes": a.out if rounded_out is None else rounded_out.codes,
-            "scales": a.out if rounded_out is None else rounded_out.scales,
-            "mix": a.base if mix is None else mix,
-            "streams": a.streams,
-            "partial": partial,
-            **tensors(a, "base", "scale"),
+            "out": a.out, "codes": a.out if rounded_out is None else rounded_out.codes,
+            "scales": a.out if rounded_out is None else rounded_out.scales, "mix": a.base if mix is None else mix,
+            "streams": a.streams, "partial": partial, **tensors(a, "base", "scale"),
             "norm_weight": a.base if norm_weight is None else norm_weight,
-            "tokens": tokens,
-            "width": Aligned(width),
-            "eps": a.eps,
-            "hc_eps": a.hc_eps,
-            "iters": iters,
+            "tokens": tokens, "width": Aligned(width), "eps": a.eps, "hc_eps": a.hc_eps,
         },
         {
-            "BLOCKS": power_of_two(-(-width // 128)),
-            "NORM": norm_weight is not None,
-            "CODED": rounded_out is not None,
-            "SPLIT": split,
+            **own, "BLOCKS": power_of_two(-(-width // 128)),
+            "NORM": norm_weight is not None, "CODED": rounded_out is not None,
         },
-        num_warps=8 if width > 2048 else 4,
-        early=target.early(tokens),
-    )
+        num_warps=8 if width > 2048 else 4, early=early,
+    )  # fmt: skip
 
 
 def _expect_mixing(a: _MixingArgs[Tensor], numbers: int, scales: int) -> None:
@@ -134,19 +111,16 @@ def _expect_mixing(a: _MixingArgs[Tensor], numbers: int, scales: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PreArgs(_MixingArgs[T], Generic[T]):
-    """Make a sublayer's input from the n streams, and the numbers that will mix its output into them.
+    """Make a sublayer's input from the n streams, and the logits of the numbers by which hc_post mixes its output into
+    them.
 
     With f = streams[t] flattened, in float32:
 
         m = (f @ fn^T) / rms(f)                                   rms with eps; n + n + n * n numbers
         pre_s = sigmoid(m[s] * scale[0] + base[s]) + hc_eps
-        post_s = 2 sigmoid(m[n + s] * scale[1] + base[n + s])
-        C[j, k] = m[2n + jn + k] * scale[2] + base[2n + jn + k]
-        C = softmax over k + hc_eps;  C = C / (sum over j + hc_eps)
-        iters - 1 times:  C = C / (sum over k + hc_eps);  C = C / (sum over j + hc_eps)
         out = norm_weight * y / rms(y), with y = sum_s pre_s * streams[t, s] rounded; rounded once
         rounded_out = out through q8, unless it is None
-        mix = post, then C row by row
+        mix = m[n : 2n] * scale[1] + base[n : 2n], then m[2n :] * scale[2] + base[2n :]
 
     streams [T, n, D], out [T, D] of one float dtype, rounded_out of the same values Coded; fn float32 [2n + n n, n D],
     base float32 [2n + n n], scale float32 [3], norm_weight float32 [D]; mix float32 [T, n + n n]. D is a multiple of
@@ -156,7 +130,6 @@ class _PreArgs(_MixingArgs[T], Generic[T]):
     rounded_out: Coded[T] | None
     mix: T
     norm_weight: T
-    iters: int
 
 
 def _pre_check(a: _PreArgs[Tensor]) -> None:
@@ -169,11 +142,6 @@ def _pre_check(a: _PreArgs[Tensor]) -> None:
     _expect_mixing(a, 2 * n + n * n, 3)
     expect("norm_weight", a.norm_weight, (width,), float32)
     require(width % SCALE_BLOCK == 0, f"streams are {width} wide; it must be a multiple of {SCALE_BLOCK}")
-    require(a.iters >= 1, f"iters is {a.iters}; it must be at least 1")
-
-
-def _sigmoid(x: Array) -> Array:
-    return np.asarray(np.float32(0.5) * (np.float32(1) + np.tanh(x * np.float32(0.5))), np.float32)
 
 
 def _mixing(streams: Array, fn: Array, eps: float) -> Array:
@@ -191,25 +159,10 @@ def _collapsed(streams: Array, pre: Array) -> Array:
     return rounded(total, streams.dtype)
 
 
-def sinkhorn(logits: Array, hc_eps: float, iters: int) -> Array:
-    """float32 [T, n, n]: rows by softmax, then columns and rows normalised in turn."""
-    eps = np.float32(hc_eps)
-    c = np.exp(logits - logits.max(axis=2, keepdims=True))
-    c = c / c.sum(axis=2, keepdims=True) + eps
-    c = c / (c.sum(axis=1, keepdims=True) + eps)
-    for _ in range(iters - 1):
-        c = c / (c.sum(axis=2, keepdims=True) + eps)
-        c = c / (c.sum(axis=1, keepdims=True) + eps)
-    return np.asarray(c, np.float32)
-
-
 def _pre_reference(a: _PreArgs[Array]) -> None:
-    tokens, n, _ = a.streams.shape
-    m = _mixing(a.streams, a.fn, a.eps)
-    pre = _sigmoid(m[:, :n] * a.scale[0] + a.base[:n]) + np.float32(a.hc_eps)
-    a.mix[:, :n] = 2 * _sigmoid(m[:, n : 2 * n] * a.scale[1] + a.base[n : 2 * n])
-    logits = (m[:, 2 * n :] * a.scale[2] + a.base[2 * n :]).reshape(tokens, n, n)
-    a.mix[:, n:] = sinkhorn(logits, a.hc_eps, a.iters).reshape(tokens, -1)
+    n = a.streams.shape[1]
+    m = _mixing(a.streams, a.fn, a.eps) * np.repeat(a.scale, [n, n, n * n]) + a.base
+    pre, a.mix[:] = sigmoid(m[:, :n]) + np.float32(a.hc_eps), m[:, n:]
     normed = rms_norm(_collapsed(a.streams, pre).astype(a.streams.dtype), a.norm_weight, a.eps)
     a.out[:] = normed
     if a.rounded_out is not None:
@@ -219,7 +172,7 @@ def _pre_reference(a: _PreArgs[Array]) -> None:
 def _pre_launches(target: Target, a: _PreArgs[Tensor]) -> Iterator[Command]:
     expect_bf16(a.streams)
     expect_q8(target, a.rounded_out is not None)
-    yield from _mixed(target, a, a.rounded_out, a.mix, a.norm_weight, a.iters)
+    yield from _mixed(target, a, a.rounded_out, a.mix, a.norm_weight)
 
 
 def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
@@ -256,7 +209,7 @@ def _head_check(a: _HeadArgs[Tensor]) -> None:
 
 
 def _head_reference(a: _HeadArgs[Array]) -> None:
-    pre = _sigmoid(_mixing(a.streams, a.fn, a.eps) * a.scale[0] + a.base) + np.float32(a.hc_eps)
+    pre = sigmoid(_mixing(a.streams, a.fn, a.eps) * a.scale[0] + a.base) + np.float32(a.hc_eps)
     a.out[:] = _collapsed(a.streams, pre)
 
 
@@ -293,10 +246,16 @@ def cases(memory: Memory) -> Iterator[OpCase]:
         base, scale = memory.normal(numbers, dtype=float32), memory.normal(3, dtype=float32)
         pre = {
             "out": out, "rounded_out": rounded_out, "mix": mix, **both, "base": base, "scale": scale,
-            "norm_weight": memory.normal(hidden, dtype=float32), "eps": 1e-6, "hc_eps": 1e-6, "iters": 20,
+            "norm_weight": memory.normal(hidden, dtype=float32), "eps": 1e-6, "hc_eps": 1e-6,
         }  # fmt: skip
         yield OpCase(f"V4-Flash, {tokens} tokens", hc_pre, memory.copies(pre, "streams", "fn"), workload)
-        post = {"streams": both["streams"], "y": memory.normal(tokens, hidden), "mix": mix}
+        post = {
+            "streams": both["streams"],
+            "y": memory.normal(tokens, hidden),
+            "mix": mix,
+            "hc_eps": 1e-6,
+            "iters": 20,
+        }
         yield OpCase(f"V4-Flash, {tokens} tokens", hc_post, memory.copies(post, "streams"), workload)
         head = {"out": out, "streams": both["streams"], "fn": both["fn"][:n], "base": base[:n], "scale": scale[:1],
                 "eps": 1e-6, "hc_eps": 1e-6}  # fmt: skip

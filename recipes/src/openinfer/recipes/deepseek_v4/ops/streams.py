@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
 
+import numpy as np
+
 from openinfer.kernels.authoring import (
     FLOATS,
     NCCL,
     Aligned,
+    Arg,
     Array,
     Collective,
     Command,
@@ -30,6 +33,7 @@ from openinfer.kernels.authoring import (
     rounded,
     sum_of_ranks,
     sum_over,
+    tensors,
     way_of,
 )
 from openinfer.tensor import Tensor, float32
@@ -43,8 +47,14 @@ ONE_KERNEL = 1 << 20
 class _PostArgs(Generic[T]):
     """streams[t, k] = post_k * y[t] + sum over j of C[j, k] * streams[t, j], in place: float32, rounded once.
 
-    streams [T, n, D], y [T, D] of one float dtype; mix float32 [T, n + n n] as hc_pre writes it: post, then C row by
-    row (the sum is over its first index). On a GPU n is 4.
+    With the logits p and q of mix float32 [T, n + n n], as hc_pre writes them, p [n] before q [n, n] row by row:
+
+        post = 2 sigmoid(p)
+        C = softmax over k of q + hc_eps;  C = C / (sum over j + hc_eps)
+        iters - 1 times:  C = C / (sum over k + hc_eps);  C = C / (sum over j + hc_eps)
+
+    streams [T, n, D], y [T, D] of one float dtype. On a GPU n is 4. There the streams and mix are read while the kernel
+    ahead may still run: another kernel comes between those that write them and this op.
 
     With several ranks y is a rank's part, and the streams get the sum of all, rounded before it is mixed. y may be
     overwritten.
@@ -53,6 +63,8 @@ class _PostArgs(Generic[T]):
     streams: T
     y: T
     mix: T
+    hc_eps: float
+    iters: int
     ranks: int = 1
 
 
@@ -61,11 +73,30 @@ def _post_check(a: _PostArgs[Tensor]) -> None:
     tokens, n, width = a.streams.shape
     expect("y", a.y, (tokens, width), a.streams.dtype)
     expect("mix", a.mix, (tokens, n + n * n), float32)
+    require(a.hc_eps > 0, f"hc_eps is {a.hc_eps}; it must be positive")
+    require(a.iters >= 1, f"iters is {a.iters}; it must be at least 1")
+
+
+def sigmoid(x: Array) -> Array:
+    """float32, as a tanh, which never overflows."""
+    return np.asarray(np.float32(0.5) * (np.float32(1) + np.tanh(x * np.float32(0.5))), np.float32)
+
+
+def sinkhorn(logits: Array, hc_eps: float, iters: int) -> Array:
+    """float32 [T, n, n]: rows by softmax, then columns and rows normalised in turn."""
+    eps = np.float32(hc_eps)
+    c = np.exp(logits - logits.max(axis=2, keepdims=True))
+    c = c / c.sum(axis=2, keepdims=True) + eps
+    c = c / (c.sum(axis=1, keepdims=True) + eps)
+    for _ in range(iters - 1):
+        c = c / (c.sum(axis=2, keepdims=True) + eps)
+        c = c / (c.sum(axis=1, keepdims=True) + eps)
+    return np.asarray(c, np.float32)
 
 
 def _post_reference(a: _PostArgs[Array], communicator: Communicator | None) -> None:
     tokens, n, _ = a.streams.shape
-    post, comb = a.mix[:, :n], a.mix[:, n:].reshape(tokens, n, n)
+    post, comb = 2 * sigmoid(a.mix[:, :n]), sinkhorn(a.mix[:, n:].reshape(tokens, n, n), a.hc_eps, a.iters)
     old, added = f32(a.streams).copy(), rounded(sum_over(communicator, a.y), a.y.dtype)
     for k in range(n):
         total = post[:, k : k + 1] * added
@@ -79,6 +110,7 @@ def _post_launches(target: Target, a: _PostArgs[Tensor]) -> Iterator[Command]:
     tokens, n, width = a.streams.shape
     early = target.early(tokens)
     require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
+    args: dict[str, Arg] = {**tensors(a, "streams", "y", "mix"), "hc_eps": a.hc_eps, "iters": a.iters}
     if a.ranks > 1:
         part = depth(width, 1024)  # the width of all rows that the model's kernels push
         rows, way = a.y.reshape(-1, part), way_of(target, a.ranks, a.y, ONE_KERNEL)
@@ -87,22 +119,17 @@ def _post_launches(target: Target, a: _PostArgs[Tensor]) -> Iterator[Command]:
         if way.kind == "push":
             warps = max(1, part // 256)
             for pushed in pushed_rows(target, a.ranks, rows.shape[0], part, warps):
-                args = {"streams": a.streams, "y": a.y, "mix": a.mix} | dict(pushed.args)
-                constants = {**pushed.constants, "PARTS": width // part}
+                own, constants = args | pushed.args, {**pushed.constants, "PARTS": width // part}
                 yield launch(
-                    _DEVICE, "hc_post_ranks", pushed.grid, args, constants, num_warps=warps, early=early
+                    _DEVICE, "hc_post_ranks", pushed.grid, own, constants, num_warps=warps, early=early
                 )
             return
         yield from sum_of_ranks(target, rows, rows, a.ranks, add=False, way=way)
-    block = min(1024, power_of_two(width))
-    yield launch(
-        _DEVICE,
-        "hc_post",
-        (tokens, -(-width // block)),
-        {"streams": a.streams, "y": a.y, "mix": a.mix, "width": Aligned(width)},
-        {"BLOCK": block},
-        early=early,
-    )
+    # Each program finds its token's numbers, so a token has one, but for tokens that leave SMs idle.
+    few = 4 * tokens <= target.num_sms and not target.batch_invariant
+    block = min(1024 if few else 4096, power_of_two(width))
+    args, grid = args | {"width": Aligned(width)}, (tokens, -(-width // block))
+    yield launch(_DEVICE, "hc_post", grid, args, {"BLOCK": block}, early=early)
 
 
 def _post_cost(workload: Workload, a: _PostArgs[Tensor]) -> Cost:
