@@ -163,8 +163,9 @@ class Launch:
 
     `early`: the kernel may start before the one ahead has ended (programmatic dependent launch), and before those ahead
     of that if it is early too. All launches before the last one that is not early have ended, and so have those before
-    one that waits before it lets others start (device.norm.wait_ahead). Before the kernel writes, or reads what others
-    write, it executes griddepcontrol.wait. A launch in a branch is not early.
+    one that waits before it lets others start (device.norm.wait_ahead). Before the kernel writes, or reads what those
+    that run may write, it executes griddepcontrol.wait. No launch in a branch of a call is early, nor is the first in a
+    branch of a fork and the first behind branches.
     """
 
     spec: Spec

@@ -89,7 +89,7 @@ class NullPack:
 
     @branch.setter
     def branch(self, number: int) -> None:
-        self._forks += number > 0 == self._branch
+        self._forks += bool(number) and not self._branch
         self._branch = number
 
     def run(self, op: Op[Any], args: Any) -> None:
