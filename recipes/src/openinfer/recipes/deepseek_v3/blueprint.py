@@ -25,14 +25,11 @@ from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tens
 class DeepseekV3(Blueprint[Model]):
     """engine.Blueprint of a DeepSeek-V3. Its pool has one group: pages with all layers' latents and indexers' keys."""
 
+    mixture = cache_is_alike = True
     config: Config
     page_size: int
     drafts: bool = False
     """The layer that drafts is loaded."""
-
-    @property
-    def mixture(self) -> bool:
-        return True
 
     def decode_rows(self, max_rows: int) -> Sequence[int]:
         """At most 7 padding rows up to 32 rows, and 31 above."""
@@ -77,10 +74,6 @@ class DeepseekV3(Blueprint[Model]):
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
         return [model.pages]
-
-    @property
-    def cache_is_alike(self) -> bool:
-        return True
 
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]

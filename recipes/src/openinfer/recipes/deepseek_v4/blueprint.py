@@ -43,13 +43,11 @@ WRONG_ENTRIES = "entries of the wrong size"
 class DeepseekV4(Blueprint[Model]):
     """engine.Blueprint of a DeepSeek-V4. Its pool has two groups (see `cache`): windows and entries."""
 
+    page_size = PAGE
+    mixture = cache_is_alike = True
     config: Config
     form: Format
     options: "DeepseekOptions"
-
-    @property
-    def page_size(self) -> int:
-        return PAGE
 
     @property
     def quantized(self) -> bool:
@@ -59,10 +57,6 @@ class DeepseekV4(Blueprint[Model]):
     @property
     def trained_drafts(self) -> int:
         return min(self.form.dspark.block, MAX_DRAFTS) if self.form.dspark is not None else 0
-
-    @property
-    def mixture(self) -> bool:
-        return True
 
     def decode_rows(self, max_rows: int) -> Sequence[int]:
         """At most 7 padding rows."""
@@ -143,10 +137,6 @@ class DeepseekV4(Blueprint[Model]):
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
         return model.cache.by_group()
-
-    @property
-    def cache_is_alike(self) -> bool:
-        return True
 
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
