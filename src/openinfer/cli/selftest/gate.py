@@ -211,7 +211,7 @@ def _noticed(
     if verdict.passed:
         for check in built.blueprint.checks(built.engine, sequences, wrong_table):
             if not check.passed:
-                return check.renamed(f"{verdict.path}, {check.path}")
+                return replace(check, path=f"{verdict.path}, {check.path}")
     return verdict
 
 

@@ -6,7 +6,7 @@ need no reference: the inputs of the op give the scores, and the scores tell whi
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,6 @@ class Choices:
     chosen: int = 0
     others: int = 0
     shortfall: float = 0.0
-
-    def renamed(self, path: str) -> "Choices":
-        return replace(self, path=path)
 
     @property
     def passed(self) -> bool:

@@ -6,7 +6,7 @@ error of earlier layers. So its output is compared with the reference's, relativ
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,6 @@ class LayerCheck:
     @property
     def passed(self) -> bool:
         return self.median <= self.median_limit and self.p90 <= self.p90_limit
-
-    def renamed(self, path: str) -> "LayerCheck":
-        return replace(self, path=path)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "passed": self.passed}

@@ -71,9 +71,6 @@ class Routed:
     def passed(self) -> bool:
         return self.verdict is not None and self.verdict.passed
 
-    def renamed(self, path: str) -> "Routed":
-        return replace(self, path=path)
-
     def as_dict(self) -> dict[str, Any]:
         judged = self.verdict.as_dict() if self.verdict else {"passed": False, "positions": 0}
         return {**judged, "path": self.path, "agree": self.agree, "own": self.own}
@@ -82,7 +79,7 @@ class Routed:
         shares = (
             f"experts agree at {self.agree:.1%} of the positions (the reference's own runs: {self.own:.1%})"
         )
-        judged = str(self.verdict.renamed(self.path)) if self.verdict else f"FAIL {self.path}"
+        judged = str(replace(self.verdict, path=self.path)) if self.verdict else f"FAIL {self.path}"
         return f"{judged}; {shares}"
 
 

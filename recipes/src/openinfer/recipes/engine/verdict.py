@@ -12,7 +12,7 @@ another likely token (99th percentile).
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -83,15 +83,15 @@ def _parts(data: Mapping[str, Array], at: str) -> dict[str, Array]:
 
 
 class Check(Protocol):
-    """One result of a gate: it passed or not, and can be printed and kept."""
+    """One result of a gate, a dataclass: it passed or not, and can be printed and kept."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def path(self) -> str: ...
 
     @property
     def passed(self) -> bool: ...
-
-    def renamed(self, path: str) -> "Check": ...
 
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -124,9 +124,6 @@ class Verdict:
     limits: Deviation
     maximum: float
     regretted: int
-
-    def renamed(self, path: str) -> "Verdict":
-        return replace(self, path=path)
 
     @property
     def passed(self) -> bool:
