@@ -211,13 +211,13 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4057, 2967),
-    "kernels": (21076, 9954),
+    "kernels": (21082, 9954),
     "graph": (4296, 2602),
     "kvpool": (6499, 5135),
     "sampler": (4748, 3940),
     "scheduler": (4948, 3473),
     "frontend": (13796, 11763),
-    "recipes": (16275, 4036),
+    "recipes": (16257, 4036),
     "cli": (6823, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -62,6 +62,27 @@ class QkvAttentionArgs(Generic[T]):
         """The arguments of attend; q may be scratch."""
         return AttendArgs(q=q, window=window, **self._of(AttendArgs))
 
+    def expect(self: "QkvAttentionArgs[Tensor]", *, gated: bool) -> None:
+        """Raise ContractError for arguments, but the norms and the angles, that cannot be. gated: qkv has a gate for
+        each query head."""
+        expect("out", self.out, (-1, -1), *FLOATS)
+        expect_cache(self.kv, self.kv_scales, -1, self.out.dtype)
+        _, _, kv_heads, page_size, dim = self.kv.shape
+        tokens, heads = self.out.shape[0], self.out.shape[1] // dim
+        require(
+            heads * dim == self.out.shape[1] and heads % kv_heads == 0,
+            f"out is {self.out.shape}: not a multiple of {kv_heads} heads of {dim}",
+        )
+        expect("qkv", self.qkv, (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim), self.out.dtype)
+        expect_each(self, (tokens,), int32, "positions", "token_slots")
+        rows, size = expect_rows(self.slots, self.q_starts, seq_lens=self.seq_lens, alive=self.alive)
+        expect("block_tables", self.block_tables, (size, -1), int32)
+        require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
+        require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
+        require(self.eps > 0, f"eps is {self.eps}; it must be positive")
+        require(self.scale > 0, f"scale is {self.scale}; it must be positive")
+        expect_max_q_len(self.max_q_len, tokens, rows)
+
     def _of(self, kind: type) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _shared(kind)}
 
@@ -78,26 +99,11 @@ class _Args(QkvAttentionArgs[T], Generic[T]):
 
 
 def _check(a: _Args[Tensor]) -> None:
-    expect("out", a.out, (-1, -1), *FLOATS)
-    expect_cache(a.kv, a.kv_scales, -1, a.out.dtype)
-    _, _, kv_heads, page_size, dim = a.kv.shape
-    tokens, heads = a.out.shape[0], a.out.shape[1] // dim
-    require(
-        heads * dim == a.out.shape[1] and heads % kv_heads == 0,
-        f"out is {a.out.shape}: not a multiple of {kv_heads} heads of {dim}",
-    )
-    expect("qkv", a.qkv, (tokens, (heads + 2 * kv_heads) * dim), a.out.dtype)
+    a.expect(gated=False)
+    dim = a.kv.shape[4]
     expect_norms(a.q_norm, a.k_norm, dim, a.out.dtype)
     expect("cos_sin", a.cos_sin, (-1, 2, dim // 2), float32)
-    expect_each(a, (tokens,), int32, "positions", "token_slots")
-    rows, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, alive=a.alive)
-    expect("block_tables", a.block_tables, (size, -1), int32)
-    require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
-    require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
-    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
-    require(a.scale > 0, f"scale is {a.scale}; it must be positive")
     require(a.window >= 0, f"window is {a.window}; it must be 0 (none) or positive")
-    expect_max_q_len(a.max_q_len, tokens, rows)
 
 
 def _reference(a: _Args[Array]) -> None:

@@ -24,11 +24,7 @@ from openinfer.kernels.authoring import (
     attention_launches,
     choose_attention,
     expect,
-    expect_cache,
     expect_cos_sin,
-    expect_each,
-    expect_max_q_len,
-    expect_rows,
     f32,
     launch,
     new_tokens,
@@ -39,7 +35,7 @@ from openinfer.kernels.authoring import (
     write_launch,
 )
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import sigmoid
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.tensor import Tensor, float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,25 +102,11 @@ class _Args(QkvAttentionArgs[T], Generic[T]):
 
 
 def _check(a: _Args[Tensor]) -> None:
-    expect("out", a.out, (-1, -1), *FLOATS)
-    expect_cache(a.kv, a.kv_scales, -1, a.out.dtype)
-    _, _, kv_heads, page_size, dim = a.kv.shape
-    tokens, heads = a.out.shape[0], a.out.shape[1] // dim
-    require(
-        heads * dim == a.out.shape[1] and heads % kv_heads == 0,
-        f"out is {a.out.shape}: not a multiple of {kv_heads} heads of {dim}",
-    )
-    expect("qkv", a.qkv, (tokens, 2 * (heads + kv_heads) * dim), a.out.dtype)
+    a.expect(gated=True)
+    dim = a.kv.shape[4]
     expect("q_norm", a.q_norm, (dim,), a.out.dtype, float32)
     expect("k_norm", a.k_norm, (dim,), a.q_norm.dtype)
     expect_cos_sin(a.cos_sin, dim)
-    expect_each(a, (tokens,), int32, "positions", "token_slots")
-    rows, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, alive=a.alive)
-    expect("block_tables", a.block_tables, (size, -1), int32)
-    require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
-    require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
-    require(a.eps > 0 and a.scale > 0, f"eps is {a.eps} and scale {a.scale}; both must be positive")
-    expect_max_q_len(a.max_q_len, tokens, rows)
 
 
 def _reference(a: _Args[Array]) -> None:
