@@ -217,7 +217,7 @@ LINES = {
     "sampler": (4748, 3940),
     "scheduler": (4948, 3473),
     "frontend": (13796, 11763),
-    "recipes": (16257, 4036),
+    "recipes": (16248, 4036),
     "cli": (6823, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -25,6 +25,7 @@ from openinfer.kernels.authoring import (
     Workload,
     aligned,
     expect,
+    expect_bf16,
     expect_columns,
     expect_cos_sin,
     expect_each,
@@ -37,7 +38,7 @@ from openinfer.kernels.authoring import (
     rounded,
     tensors,
 )
-from openinfer.tensor import Tensor, bfloat16, float16, float32, int32
+from openinfer.tensor import Tensor, float16, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v3.device.latents"
 _HOPPER = "openinfer.recipes.deepseek_v3.device.latents_hopper"
@@ -131,9 +132,7 @@ def _write_reference(a: _WriteArgs[Array]) -> None:
 
 def _write_launches(target: Target, a: _WriteArgs[Tensor]) -> Iterator[Command]:
     (tokens, width), latent = a.qr.shape, a.kv_norm.shape[0]
-    require(
-        a.kv.dtype == bfloat16, f"kv is {a.kv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
-    )
+    expect_bf16(a.kv, "kv")
     require(latent == power_of_two(latent), f"latents have {latent} numbers; on a GPU a power of two")
     key, pages = a.index_key or a.qkv, a.index_pages or a.kv
     dim = 0 if a.index_key is None else a.index_key.shape[1]
@@ -284,9 +283,7 @@ def _attend_reference(a: _AttendArgs[Array]) -> None:
 def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command]:
     (tokens, width), heads, size = a.q.shape, a.heads, a.kv.shape[1]
     latent, rotary = width // heads, a.turned.shape[1] // heads
-    require(
-        a.kv.dtype == bfloat16, f"kv is {a.kv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
-    )
+    expect_bf16(a.kv, "kv")
     sizes_fit = all(one == power_of_two(one) for one in (latent, rotary)) and latent >= 64 and rotary >= 16
     require(
         sizes_fit, f"latents of {latent} and keys of {rotary}; on a GPU powers of two from 64 and from 16"

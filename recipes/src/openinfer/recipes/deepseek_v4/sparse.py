@@ -14,13 +14,14 @@ from openinfer.kernels.authoring import (
     T,
     Target,
     aligned,
+    expect_bf16,
     launch,
     power_of_two,
     require,
     shared_bytes,
 )
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.tensor import Tensor, bfloat16, float16, float32
+from openinfer.tensor import Tensor, float16, float32
 
 _ATTEND = "openinfer.recipes.deepseek_v4.device.sparse_attend"
 _HOPPER = "openinfer.recipes.deepseek_v4.device.sparse_attend_hopper"
@@ -162,10 +163,7 @@ class SparseAttendArgs(Generic[T]):
 
     def require_kernel(self: "SparseAttendArgs[Tensor]") -> None:
         """Raise ContractError for sizes that the kernel does not take."""
-        require(
-            self.q.dtype == bfloat16,
-            f"q is {self.q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)",
-        )
+        expect_bf16(self.q, "q")
         dim, rotary = self.q.shape[2], 2 * self.cos_sin.shape[2]
         require(
             dim == power_of_two(dim) and dim >= 64 and rotary <= dim // 4,

@@ -95,10 +95,10 @@ class Kernel(NamedTuple):
     launches: Callable[[Problem], Iterable[Command | Problem]]
 
 
-def expect_bf16(x: Operand) -> None:
+def expect_bf16(x: Operand, name: str = "x") -> None:
     """Raise ContractError unless x is bfloat16: only the cpu pack takes float32."""
     if x.dtype != bfloat16:
-        raise ContractError(f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+        raise ContractError(f"{name} is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
 
 
 def expect_q8(target: Target, quantized: bool) -> None:

@@ -19,6 +19,7 @@ from openinfer.kernels.authoring import (
     Workload,
     aligned,
     expect,
+    expect_bf16,
     expect_columns,
     expect_cos_sin,
     expect_rows,
@@ -35,7 +36,7 @@ from openinfer.kernels.authoring import (
 )
 from openinfer.recipes.deepseek_v4.ops import PAGE, LiveRow, live_rows
 from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.tensor import Tensor, float32, int32
 
 ROUNDINGS = ("none", "q8", "hadamard_q4")
 """How a finished entry may be rounded.
@@ -240,10 +241,7 @@ def _reference(a: _Args[Array]) -> None:
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     dim, rows, alike = a.state.shape[3], a.slots.shape[0], target.batch_invariant
     single = a.max_q_len == 1 and not alike
-    require(
-        a.entries.dtype == bfloat16,
-        f"entries are {a.entries.dtype.name}; on a GPU bfloat16 (float32: the cpu pack)",
-    )
+    expect_bf16(a.entries, "entries")
     require(dim == power_of_two(dim), f"entries of {dim}; on a GPU a power of two")
     args: dict[str, Arg] = {
         **tensors(a, "entries", "state", "az", "ape", "norm_weight", "cos_sin"),

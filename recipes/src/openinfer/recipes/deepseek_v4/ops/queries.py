@@ -23,6 +23,7 @@ from openinfer.kernels.authoring import (
     aligned,
     code_args,
     expect,
+    expect_bf16,
     expect_cos_sin,
     expect_each,
     expect_values,
@@ -38,7 +39,7 @@ from openinfer.kernels.authoring import (
     write_values,
 )
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.tensor import Tensor, float32, int32
 
 KV_BLOCK = 64
 """Channels of a key-value vector or an entry that share a scale; the rotated ones are not rounded."""
@@ -114,9 +115,7 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     (tokens, width), dim, tables = a.qr.shape, a.kv.shape[-1], a.block_tables
-    require(
-        a.kv.dtype == bfloat16, f"kv is {a.kv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
-    )
+    expect_bf16(a.kv, "kv")
     require(dim == power_of_two(dim), f"kv has vectors of {dim}; on a GPU a power of two")
     yield launch(
         "openinfer.recipes.deepseek_v4.device.queries",

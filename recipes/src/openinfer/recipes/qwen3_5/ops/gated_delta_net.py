@@ -19,6 +19,7 @@ from openinfer.kernels.authoring import (
     Target,
     Workload,
     expect,
+    expect_bf16,
     expect_each,
     expect_max_q_len,
     expect_rows,
@@ -178,9 +179,7 @@ def _reference(a: DeltaArgs[Array]) -> None:
 
 def _launches(target: Target, a: DeltaArgs[Tensor]) -> Iterator[Command]:
     sizes, taps = a.sizes, a.conv_weight.shape[1]
-    require(
-        a.qkv.dtype == bfloat16, f"qkv is {a.qkv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
-    )
+    expect_bf16(a.qkv, "qkv")
     for name, size in (("key", sizes.key_dim), ("value", sizes.value_dim)):
         require(
             16 <= size == power_of_two(size),
