@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.authoring import Aligned, power_of_two
+from openinfer.kernels.authoring import power_of_two
 
 Array = np.ndarray[Any, Any]
 
@@ -68,16 +68,3 @@ class Tiles:
         group = max(SMALLEST_GROUP, power_of_two(-(-vocabulary // MOST_GROUPS)))
         chunk = max(CHUNK, group)
         return cls(vocabulary, chunk, -(-vocabulary // chunk), group, -(-vocabulary // group))
-
-    @property
-    def row_length(self) -> Aligned | int:
-        """The vocabulary as an argument: rows are read in wide loads where it allows them."""
-        return self.vocabulary if self.vocabulary % 16 else Aligned(self.vocabulary)
-
-    @property
-    def parts_padded(self) -> int:
-        return power_of_two(self.parts)
-
-    @property
-    def groups_padded(self) -> int:
-        return power_of_two(self.groups)

@@ -15,6 +15,7 @@ from openinfer.kernels.authoring import (
     T,
     Target,
     Workload,
+    aligned,
     expect,
     launch,
     power_of_two,
@@ -137,11 +138,12 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     step: dict[str, Tensor | Aligned | int] = {
         **tensors(a, "logits", *STEP),
         **tensors(a, *(n for n in SAMPLE_FIELDS if n == "adjusts" or n not in ADJUSTMENTS)),
-        "vocabulary": tiles.row_length,
+        "vocabulary": aligned(tiles.vocabulary),
         "stop_width": a.stop_ids.shape[1],
         "parts": tiles.parts,
     }
-    grid, greedy, parts = (rows, tiles.parts), {"GREEDY": GREEDY_TEMPERATURE}, {"PARTS": tiles.parts_padded}
+    grid, greedy = (rows, tiles.parts), {"GREEDY": GREEDY_TEMPERATURE}
+    parts = {"PARTS": power_of_two(tiles.parts)}
     cut = {**greedy, "CHUNK": tiles.chunk}
     counters = {**bins, **arrived, "listed": listed["listed"]}
     yield launch(
@@ -241,7 +243,7 @@ def _greedy_launches(target: Target, a: _GreedyArgs[Tensor]) -> Iterator[Command
         {
             **found,
             **tensors(a, "logits", *STEP, *GREEDY_FIELDS),
-            "vocabulary": tiles.row_length,
+            "vocabulary": aligned(tiles.vocabulary),
             "stop_width": a.stop_ids.shape[1],
             "parts": tiles.parts,
         },
@@ -257,7 +259,7 @@ def _greedy_launches(target: Target, a: _GreedyArgs[Tensor]) -> Iterator[Command
             **tensors(a, "slots", "alive", "emits"),
             "parts": tiles.parts,
         },
-        {"NO_TOKEN": NO_TOKEN, "UNSOUND": UNSOUND, "PARTS": tiles.parts_padded},
+        {"NO_TOKEN": NO_TOKEN, "UNSOUND": UNSOUND, "PARTS": power_of_two(tiles.parts)},
         num_warps=1,
     )
 

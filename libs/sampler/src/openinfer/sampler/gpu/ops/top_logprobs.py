@@ -15,6 +15,7 @@ from openinfer.kernels.authoring import (
     T,
     Target,
     Workload,
+    aligned,
     expect,
     expect_each,
     launch,
@@ -83,7 +84,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     }
     step: dict[str, Tensor | Aligned | int] = {
         **tensors(a, "logits", "slots", "alive", "emits", "num_logprobs"),
-        "vocabulary": tiles.row_length,
+        "vocabulary": aligned(tiles.vocabulary),
         "groups": tiles.groups,
     }
     constants = {"K": width, "GROUP": tiles.group}
@@ -97,8 +98,8 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         {
             **constants,
             "COLUMNS": power_of_two(width),
-            "PARTS": tiles.parts_padded,
-            "GROUPS": tiles.groups_padded,
+            "PARTS": power_of_two(tiles.parts),
+            "GROUPS": power_of_two(tiles.groups),
         },
     )
 
@@ -150,14 +151,14 @@ def _score_launches(target: Target, a: _ScoreArgs[Tensor]) -> Iterator[Command]:
         "sums": Scratch((rows, tiles.parts), float32),
         "larger": Scratch((rows, tiles.parts), int32),
     }
-    given = {**tensors(a, "logits", "targets"), "vocabulary": tiles.row_length, "parts": tiles.parts}
+    given = {**tensors(a, "logits", "targets"), "vocabulary": aligned(tiles.vocabulary), "parts": tiles.parts}
     yield launch(_MODULE, "weigh", (rows, tiles.parts), {**found, **given}, {"CHUNK": tiles.chunk})
     yield launch(
         _MODULE,
         "score",
         (rows,),
         {"logprobs": a.logprobs, "ranks": a.ranks, **found, **given},
-        {"PARTS": tiles.parts_padded},
+        {"PARTS": power_of_two(tiles.parts)},
     )
 
 
