@@ -138,15 +138,9 @@ def _of_codes(p: Problem) -> Iterator[Command]:
     yield cluster_product(choice, p)
 
 
-def _plain(p: Problem) -> Iterator[Command]:
-    yield cluster_product(planned(p), p)
+def _takes_codes(p: Problem) -> bool:
+    return p.x_scales is not None and isinstance(p.form, Fp8) and coded_clusters(p) is not None
 
 
-def _float8_codes(p: Problem) -> bool:
-    return p.x_scales is not None and isinstance(p.form, Fp8)
-
-
-OF_CODES = Kernel(
-    "clusters of codes", lambda p: _float8_codes(p) and coded_clusters(p) is not None, _of_codes
-)
-PLAIN = Kernel("clusters", lambda p: planned(p).kind == "cluster", _plain)
+OF_CODES = Kernel("clusters of codes", _takes_codes, _of_codes)
+PLAIN = Kernel("clusters", lambda p: planned(p).kind == "cluster", lambda p: [cluster_product(planned(p), p)])

@@ -106,9 +106,5 @@ def _of_codes(p: Problem) -> Iterator[Command]:
     yield _ring("ring_groups", c, p, weights, constants, stage=stage, sums=(groups | 1, 2 * c.warps))
 
 
-def _takes(p: Problem) -> bool:
-    return p.form == Plain() and planned(p).kind == "ring"
-
-
-PLAIN = Kernel("ring", _takes, _plain)
+PLAIN = Kernel("ring", lambda p: p.form == Plain() and planned(p).kind == "ring", _plain)
 OF_CODES = Kernel("ring of codes", lambda p: p.x_scales is None and group_choice(p) is not None, _of_codes)
