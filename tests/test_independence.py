@@ -211,14 +211,14 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4057, 2967),
-    "kernels": (21072, 9954),
+    "kernels": (21065, 9954),
     "graph": (4296, 2602),
-    "kvpool": (6499, 5135),
+    "kvpool": (6496, 5135),
     "sampler": (4738, 3940),
     "scheduler": (4948, 3473),
-    "frontend": (13796, 11763),
-    "recipes": (16248, 4036),
-    "cli": (6823, 0),
+    "frontend": (13793, 11763),
+    "recipes": (16235, 4036),
+    "cli": (6819, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 

@@ -65,10 +65,8 @@ class StepCost:
         new = work.prefill_tokens
         self.context = work.decode_context // max(1, work.decode_rows)
         rows = work.decode_rows + (new > 0)
-        tokens, drafts = (
-            work.decode_rows + work.drafts + new,
-            math.ceil(work.drafts / max(1, work.decode_rows)),
-        )
+        tokens = work.decode_rows + work.drafts + new
+        drafts = math.ceil(work.drafts / max(1, work.decode_rows))
         shape = self.buckets.choose(tokens, rows, drafts=drafts, chunks=not drafts or new > 0)
         # A chunk of n tokens after m has n * m + n * (n + 1) / 2 pairs and reads m + n tokens.
         read = round(work.prefill_context / new + (new - 1) / 2) if new else 0

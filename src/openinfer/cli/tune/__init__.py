@@ -62,10 +62,8 @@ def _tune(args: argparse.Namespace, asked: Asked) -> int:
         return _fit(args, asked)
     if min(args.tokens) < 1:
         raise recipe_flags.BadFlags(f"--tokens {args.tokens}: they must be at least 1")
-    outline, ranks = (
-        Outline(asked.recipe, asked.source(), asked.options, H200),
-        asked.options.tensor_parallel_size,
-    )
+    outline = Outline(asked.recipe, asked.source(), asked.options, H200)
+    ranks = asked.options.tensor_parallel_size
     shapes = shapes_of(outline)
     meter = DeviceMeter()
     gpu = meter.target.gpu

@@ -95,11 +95,8 @@ class ReplicatedClient:
 
     @property
     def info(self) -> EngineInfo:
-        first, capacity = (
-            self._replicas[0].info,
-            sum(replica.info.kv_capacity_tokens for replica in self._replicas),
-        )
-        return msgspec.structs.replace(first, kv_capacity_tokens=capacity)
+        capacity = sum(replica.info.kv_capacity_tokens for replica in self._replicas)
+        return msgspec.structs.replace(self._replicas[0].info, kv_capacity_tokens=capacity)
 
     async def start(self) -> None:
         try:

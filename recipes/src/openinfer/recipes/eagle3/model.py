@@ -54,12 +54,8 @@ class Weights:
     @classmethod
     def allocate(cls, head: Head, target: TargetConfig, arena: Arena, dtype: np.dtype[Any]) -> "Weights":
         """Uninitialised weights in `arena`."""
-        p, h, vocab, rank = (
-            LinearPlaces(arena, dtype),
-            target.hidden_size,
-            target.vocab_size,
-            target.part.rank,
-        )
+        p, h, vocab = LinearPlaces(arena, dtype), target.hidden_size, target.vocab_size
+        rank = target.part.rank
         q, kv, inter = head.sizes(target)
         first = target.part.first(target.num_kv_heads) * target.head_dim
         sizes = (("q_proj", q, rank * q), ("k_proj", kv, first), ("v_proj", kv, first))

@@ -185,10 +185,8 @@ class Engine:
     def _problem(self, request: Request) -> Rejected | None:
         if request.id in self._seqs:
             return Rejected(request.id, f"request {request.id} was submitted before")
-        found, waiting = (
-            self.training.refusal(request.id) or request_refusal(request, self.info),
-            self._waiting,
-        )
+        found = self.training.refusal(request.id) or request_refusal(request, self.info)
+        waiting = self._waiting
         return found or next(filter(None, (gate.refusal(request, waiting) for gate in self.gates)), None)
 
     @property

@@ -108,10 +108,8 @@ def open_tiers(
     if config is not None:
         # Names and times of files differ from host to host. The weights' digest is added once they are loaded.
         common = {name: value for name, value in about.items() if name != "weights"}
-        sharing, staging = (
-            Sharing(config, groups, common, *parse_peers(options.kv_peer)),
-            config.kv_buffer_size,
-        )
+        sharing = Sharing(config, groups, common, *parse_peers(options.kv_peer))
+        staging = config.kv_buffer_size
     return Tiers(
         groups, int(staging if host is None else host * GB), disk, eviction=eviction, events=events, sharing=sharing,
         parts=parts, load_timeout_s=5.0 if sharing is None else PEER_TIMEOUT_S,

@@ -276,10 +276,8 @@ class Builder(Generic[O]):
         pack: Pack = HostPack(cpu, self.trace, repeats=not options.enforce_eager)
         if target is not None and self.store is not None:
             pack = make_pack(device, target, stream, self.store, arena, plan, ranks)
-        buckets, graphs = (
-            buckets_for(blueprint, limits),
-            StepGraphs(device, stream, capture=not options.enforce_eager),
-        )
+        buckets = buckets_for(blueprint, limits)
+        graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
         results = readback_bytes(limits.max_rows, limits.step_tokens, limits.max_drafts)
         words = 0 if self.cache.tiers is None else model.batch.sampled.result.numel
         readback, pace = Readback(device, results, STEPS_IN_FLIGHT, words), StepPace(predicted.result())

@@ -320,10 +320,8 @@ def _coding(activations: Any, weights: str) -> Coding | None:
     a batch. One of each token is at least as fine, and a token's result does not depend on the others."""
     if activations is None:
         return None
-    given, where = (
-        activations if isinstance(activations, Mapping) else {},
-        "compressed-tensors, input_activations",
-    )
+    given = activations if isinstance(activations, Mapping) else {}
+    where = "compressed-tensors, input_activations"
     _expect(given, where, num_bits=(8,), type=("float",), dynamic=(True, False, None))
     if weights == "block":
         _expect(given, where, strategy=("group",), group_size=(128,), dynamic=(True,))

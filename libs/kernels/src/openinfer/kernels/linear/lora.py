@@ -89,12 +89,7 @@ def _after(p: Problem, out: Operand, x: Operand, normed: Norm | None, *, add: bo
 
 def _few_tile(p: Problem, lora: Lora[Tensor]) -> ProductChoice | None:
     """The tile of the one kernel, or None where it does not take the product."""
-    parts, places, rows, rank = (
-        lora.parts,
-        lora.a.shape[0],
-        lora.a.shape[1],
-        lora.b.shape[2],
-    )
+    parts, (places, rows, _), rank = lora.parts, lora.a.shape, lora.b.shape[2]
     if p.target.batch_invariant or p.form != Plain() or p.m > FEW_TOKENS:
         return None
     tile = measured(p.target, p.op, p.m, p.rows, p.k)

@@ -65,11 +65,8 @@ class Disk:
         fingerprint: bytes,
         about: dict[str, Any],
     ) -> None:
-        self._sizes, self._num_bytes, self._fingerprint = (
-            [g.block_bytes for g in groups],
-            num_bytes,
-            fingerprint,
-        )
+        self._sizes, self._num_bytes = [g.block_bytes for g in groups], num_bytes
+        self._fingerprint = fingerprint
         if num_bytes < max(map(file_bytes, self._sizes)):
             raise InvalidTiers(f"{num_bytes / 1e9:g} GB of disk have no room for a block; give more")
         self.folder = folder / fingerprint.hex()[:16]

@@ -319,10 +319,7 @@ class EngineConformance:
             session.submit(prompt, 1, prompt_logprobs=21),
             session.submit(prompt, 1, logit_bias=((vocab, 1.0),)),
         ]
-        early, late = (
-            session.submit(prompt, 100, ignore_eos=True),
-            session.submit(prompt, 100, ignore_eos=True),
-        )
+        early, late = (session.submit(prompt, 100, ignore_eos=True) for _ in range(2))
         session.engine.abort(early)
         while not session.outcomes[late].tokens:
             session.step()
