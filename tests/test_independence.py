@@ -210,15 +210,15 @@ def test_exports_are_sorted(part: str) -> None:
 
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
-    "tensor": (4057, 2967),
-    "kernels": (21065, 9954),
-    "graph": (4296, 2602),
-    "kvpool": (6496, 5135),
+    "tensor": (4055, 2967),
+    "kernels": (21060, 9954),
+    "graph": (4292, 2602),
+    "kvpool": (6494, 5135),
     "sampler": (4738, 3940),
-    "scheduler": (4948, 3473),
-    "frontend": (13793, 11763),
-    "recipes": (16235, 4036),
-    "cli": (6819, 0),
+    "scheduler": (4944, 3473),
+    "frontend": (13787, 11763),
+    "recipes": (16234, 4036),
+    "cli": (6816, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 

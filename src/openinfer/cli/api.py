@@ -164,11 +164,8 @@ class Api:
         try:
             connection.request(method, self._path + path, data, self._headers)
             response = connection.getresponse()
-        except (
-            OSError,
-            http.client.HTTPException,
-            ValueError,
-        ) as error:  # ValueError: a host that is no name
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            # ValueError: a host that is no name.
             connection.close()
             where = self._parts.geturl()
             raise ApiError(

@@ -107,9 +107,8 @@ class _Orders:
                         self._driver.lose(reason)
                 case Stop():
                     (self.now if self.stop.is_set() else self.stop).set()
-        shutil.rmtree(
-            Path(self._boot.boards[0]).parent, ignore_errors=True
-        )  # a parent that was killed could not
+        # A parent that was killed could not.
+        shutil.rmtree(Path(self._boot.boards[0]).parent, ignore_errors=True)
         os._exit(2)
 
 

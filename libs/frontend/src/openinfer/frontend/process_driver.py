@@ -72,9 +72,8 @@ class ProcessDriver(Driver):
         )
         try:
             self._process = await asyncio.shield(made)
-        except (
-            asyncio.CancelledError
-        ):  # uvloop would lose the process, and see it end behind the end of its loop
+        except asyncio.CancelledError:
+            # uvloop would lose the process, and see it end behind the end of its loop.
             self._process = await made
             raise
         assert self._process.stdin is not None

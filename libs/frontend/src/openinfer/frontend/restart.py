@@ -76,9 +76,8 @@ class RestartingClient:
             except EngineDeadError:
                 if self._keeper:
                     raise
-                self._driver = (
-                    self._make_driver()
-                )  # it died while we joined it, and its keeper brings another
+                # It died while we joined it, and its keeper brings another.
+                self._driver = self._make_driver()
         self._task = asyncio.create_task(self._keep())
 
     async def close(self) -> None:

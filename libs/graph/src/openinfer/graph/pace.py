@@ -68,9 +68,8 @@ class StepPace:
     last: Timed | None = None
     """The step that was read last, if it was timed and predicted."""
     _told: float = 0.0
-    _lengths: np.ndarray[Any, Any] = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # by slot, at the last change
+    # By slot, at the last change.
+    _lengths: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.int64))
     _slots: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.int64))
     _counts: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.int64))
     _steady: int = 0  # steps since the batch changed

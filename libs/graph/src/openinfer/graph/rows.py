@@ -55,9 +55,8 @@ class Rows:
     def __init__(
         self, arena: Arena, fields: Sequence[Field], stream: Stream, *, capacity: int = 16384, ring: int = 3
     ) -> None:
-        self._fields: dict[
-            str, tuple[Field, int, int]
-        ] = {}  # field, first word, words an entry of the first axis
+        # Field, first word, words an entry of the first axis.
+        self._fields: dict[str, tuple[Field, int, int]] = {}
         end = 0
         for field in fields:
             if field.name in self._fields:

@@ -63,9 +63,8 @@ class StepGraphs:
         try:
             enqueue()
         except BaseException:
-            cu.cuStreamEndCapture(
-                self._stream.handle
-            )  # leave capture mode; the first error is the one to report
+            # Leave capture mode; the first error is the one to report.
+            cu.cuStreamEndCapture(self._stream.handle)
             raise
         graph = check(cu.cuStreamEndCapture(self._stream.handle), "cuStreamEndCapture")
         executable = check(cu.cuGraphInstantiate(graph, NODE_PRIORITIES), "cuGraphInstantiate")

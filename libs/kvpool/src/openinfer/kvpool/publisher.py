@@ -82,9 +82,8 @@ class EventsConfig:
             if value is not None and "://" not in str(value):
                 raise InvalidConfig(f"{name} is {value!r}; it must be like tcp://127.0.0.1:5557")
             port = str(value).rpartition(":")[2]
-            if port.isdecimal() and (
-                len(port) > 5 or int(port) > 65535
-            ):  # ZeroMQ takes what is left of it in 16 bits
+            if port.isdecimal() and (len(port) > 5 or int(port) > 65535):
+                # ZeroMQ takes what is left of it in 16 bits.
                 raise InvalidConfig(f"{name} is {value!r}; ports are 0 to 65535")
 
     @classmethod

@@ -167,9 +167,8 @@ def take(source: Any) -> View:
         )
     _rename(capsule, _TAKEN[name])
     device = view[-1]
-    if (
-        device.kind == "cuda"
-    ):  # asked without a stream, the producer orders its work before the legacy default one
+    if device.kind == "cuda":
+        # Asked without a stream, the producer orders its work before the legacy default one.
         device.activate()
         cuda.check(cuda.driver().cuStreamSynchronize(0), "cuStreamSynchronize")
     return *view, _Taken(ctypes.addressof(managed), managed.deleter)

@@ -91,9 +91,8 @@ def _q5_k(b: Array) -> Array:
 
 
 def _q6_k(b: Array) -> Array:
-    low = (
-        b[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
-    )  # [blocks, half, nibble, 64]
+    # [blocks, half, nibble, 64]
+    low = b[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
     high = b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
     codes = low.reshape(-1, 2, 4, 32) | high << 4
     scales = b[:, 192:208].view(np.int8).reshape(-1, 16, 1) * _halves(b, 208)[..., None]

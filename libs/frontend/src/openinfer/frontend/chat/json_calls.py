@@ -272,9 +272,8 @@ class JsonReader:
             waits = (end.startswith(rest) if end else rest[:1] in ("", ",")) and len(self.text) <= MAX_HEAD
             return None if waits and not final else True
         rest = self.text[found.end() :].lstrip()
-        if (
-            not self._marked and wrapped
-        ):  # JSON in an answer may only show a call: an example is followed by more text
+        if not self._marked and wrapped:
+            # JSON in an answer may only show a call: an example is followed by more text.
             ends = [self._form.closing or ";", "</think>", "{"]
             if not final and (not rest or any(mark.startswith(rest) for mark in ends)):
                 return None

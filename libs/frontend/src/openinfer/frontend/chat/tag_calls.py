@@ -105,9 +105,8 @@ class TagReader:
                 self.text = self.text[end:]
                 self._say("}")
                 return True
-            case (
-                "closing" | "call" | "opening" as found
-            ):  # the end of the call was left out, or a block is a call
+            case "closing" | "call" | "opening" as found:
+                # The end of the call was left out, or a block is a call.
                 self.mended = bool(self._form.end_call) or found != "closing"
                 if not self._form.call_start and not self.offered and not self._given:
                     return False  # any word in a block would be a call

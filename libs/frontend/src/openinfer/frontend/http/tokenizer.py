@@ -56,9 +56,8 @@ class Tokenizer:
             core = tokenizers.Tokenizer.from_file(str(path))
         except KeyboardInterrupt:
             raise
-        except (
-            BaseException
-        ) as error:  # the Rust side raises plain Exceptions; a panic is only a BaseException
+        except BaseException as error:
+            # The Rust side raises plain Exceptions; a panic is only a BaseException.
             raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
         return cls(core, config, vocab_size)
 

@@ -154,9 +154,8 @@ class Drafting:
     """Tokens and rows of the last step's prompts. The next step is expected to have as many."""
     worth: Worth = field(init=False)
     trials: Trials = field(default_factory=Trials)
-    _known: tuple[Shape, int, Spent | None] | None = (
-        None  # of the last step of a rest, by shape and decode rows
-    )
+    # Of the last step of a rest, by shape and decode rows.
+    _known: tuple[Shape, int, Spent | None] | None = None
     _run: _Run | None = None
 
     def __post_init__(self) -> None:

@@ -41,9 +41,8 @@ def short_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
     keys, stages = _keys(target, dim), _stages(target, dim)
     if dim <= 128 and stages == 5 and programs > 2 * target.num_sms:
         keys, stages = (32, 5) if programs <= 5 * target.num_sms else (128, 3)
-    if (
-        dim == 256 and keys == 64
-    ):  # measured: small blocks for some programs an SM or fewer, and for three and more
+    if dim == 256 and keys == 64:
+        # Measured: small blocks for some programs an SM or fewer, and for three and more.
         if programs > 3 * target.num_sms:
             keys, stages = 16, 5
         elif target.num_sms // 8 < programs <= target.num_sms:

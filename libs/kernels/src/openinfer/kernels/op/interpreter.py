@@ -256,9 +256,8 @@ def _leave_out() -> None:
         return not any(value is tl.core for value in fn.__globals__.values())
 
     def patch_lang_once(fn: Any) -> Any:
-        under_way = (
-            tl.load is not plain_load
-        )  # fn is called by a kernel whose launch has patched the language
+        # fn is called by a kernel whose launch has patched the language.
+        under_way = tl.load is not plain_load
         return interpreter._LangPatchScope() if under_way and has_only_tl(fn) else patch_lang(fn)
 
     TritonSemantic.broadcast_impl_value = broadcast_unlike

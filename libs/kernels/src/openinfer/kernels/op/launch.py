@@ -97,9 +97,8 @@ class KernelSpec:
 
     module: str
     function: str
-    signature: tuple[
-        tuple[str, str], ...
-    ]  # (argument, Triton type), constants left out, in the kernel's order
+    # (argument, Triton type), constants left out, in the kernel's order.
+    signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     divisible: tuple[str, ...]  # arguments that are multiples of 16
     num_warps: int

@@ -40,9 +40,8 @@ class IndexTuning:
 def index_tuning(target: Target, tokens: int, width: int, topk: int) -> IndexTuning:
     """For tokens that see at most `width` entries: four programs an SM."""
     at_once = max(1, SCORES_BYTES // (4 * width))
-    at_once = min(
-        tokens, at_once // 16 * 16 or at_once
-    )  # slices of tensors start where addresses are aligned
+    # Slices of tensors start where addresses are aligned.
+    at_once = min(tokens, at_once // 16 * 16 or at_once)
     parts = max(1, min(4 * target.num_sms // at_once, -(-width // 128)))
     segment = max(16, min(8192, power_of_two(width)))
     return IndexTuning(parts, at_once, segment, min(max(1024, power_of_two(topk)), segment // 2))
@@ -171,9 +170,8 @@ def _check(a: _Args[Tensor]) -> None:
 def _reference(a: _Args[Array]) -> None:
     per_page, most = a.keys.shape[1], a.selected.shape[1]
     a.selected[:] = -1
-    for token in np.flatnonzero(
-        a.token_slots
-    ):  # one query at a time: the result must not depend on the chunk
+    for token in np.flatnonzero(a.token_slots):
+        # One query at a time: the result must not depend on the chunk.
         sees = (a.positions[token] + 1) // a.window
         if sees <= most:
             a.selected[token, :sees] = np.arange(sees)

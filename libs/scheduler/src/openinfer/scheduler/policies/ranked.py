@@ -63,13 +63,11 @@ class Deadline(Batching):
         super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s, rank=self._deadline)
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
         self.waiting = self._deadlines = SortedQueue(self._deadline)
-        self._objectives = SortedQueue(
-            self._objective
-        )  # running sequences that have an objective of their own
+        # Running sequences that have an objective of their own.
+        self._objectives = SortedQueue(self._objective)
         self._admitted = 0
-        self._step_s = self._token_s = (
-            0.0  # recent means over steps with prompts: seconds of a step, seconds of a prompt token
-        )
+        # Recent means over steps with prompts: seconds of a step, seconds of a prompt token.
+        self._step_s = self._token_s = 0.0
 
     def _deadline(self, seq: Seq[Any]) -> float:
         """Latest start of prefill. Preempted sequences, amid an answer, come first."""

@@ -80,9 +80,8 @@ class SimRunner:
         self._cost, self._drafts, self._snapshots = cost, drafts, snapshots
         self._free_at = 0.0  # when the device is done with all that was launched
         self._running: deque[tuple[float, StepResult[None]]] = deque()
-        self._endings: dict[
-            int, list[tuple[Seq[Record], int]]
-        ] = {}  # by step, with num_preemptions at the time
+        # By step, with num_preemptions at the time.
+        self._endings: dict[int, list[tuple[Seq[Record], int]]] = {}
         self._last: dict[Seq[Record], int] = {}  # step in which a row ends; accepted drafts bring it closer
         self._context = 0
 

@@ -68,9 +68,8 @@ class SimTiers:
         self._speeds, self._disk_bytes, self._disk_used = speeds, disk_bytes, 0
         self._host: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in groups]
         self._kept: set[tuple[int, bytes]] = set()  # of the load that is about to begin, and of copies out
-        self._disk: OrderedDict[tuple[int, bytes], float] = (
-            OrderedDict()
-        )  # with the time at which it is written
+        # With the time at which it is written.
+        self._disk: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         self._link_free = self._reads_free = self._writes_free = 0.0
         self._loads: list[tuple[float, int, Any]] = []  # a heap by the end
         self._numbers = itertools.count()

@@ -60,9 +60,8 @@ def _reference(a: SparseAttendArgs[Array]) -> None:
     dtype = a.q.dtype
     turned = rounded(rotated_pairs(rounded(unit(f32(a.q), a.eps), dtype), a.cos_sin, a.positions), dtype)
     o = np.zeros_like(turned)
-    for token in np.flatnonzero(
-        a.token_slots
-    ):  # one query at a time: the result must not depend on the chunk
+    for token in np.flatnonzero(a.token_slots):
+        # One query at a time: the result must not depend on the chunk.
         slot, p = a.token_slots[token], int(a.positions[token])
         rows = len(o) // a.block if a.block else 1
         end = int(a.positions[token % rows]) if a.block else p + 1

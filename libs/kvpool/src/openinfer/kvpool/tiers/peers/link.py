@@ -185,9 +185,8 @@ def greet(link: Link, secret: bytes, card: dict[str, Any], *, server: bool) -> d
     other = hello.get("number")
     if not isinstance(other, str) or not re.fullmatch("[0-9a-f]{64}", other):
         raise PeerRefused("it sent no number")
-    about = (
-        f"{PROTOCOL} {other if server else own} {own if server else other} {link.ends}"  # the client's first
-    )
+    # The client's first.
+    about = f"{PROTOCOL} {other if server else own} {own if server else other} {link.ends}"
     if not server:  # whoever calls proves itself first
         link.say(proof=_proof(secret, "client", about))
     proof = str(link.hear().get("proof")).encode("utf-8", "replace")
