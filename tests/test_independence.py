@@ -211,13 +211,13 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4055, 2967),
-    "kernels": (21060, 9954),
-    "graph": (4292, 2602),
-    "kvpool": (6494, 5135),
-    "sampler": (4738, 3940),
-    "scheduler": (4944, 3473),
-    "frontend": (13787, 11763),
-    "recipes": (16234, 4036),
+    "kernels": (21057, 9954),
+    "graph": (4288, 2602),
+    "kvpool": (6491, 5135),
+    "sampler": (4736, 3940),
+    "scheduler": (4942, 3473),
+    "frontend": (13776, 11763),
+    "recipes": (16232, 4036),
     "cli": (6816, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -112,11 +112,9 @@ class TooLong(APIError):
         more: bool = False,
     ) -> None:
         self.prompt, self.output, self.context = prompt, output, context
-        asked = (
-            f"you requested {prompt + output} tokens ({prompt} in {what}, {output} in {field})"
-            if output
-            else f"{what} has {prompt} tokens{more * ' or more'}, and the output needs 1 at least"
-        )
+        asked = f"{what} has {prompt} tokens{more * ' or more'}, and the output needs 1 at least"
+        if output:
+            asked = f"you requested {prompt + output} tokens ({prompt} in {what}, {output} in {field})"
         super().__init__(
             f"This model's maximum context length is {context} tokens. However, {asked}: shorten {what}"
             f"{f' or lower {field}' if output else ''}",

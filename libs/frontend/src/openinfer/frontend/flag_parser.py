@@ -38,11 +38,9 @@ class FlagParser(argparse.ArgumentParser):
             text = super().format_help()
         finally:
             self._action_groups = groups
-        return (
-            f"{text}\n--help-engine lists the flags of the engine: memory, batches, cache, ranks, adapters, drafts\n"
-            if theirs and not engine
-            else text
-        )
+        if engine or not theirs:
+            return text
+        return f"{text}\n--help-engine lists the flags of the engine: memory, batches, cache, ranks, adapters, drafts\n"
 
     def error(self, message: str) -> NoReturn:
         """One line on stderr, and exit code 2."""

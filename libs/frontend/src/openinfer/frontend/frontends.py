@@ -190,11 +190,8 @@ class Frontends:
             try:
                 assert child.stdout is not None
                 line = await child.stdout.readline()
-                report = (
-                    msgspec.json.decode(line, type=ReadyReport)
-                    if line
-                    else ReadyReport("it ended while starting")
-                )
+                ended = ReadyReport("it ended while starting")
+                report = msgspec.json.decode(line, type=ReadyReport) if line else ended
                 if not ready.done():
                     if report.error is None:
                         ready.set_result(None)

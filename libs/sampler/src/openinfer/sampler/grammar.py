@@ -193,11 +193,9 @@ class Compiler:
 
     def start(self, grammar: Grammar) -> Compilation:
         """Have a worker compile the grammar. Never blocks."""
-        future = (
-            None
-            if grammar.kind == "any"
-            else self._workers.submit(self._compile, replace(grammar, budget=None))
-        )
+        future = None
+        if grammar.kind != "any":
+            future = self._workers.submit(self._compile, replace(grammar, budget=None))
 
         def new(matcher: "LLMatcher | None") -> Matcher:
             spending = Spending(grammar.budget, self._tokens) if grammar.budget is not None else None

@@ -99,11 +99,9 @@ class DecodeRows(Generic[Owner]):
     def advance(self, step: Step[Owner], advanced: Mapping[Seq[Owner], int], gone: Set[Seq[Owner]]) -> None:
         """Correct the counters of rows that did not advance by one token in a step, which the clock assumes.
         advanced: rows that advanced by less than their q_len. gone: rows that have left. Raises ContractError."""
-        rows = (
-            {**step.drafts, **dict.fromkeys(advanced.keys() - step.drafts.keys(), 0)}
-            if advanced
-            else step.drafts
-        )
+        rows = step.drafts
+        if advanced:
+            rows = {**rows, **dict.fromkeys(advanced.keys() - rows.keys(), 0)}
         for seq, drafts in rows.items():
             count = advanced.get(seq, 1 + drafts)
             if not 0 <= count <= 1 + drafts:

@@ -140,11 +140,9 @@ class SparseAttendArgs(Generic[T]):
         """Entries that a token sees, at most."""
         if self.entries is None or self.block:
             return self.block
-        return (
-            self.entry_tables.shape[1] * self.entries.shape[1]
-            if self.selected is None
-            else self.selected.shape[1]
-        )
+        if self.selected is None:
+            return self.entry_tables.shape[1] * self.entries.shape[1]
+        return self.selected.shape[1]
 
     @property
     def for_hopper(self: "SparseAttendArgs[Tensor]") -> bool:

@@ -106,11 +106,9 @@ def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str,
 def kinds(schema: Mapping[str, Any], root: Mapping[str, Any], hops: int = MAX_HOPS) -> set[str]:
     """The JSON types a schema allows; empty when it does not say. root: as `typed` has it."""
     schema = resolved(schema, root)
-    values = (
-        schema["enum"]
-        if isinstance(schema.get("enum"), list)
-        else [schema[k] for k in ("const",) if k in schema]
-    )
+    values = schema.get("enum")
+    if not isinstance(values, list):
+        values = [schema["const"]] if "const" in schema else []
     if values:
         return set().union(*(_kind(value) for value in values))
     kind = schema.get("type")

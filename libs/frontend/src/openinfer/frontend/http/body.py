@@ -267,11 +267,9 @@ def _wrong_type(message: str, kind: type[msgspec.Struct]) -> APIError:
     where = _WHERE.search(message)
     if where is None:
         missing = _MISSING.fullmatch(message)
-        return (
-            APIError(f"{missing['field']} is missing", param=missing["field"])
-            if missing
-            else APIError(message)
-        )
+        if missing:
+            return APIError(f"{missing['field']} is missing", param=missing["field"])
+        return APIError(message)
     what = message[: where.start()].replace("`", "").replace(" | null", "")
     if what.startswith("Invalid") and (words := _words(kind, where["path"])):
         what += f", allowed are {', '.join(words)}"

@@ -90,11 +90,9 @@ class WeightsDesk:
         """Why no request can run now; "" if one can."""
         if self.asleep:
             return "the engine sleeps; POST /wake_up first"
-        return (
-            "the weights were dropped by a sleep of level 2; POST /update_weights first"
-            if self.dropped
-            else ""
-        )
+        if not self.dropped:
+            return ""
+        return "the weights were dropped by a sleep of level 2; POST /update_weights first"
 
     def update(self, path: Path | str, version: str, reset: Callable[[], None] = lambda: None) -> None:
         """Take all weights from another checkpoint of the same model; `version` names them from now on. path: its

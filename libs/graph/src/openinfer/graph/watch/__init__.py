@@ -270,11 +270,9 @@ class Watch:
             return ""
         facts["free_bytes"] = free
         taken = self._most_free - free
-        return (
-            f"; another program took {format_bytes(taken)} of this GPU's memory"
-            if taken > TAKEN_BYTES
-            else ""
-        )
+        if taken <= TAKEN_BYTES:
+            return ""
+        return f"; another program took {format_bytes(taken)} of this GPU's memory"
 
     def _free_bytes(self) -> int | None:
         """Free bytes of the device; None where it is no GPU."""

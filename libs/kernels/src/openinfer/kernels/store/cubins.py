@@ -246,11 +246,8 @@ class Store:
     def _places(self, spec: Spec) -> Iterator[Path]:
         version = CUDA_FOLDER if isinstance(spec, CudaSpec) else triton_version()
         for folder in self._folders:
-            versions = (
-                [version]
-                if version
-                else sorted((p.name for p in folder.glob("*") if p.is_dir()), key=_numbers, reverse=True)
-            )
+            found = (p.name for p in folder.glob("*") if p.is_dir())
+            versions = [version] if version else sorted(found, key=_numbers, reverse=True)
             yield from (folder / v / f"sm_{self.arch}" for v in versions)
 
     def _load(self, spec: Spec) -> Compiled | None:

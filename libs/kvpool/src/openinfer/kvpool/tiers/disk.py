@@ -74,11 +74,8 @@ class Disk:
         try:
             self.folder.mkdir(0o700, parents=True, exist_ok=True)
             for one in (folder, self.folder):
-                why = (
-                    "is a link"
-                    if one is self.folder and one.is_symlink()
-                    else distrust(one, sticky=one is folder)
-                )
+                linked = one is self.folder and one.is_symlink()
+                why = "is a link" if linked else distrust(one, sticky=one is folder)
                 if why:
                     raise InvalidTiers(
                         f"{one} {why}: its blocks would become answers. Give another folder, as a new one in it"
