@@ -211,14 +211,14 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4055, 2967),
-    "kernels": (21057, 9954),
+    "kernels": (21051, 9954),
     "graph": (4288, 2602),
-    "kvpool": (6491, 5135),
+    "kvpool": (6486, 5135),
     "sampler": (4736, 3940),
     "scheduler": (4942, 3473),
-    "frontend": (13776, 11763),
-    "recipes": (16232, 4036),
-    "cli": (6816, 0),
+    "frontend": (13775, 11763),
+    "recipes": (16229, 4036),
+    "cli": (6812, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 

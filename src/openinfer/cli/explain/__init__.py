@@ -13,7 +13,7 @@ from pathlib import Path
 
 from openinfer.cli import recipe_flags
 from openinfer.cli.explain import ledger
-from openinfer.cli.explain.ledger import Machine, OpCall, machine, machine_flags
+from openinfer.cli.explain.ledger import Machine, machine, machine_flags
 from openinfer.cli.explain.segments import SERVED, Outline, Segment, Steps
 from openinfer.cli.plan import tiers
 from openinfer.cli.recipe_flags import Asked
@@ -118,7 +118,8 @@ def trace(steps: Steps, target: Target, limits: Machine, measured: dict[str, flo
     for segment, calls in _calls(steps, target):
         for call in calls:
             cost = call.cost(segment.workload)
-            name = _name(OpCall(call.op, call.args))
+            weight = getattr(call.args, "weight", None)
+            name = call.op.name + ("" if weight is None else f" {weight.shape[0]}x{weight.shape[-1]}")
             line = lines.setdefault(name, Line(name))
             line.calls += 1
             line.kernels += len(call.commands)
@@ -144,11 +145,6 @@ def exchanges(steps: Steps, target: Target) -> Counter[str]:
     """The ways in which ranks exchange arrays in these steps, and how often each is taken."""
     commands = (command for _, calls in _calls(steps, target) for call in calls for command in call.commands)
     return Counter(how for command in commands if (how := described(command)))
-
-
-def _name(call: OpCall) -> str:
-    weight = getattr(call.args, "weight", None)
-    return call.op.name + ("" if weight is None else f" {weight.shape[0]}x{weight.shape[-1]}")
 
 
 def table(lines: list[Line], with_measured: bool) -> str:

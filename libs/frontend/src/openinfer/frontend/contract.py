@@ -171,7 +171,6 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="x"):
     message: str
     code: Literal["engine", "grammar", "invalid"] = "engine"
     """"engine": by no fault of the request. Otherwise its grammar, or its settings together, left no token."""
-    """engine: through no fault of the request. grammar: its grammar cannot be followed any further."""
 
 
 Terminal = Finished | Rejected | Failed

@@ -258,17 +258,15 @@ class Ledger:
                 cached.append(name)
             for complaint in self._block_problems(block, name, users[block]):
                 yield f"group {self.group.name!r}, block {block} ({state.name}): {complaint}"
-        free = [block for block in range(self.group.num_blocks) if self.state(block) is BlockState.FREE]
+        states = [self.state(block) for block in range(self.group.num_blocks)]
+        free = [block for block, state in enumerate(states) if state is BlockState.FREE]
         if sorted(self._free) != free:
             yield f"group {self.group.name!r}: listed as FREE {sorted(self._free)}, by state {free}"
         if sorted(self._policy) != sorted(cached) or len(self._policy) != len(cached):
             told = f"{len(self._policy)} names, not the {len(cached)} that are CACHED"
             yield f"group {self.group.name!r}: the eviction policy keeps {told}"
-        if len(self._index) != sum(1 for block, name in enumerate(self._name) if name and self._owns(block)):
+        if len(self._index) != states.count(BlockState.SHARED) + states.count(BlockState.CACHED):
             yield f"group {self.group.name!r}: the index has names that no block has"
-
-    def _owns(self, block: int) -> bool:
-        return self.state(block) in (BlockState.SHARED, BlockState.CACHED)
 
     def _block_problems(self, block: int, name: bytes | None, users: int) -> Iterator[str]:
         if self._users[block] != users:

@@ -25,7 +25,7 @@ from openinfer.kernels import (
 from openinfer.kernels.authoring import Linear, padded_rows
 from openinfer.recipes.deepseek_v3.config import Config, Indexing
 from openinfer.recipes.deepseek_v3.ops import latent_attend, split_queries, write_latents
-from openinfer.recipes.deepseek_v3.weights import Attention, Indexer, Layer, Mixture, Mlp, Weights
+from openinfer.recipes.deepseek_v3.weights import Attention, Indexer, Layer, Mixture, Weights
 from openinfer.tensor import Arena, Stream, Tensor, float32, int32
 
 
@@ -120,7 +120,8 @@ class Model:
             if isinstance(layer.mlp, Mixture):
                 read = self._mixture(pack, read, layer.mlp, layer.next_norm, t)
             else:
-                read = self._mlp(pack, read, layer.mlp, layer.next_norm, t)
+                hidden = self._gate_up(pack, read, layer.mlp.gate_up, t)
+                read = self._add(pack, layer.mlp.down, hidden, layer.next_norm, t)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 
     seen = hidden
@@ -213,10 +214,6 @@ class Model:
         )  # fmt: skip
         project(pack, out=b.heads[:t], x=out, weight=a.values, **apart)
         return self._add(pack, a.o, b.heads[:t], layer.post_norm, t)
-
-    def _mlp(self, pack: Pack, read: Read, mlp: Mlp, norm: Tensor | None, t: int) -> Read:
-        """x += the MLP of its norm. Returns the input of the next layer."""
-        return self._add(pack, mlp.down, self._gate_up(pack, read, mlp.gate_up, t), norm, t)
 
     def _gate_up(self, pack: Pack, read: Read, weight: Linear[Tensor], t: int) -> Tensor:
         """The hidden layer of a gated MLP."""

@@ -46,10 +46,6 @@ class Fp4(CodedForm):
     def __str__(self) -> str:
         return "FP4"
 
-    @property
-    def block(self) -> int:
-        return FP4_BLOCK
-
     def code(self) -> tuple[np.dtype[Any], int]:
         return uint8, 2
 

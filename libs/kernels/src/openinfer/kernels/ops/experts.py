@@ -8,6 +8,7 @@ import numpy as np
 from openinfer.kernels import moe
 from openinfer.kernels.formats.fp8 import Mx
 from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
+from openinfer.kernels.linear.problem import expect_q8
 from openinfer.kernels.moe import Pairs
 from openinfer.kernels.moe.packed import ExpertsArgs, PackedExperts, kind_of, packed_expert_tile
 from openinfer.kernels.op.cases import Commands, Memory, OpCase
@@ -68,10 +69,7 @@ def _reference(a: ExpertsArgs[Array]) -> None:
 
 def _launches(target: Target, a: ExpertsArgs[Tensor]) -> Iterator[Command]:
     require(a.x.dtype == bfloat16, f"x is {a.x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    require(
-        target.arch >= 89 or not a.quantized,
-        f"q8 is asked for on sm_{target.arch}; float8 numbers are for sm_89 and up",
-    )
+    expect_q8(target, a.quantized)
     count = a.gate_up.shape[0]
     found = packed_expert_tile(target, a.expert_ids.numel, count, kind_of(linear_of(a.gate_up)), a.quantized)
     yield from moe.mixture_launches(PackedExperts.of(target, found, a), Pairs.of(target, a.expert_ids, count))

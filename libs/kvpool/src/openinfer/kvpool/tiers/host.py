@@ -167,7 +167,9 @@ class HostMemory:
                 else:
                     piece = _pages(nbytes) if memory is None else memory[start : start + nbytes]
                     if device.kind == "cuda":
-                        _touch(piece)
+                        # The driver, which launches nothing meanwhile, locks pages fast that the kernel has given. This
+                        # call leaves the interpreter's lock to others.
+                        ctypes.memset(int(piece.ctypes.data), 0, nbytes)
                     slab = PinnedBuffer.over(device, piece)
                 if register is not None:
                     register(slab.ptr, slab.nbytes)
@@ -313,8 +315,3 @@ def _pages(nbytes: int) -> Array:
     pages = mmap.mmap(-1, nbytes)
     huge(pages)
     return np.frombuffer(pages, np.uint8)
-
-
-def _touch(memory: Array) -> None:
-    """Have the kernel give pages of fresh memory: the driver, which launches nothing meanwhile, locks them fast."""
-    ctypes.memset(int(memory.ctypes.data), 0, memory.nbytes)  # without the interpreter's lock
