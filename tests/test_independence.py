@@ -210,14 +210,14 @@ def test_exports_are_sorted(part: str) -> None:
 
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
-    "tensor": (4055, 2967),
-    "kernels": (21051, 9954),
-    "graph": (4288, 2602),
-    "kvpool": (6486, 5135),
-    "sampler": (4736, 3940),
-    "scheduler": (4942, 3473),
-    "frontend": (13775, 11763),
-    "recipes": (16229, 4036),
+    "tensor": (4051, 2967),
+    "kernels": (21006, 9954),
+    "graph": (4285, 2602),
+    "kvpool": (6478, 5135),
+    "sampler": (4721, 3940),
+    "scheduler": (4941, 3473),
+    "frontend": (13741, 11763),
+    "recipes": (16194, 4036),
     "cli": (6812, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

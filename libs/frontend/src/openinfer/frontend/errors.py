@@ -102,14 +102,7 @@ class TooLong(APIError):
     """
 
     def __init__(
-        self,
-        prompt: int,
-        output: int | None,
-        context: int,
-        what: str,
-        field: str = "",
-        *,
-        more: bool = False,
+        self, prompt: int, output: int | None, context: int, what: str, field: str = "", *, more: bool = False
     ) -> None:
         self.prompt, self.output, self.context = prompt, output, context
         asked = f"{what} has {prompt} tokens{more * ' or more'}, and the output needs 1 at least"

@@ -142,10 +142,7 @@ def sample_arrays(
 
 
 def _sample(
-    logits: F32,
-    candidates: F32,
-    *columns: NDArray[Any],
-    forbid: NDArray[np.bool_] | I32 | None,
+    logits: F32, candidates: F32, *columns: NDArray[Any], forbid: NDArray[np.bool_] | I32 | None
 ) -> Samples:
     """``sample_arrays`` that draws from `candidates`, the adjusted logits."""
     _check_columns(logits, *columns)
@@ -179,14 +176,7 @@ def _adjusted(
 
 
 def choose_tokens(
-    logits: F32,
-    allowed: F32,
-    temperature: F32,
-    top_k: I32,
-    top_p: F32,
-    min_p: F32,
-    seed: U32,
-    position: I32,
+    logits: F32, allowed: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, seed: U32, position: I32
 ) -> tuple[I32, NDArray[np.bool_]]:
     """Draw from `allowed`, which the raw `logits` have become (or are): tokens i32[R], and which rows cannot be
     sampled, bool[R]; their tokens mean nothing."""

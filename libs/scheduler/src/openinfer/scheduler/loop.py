@@ -103,8 +103,7 @@ class StepLoop(Generic[Owner, Payload]):
             )
         elif problem is None and self.stats.waiting >= self.max_queued:
             problem = Rejected(
-                RejectReason.QUEUE_FULL,
-                f"{self.stats.waiting} requests wait already (max_queued); try later",
+                RejectReason.QUEUE_FULL, f"{self.stats.waiting} requests wait already (max_queued); try later"
             )
         if problem is not None:
             self.stats.rejected[problem.reason] += 1

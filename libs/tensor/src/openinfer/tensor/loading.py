@@ -164,11 +164,7 @@ def _copy_on_device(ckpt: Checkpoint, todo: list[_Task], stream: Stream) -> list
 
 
 def _load_cuda(
-    ckpt: Checkpoint,
-    todo: list[_Task],
-    stream: Stream,
-    total: int,
-    progress: Progress | None,
+    ckpt: Checkpoint, todo: list[_Task], stream: Stream, total: int, progress: Progress | None
 ) -> None:
     device, done = stream.device, 0
     size = min(BUFFER_BYTES, sum(load.dst.nbytes for _, load in todo))

@@ -31,13 +31,7 @@ def adapters_of(
         end = tuple(part.stop for part in one.source)
         shapes[one.module] = max(end, shapes.get(one.module, end))
     return Adapters.allocate(
-        arena,
-        limits.adapters,
-        weights,
-        _projections(loads),
-        dtype=limits.dtype,
-        unused=unused,
-        shapes=shapes,
+        arena, limits.adapters, weights, _projections(loads), dtype=limits.dtype, unused=unused, shapes=shapes
     )
 
 

@@ -61,9 +61,7 @@ class Options:
         None, "GPUs that share the model, as in 0,1; default: the first", metavar="LIST"
     )
     dtype: str = option(
-        "auto",
-        "auto: bfloat16 on a GPU, float32 on a CPU",
-        choices=("auto", "bfloat16", "float32"),
+        "auto", "auto: bfloat16 on a GPU, float32 on a CPU", choices=("auto", "bfloat16", "float32")
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -82,14 +80,10 @@ class Options:
         choices=("on", "off"),
     )
     load_format: str = option(
-        "safetensors",
-        "dummy: random weights, config.json is enough",
-        choices=("safetensors", "dummy"),
+        "safetensors", "dummy: random weights, config.json is enough", choices=("safetensors", "dummy")
     )
     max_model_len: int | None = option(
-        None,
-        "tokens of prompt and output; default: what model and cache allow",
-        kind=tokens,
+        None, "tokens of prompt and output; default: what model and cache allow", kind=tokens
     )
     max_num_seqs: int = option(256, "sequences that run at once", kind=int, within=(1, 1 << 16))
     max_num_batched_tokens: int | None = option(
@@ -133,10 +127,7 @@ class Options:
         16, "the largest rank of an adapter", kind=int, choices=(8, 16, 32, 64, 128, 256, 512)
     )
     lora_modules: Sequence[str] = option(
-        (),
-        "adapters to load first: folders of PEFT by the names of requests",
-        metavar="NAME=PATH",
-        many=True,
+        (), "adapters to load first: folders of PEFT by the names of requests", metavar="NAME=PATH", many=True
     )
     speculative_config: str | None = option(
         None,

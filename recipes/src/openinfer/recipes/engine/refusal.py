@@ -35,8 +35,7 @@ def request_refusal(request: Request, info: EngineInfo) -> Rejected | None:
         )
     if len(params.stop_token_ids) + len(info.eos_token_ids) > MAX_STOP_IDS:
         return Rejected(
-            request.id,
-            f"at most {MAX_STOP_IDS - len(info.eos_token_ids)} stop_token_ids are possible",
+            request.id, f"at most {MAX_STOP_IDS - len(info.eos_token_ids)} stop_token_ids are possible"
         )
     stops = params.forbidden_ids(0, info.eos_token_ids)
     banned = {*stops, *(word[0] for word in params.bad_words_token_ids if len(word) == 1)}

@@ -361,13 +361,7 @@ def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) 
 
 
 def make_pack(
-    device: Device,
-    target: Target,
-    stream: Stream,
-    store: Store,
-    arena: Arena,
-    plan: StartPlan,
-    ranks: Ranks,
+    device: Device, target: Target, stream: Stream, store: Store, arena: Arena, plan: StartPlan, ranks: Ranks
 ) -> Pack:
     """The pack that ops of a GPU run on, with the plan's kernels and its workspace from `arena`."""
     with _phase("kernels"):

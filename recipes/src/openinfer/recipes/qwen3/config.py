@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openinfer.kernels.authoring import AnyPacking
-from openinfer.recipes.engine.config_fields import (
-    WHOLE,
-    Fields,
-    Part,
-    attention_heads,
-    eos_ids,
-    has_own_head,
-)
+from openinfer.recipes.engine.config_fields import WHOLE, Fields, Part, attention_heads, eos_ids, has_own_head
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
 from openinfer.recipes.engine.weights import Experts, for_ranks, packing

@@ -6,13 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    PUBLISHED_SCALES,
-    Linear,
-    LinearPlaces,
-    WeightPart,
-    padded_rows,
-)
+from openinfer.kernels.authoring import PUBLISHED_SCALES, Linear, LinearPlaces, WeightPart, padded_rows
 from openinfer.recipes.engine.weights import expert_places
 from openinfer.recipes.qwen3.config import Config
 from openinfer.tensor import Arena, Checkpoint, Tensor

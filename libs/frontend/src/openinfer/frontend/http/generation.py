@@ -11,15 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from openinfer.frontend.client import EngineClient, OutputDelta
-from openinfer.frontend.contract import (
-    Drafts,
-    Failed,
-    Finished,
-    KVTransfer,
-    Rejected,
-    Request,
-    TokenLogprobs,
-)
+from openinfer.frontend.contract import Drafts, Failed, Finished, KVTransfer, Rejected, Request, TokenLogprobs
 from openinfer.frontend.errors import APIError, EngineDeadError
 from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.params import Plan

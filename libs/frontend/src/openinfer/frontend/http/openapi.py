@@ -7,14 +7,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openinfer.frontend.http.admin import (
-    Admin,
-    LoadBody,
-    SleepBody,
-    UnloadBody,
-    UpdateBody,
-    WakeBody,
-)
+from openinfer.frontend.http.admin import Admin, LoadBody, SleepBody, UnloadBody, UpdateBody, WakeBody
 from openinfer.frontend.http.anthropic import messages_body
 from openinfer.frontend.http.anthropic.messages_body import MessagesBody
 from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED

@@ -316,8 +316,7 @@ class Service:
     async def _encode(self, request: Request, text: str, add_special_tokens: bool, param: str) -> list[int]:
         if self.tokenizer is None:
             raise APIError(
-                "text prompts need a tokenizer, and this server runs without; send token ids",
-                param="prompt",
+                "text prompts need a tokenizer, and this server runs without; send token ids", param="prompt"
             )
         return await encode_prompt(
             self.tokenizer, [text], add_special_tokens, self.client.info, param, request.is_disconnected
@@ -336,14 +335,7 @@ class Service:
         plan = without_idle_budget(plan, limits)
         self.metrics.n.observe(plan.n)
         generation = Generation(
-            self.client,
-            self.tokenizer,
-            self.metrics,
-            plan,
-            prompts,
-            limits,
-            arrival,
-            _trace_parent(request),
+            self.client, self.tokenizer, self.metrics, plan, prompts, limits, arrival, _trace_parent(request)
         )
         log = partial(self._log, request.state.request_id) if self._log_requests else None
         return GenerationResponse(generation, shape, self.active, log)

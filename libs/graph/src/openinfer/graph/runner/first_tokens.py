@@ -63,8 +63,5 @@ class FirstTokens:
             )
             where = f"{queued * 1e3:.0f} ms of it without a row, then {more} preemptions"
             self.watch.find(
-                "first token",
-                f"{what} where {alike}: {where}",
-                prompt_tokens=seq.prompt_len,
-                ttft_s=took,
+                "first token", f"{what} where {alike}: {where}", prompt_tokens=seq.prompt_len, ttft_s=took
             )

@@ -10,14 +10,7 @@ from openinfer.kernels.attention.long import hopper_tile, in_parts, long_rows, s
 from openinfer.kernels.attention.tiles import Tile, coded_attention_tile, long_tile, short_tile
 from openinfer.kernels.linear.choices import RING_TOKENS, releases
 from openinfer.kernels.op.contract import require
-from openinfer.kernels.op.launch import (
-    Arg,
-    Launch,
-    Scratch,
-    beside,
-    launch,
-    power_of_two,
-)
+from openinfer.kernels.op.launch import Arg, Launch, Scratch, beside, launch, power_of_two
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import float32, int32
 

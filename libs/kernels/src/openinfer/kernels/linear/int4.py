@@ -8,13 +8,7 @@ from openinfer.kernels.formats.fp4 import Fp4
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.linear.choices import CLUSTERED, sent_bytes
 from openinfer.kernels.linear.problem import Kernel, Problem
-from openinfer.kernels.op.launch import (
-    Command,
-    Launch,
-    TensorMap,
-    launch_cuda,
-    power_of_two,
-)
+from openinfer.kernels.op.launch import Command, Launch, TensorMap, launch_cuda, power_of_two
 from openinfer.kernels.op.target import shared_bytes
 
 MOST_TOKENS, BLOCK_TOKENS = 256, 128

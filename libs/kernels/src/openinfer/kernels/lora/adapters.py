@@ -115,11 +115,7 @@ class Adapters:
     """
 
     def __init__(
-        self,
-        sizes: AdapterSizes,
-        memory: Tensor,
-        products: Mapping[int, _Product],
-        unused: tuple[str, ...],
+        self, sizes: AdapterSizes, memory: Tensor, products: Mapping[int, _Product], unused: tuple[str, ...]
     ) -> None:
         self.sizes = sizes
         self._unused = unused
@@ -221,13 +217,7 @@ class Adapters:
         product = self._products.get(weight.ptr)
         if product is None:
             return None
-        return Lora(
-            a=product.a,
-            b=product.b,
-            parts=product.own.rows,
-            adapters=ids,
-            token_slots=token_slots,
-        )
+        return Lora(a=product.a, b=product.b, parts=product.own.rows, adapters=ids, token_slots=token_slots)
 
 
 def _aligned(count: int) -> int:

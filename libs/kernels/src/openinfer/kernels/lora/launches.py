@@ -104,12 +104,7 @@ def _of_b(out: Tensor | Scratch, lora: Lora[Tensor]) -> dict[str, Arg]:
 
 
 def _few(
-    out: Tensor | Scratch,
-    x: Tensor | Scratch,
-    normed: Norm | None,
-    lora: Lora[Tensor],
-    *,
-    add: bool,
+    out: Tensor | Scratch, x: Tensor | Scratch, normed: Norm | None, lora: Lora[Tensor], *, add: bool
 ) -> Iterator[Command]:
     """The launches of a step of few tokens: programs of one adapter each. The norm's factor comes last."""
     a, parts = lora.a, lora.parts
@@ -141,14 +136,7 @@ def _few(
         "K": columns,
         "eps": 0.0 if normed is None else normed.eps,
     }
-    args = {
-        "out": out,
-        "partial": partial,
-        "squares": squares,
-        **_of_b(out, lora),
-        "splits": splits,
-        **more,
-    }
+    args = {"out": out, "partial": partial, "squares": squares, **_of_b(out, lora), "splits": splits, **more}
     constants = {
         "BM": FEW_TILE,
         "BN": block,

@@ -228,12 +228,7 @@ class PackedExperts:
         )
 
     def _product(
-        self,
-        pairs: Pairs,
-        out: Scratch,
-        x: Scratch | Tensor,
-        x_scales: Scratch,
-        layer: Linear[Tensor],
+        self, pairs: Pairs, out: Scratch, x: Scratch | Tensor, x_scales: Scratch, layer: Linear[Tensor]
     ) -> Launch:
         """One of the two products; the first is that from tokens."""
         target, tile, first = self.target, self.tile, x is self.arranged

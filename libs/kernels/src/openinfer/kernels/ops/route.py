@@ -239,12 +239,7 @@ def _topk_launches(target: Target, a: _TopkArgs[Tensor]) -> Iterator[Command]:
             "first_expert": a.first_expert,
             "num_experts": a.num_experts,
         },
-        {
-            "K": chosen,
-            "K_BLOCK": power_of_two(chosen),
-            "BLOCK": power_of_two(experts),
-            "COLUMNS": block,
-        },
+        {"K": chosen, "K_BLOCK": power_of_two(chosen), "BLOCK": power_of_two(experts), "COLUMNS": block},
         num_warps=1,
         early=target.starts_early,
     )

@@ -58,12 +58,7 @@ class Disk:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        num_bytes: int,
-        groups: Sequence[Group],
-        fingerprint: bytes,
-        about: dict[str, Any],
+        self, folder: Path, num_bytes: int, groups: Sequence[Group], fingerprint: bytes, about: dict[str, Any]
     ) -> None:
         self._sizes, self._num_bytes = [g.block_bytes for g in groups], num_bytes
         self._fingerprint = fingerprint

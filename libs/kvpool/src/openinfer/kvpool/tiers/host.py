@@ -124,10 +124,7 @@ class HostMemory:
         self._thread: threading.Thread | None = None
 
     def grow(
-        self,
-        device: Device,
-        register: Callable[[int, int], None] | None = None,
-        memory: Array | None = None,
+        self, device: Device, register: Callable[[int, int], None] | None = None, memory: Array | None = None
     ) -> None:
         """Start to lock the memory for copies of this device. register: gets the address and the bytes of each piece in
         that thread, before its use. memory: uint8 [nbytes], fresh, at a multiple of 4,096; None: its own."""

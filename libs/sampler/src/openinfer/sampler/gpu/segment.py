@@ -124,12 +124,7 @@ def verify_rows(
 
 
 def draw_drafts(
-    pack: Pack,
-    rows: RowFields,
-    buffers: SampleBuffers,
-    spans: Tensor,
-    allowed_masks: Tensor,
-    first: int = 0,
+    pack: Pack, rows: RowFields, buffers: SampleBuffers, spans: Tensor, allowed_masks: Tensor, first: int = 0
 ) -> Tensor:
     """Draw a draft for each row that sampled in a step which is over, from the logits of a layer that drafts. Returns
     the tokens, int32 [R], -1 = none. They come with the noise, filters and penalties that the row's own token will have

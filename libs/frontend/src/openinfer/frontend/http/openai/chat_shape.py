@@ -151,11 +151,7 @@ class ChatShape(OpenAIShape):
         return message
 
     def _choice(
-        self,
-        choice: Choice,
-        message: _Message | UnsetType,
-        delta: _Message | UnsetType,
-        piece: TextPiece,
+        self, choice: Choice, message: _Message | UnsetType, delta: _Message | UnsetType, piece: TextPiece
     ) -> _Choice:
         reason = choice.finish_reason if piece.last else None
         if reason == "stop" and choice.index in self._calls:
