@@ -108,13 +108,8 @@ class Alone:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    @property
-    def branch(self) -> int:
-        return self._inner.branch
-
-    @branch.setter
     def branch(self, number: int) -> None:
-        self._inner.branch = number
+        self._inner.branch(number)
 
     def run(self, op: Op[Any], args: Any) -> None:
         if op.name == "hc_post":  # the sum is left out, the streams are not

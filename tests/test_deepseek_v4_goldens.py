@@ -120,21 +120,16 @@ class Swapped:
 
     def __init__(self) -> None:
         self.inner, self.kept, self.swapped = CpuPack(batch_invariant=True), list[tuple[Op[Any], Any]](), 0
-        self._branch = 0
+        self.number = 0
 
-    @property
-    def branch(self) -> int:
-        return self._branch
-
-    @branch.setter
     def branch(self, number: int) -> None:
-        self._branch = number
+        self.number = number
         while not number and self.kept:
             self.inner.run(*self.kept.pop(0))
 
     def run(self, op: Op[Any], args: Any) -> None:
-        self.swapped += bool(self.kept) and self.branch == 2
-        if self.branch == 1:
+        self.swapped += bool(self.kept) and self.number == 2
+        if self.number == 1:
             self.kept.append((op, args))
         else:
             self.inner.run(op, args)

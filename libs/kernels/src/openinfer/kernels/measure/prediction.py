@@ -60,10 +60,9 @@ class Prediction(NamedTuple):
         """The prediction for the calls of a step that `ranks` GPUs share."""
         fixed, varying, bent = 0.0, [], []
         for call in calls:
-            speed = figures.speed(call.kind, call.tokens, len(call.commands))
+            speed = _speed(call, figures)
             line = _line(call, tokens, rows, speed)
-            kernel_s = 0.0 if call.branch == 2 else speed.kernel_s  # they start while others run
-            fixed += call.times * (kernel_s + _link_s(call, line.none, figures, ranks))
+            fixed += call.times * (speed.kernel_s + _link_s(call, line.none, figures, ranks))
             if not _is_line(call, line, tokens, rows):
                 bent.append((call, speed))
             elif not any((*line.row, *line.token, *line.pair)):
@@ -112,13 +111,11 @@ class Parts(NamedTuple):
         memory_s, compute_s, kernels_s, link_s = 0.0, 0.0, 0.0, 0.0
         for call in calls:
             cost = call.cost(workload)
-            speed = figures.speed(call.kind, call.tokens, len(call.commands))
+            speed = _speed(call, figures)
             memory, compute = cost.bytes / speed.bytes_per_s, cost.flops / speed.flops_per_s
             launches = min(speed.kernel_s, len(call.commands) * figures.fitted.kernel_s)
             # Of an op with a line: work that grows with neither bytes nor FLOPs.
             rest = speed.kernel_s - launches
-            if call.branch == 2:
-                launches = rest = 0.0
             if memory >= compute:
                 memory_s += call.times * (memory + rest)
             else:
@@ -145,6 +142,12 @@ def predictions(
         )
         return {}
     return {shape: Prediction.of(calls, shape[0], shape[1], figures, ranks) for shape, calls in steps.items()}
+
+
+def _speed(call: Call, figures: Figures) -> Speed:
+    """The speed of a call. Kernels of a fork's second branch start while others run."""
+    speed = figures.speed(call.kind, call.tokens, len(call.commands))
+    return speed._replace(kernel_s=0.0) if call.branch == 2 else speed
 
 
 def _link_s(call: Call, cost: Cost, figures: Figures, ranks: int) -> float:

@@ -172,8 +172,12 @@ class PackedExperts:
                 "CODES": self.tile.coded,
             },
             num_warps=4 if block < 2048 else 8,
-            early=self.target.early(self.a.x.shape[0]),
+            early=self._early,
         )
+
+    @property
+    def _early(self) -> bool:
+        return self.target.early(self.a.x.shape[0])
 
     def multiply(self, pairs: Pairs) -> Iterator[Launch]:
         """From tokens to the results of pairs, with the clamped gate between the products."""
@@ -204,7 +208,7 @@ class PackedExperts:
                 "QUANTIZED": self.a.quantized,
                 "CODES": tile.coded,
             },
-            early=self.target.early(self.a.x.shape[0]),
+            early=self._early,
         )
         yield self._product(pairs, self.results, hidden, scales, linear_of(self.a.down))
 
@@ -224,7 +228,7 @@ class PackedExperts:
                 "width": Aligned(width),
             },
             {"CHOSEN": pairs.chosen, "BLOCK": block},
-            early=self.target.early(self.a.x.shape[0]),
+            early=self._early,
         )
 
     def _product(
@@ -273,7 +277,7 @@ class PackedExperts:
             constants["TURN"] = tile.turn if k // 128 % tile.turn == 0 else 1
         else:
             constants["BK"] = depth(k, 64 if tile.bm > 64 else 128)
-        grid, early = (n // rows, pairs.tiles(tile.bm)), target.early(pairs.tokens)
+        grid, early = (n // rows, pairs.tiles(tile.bm)), self._early
         return launch(
             _DEVICE, tile.kernel, grid, args, constants, num_warps=warps, num_stages=tile.stages, early=early
         )

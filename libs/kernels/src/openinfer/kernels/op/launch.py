@@ -264,7 +264,7 @@ def launch(
     """Make a launch record; types and alignments follow from the arguments.
 
     Ints travel as i32 (LaunchError where one does not fit), floats as fp32, tensors as pointers with 16-byte alignment
-    assumed where their address has it. early: also the kernel's constant EARLY, which a kernel has unless it is None.
+    assumed where their address has it. early: see Launch; unless None, it is also the constant EARLY of the kernel.
     """
     signature, divisible = [], []
     for name, arg in args.items():

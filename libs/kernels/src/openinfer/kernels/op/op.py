@@ -80,7 +80,7 @@ class Cost:
 
 class Pack(Protocol):
     """One way to run ops. `run` gets the op and the arguments of a call, as `Op.args` makes them. A pack that can run
-    calls side by side has the attribute `branch`, too: of the calls that follow, see fork."""
+    calls side by side has `branch(number)`, too: the calls that follow are of this branch of a fork, 0: of none."""
 
     def run(self, op: "Op[Any]", args: Any) -> None: ...
 
@@ -99,7 +99,7 @@ def fork(pack: Pack, tokens: int) -> Iterator[tuple[Pack, Pack]]:
     try:
         yield _Branch(pack, 1), _Branch(pack, 2)
     finally:
-        pack.branch = 0
+        pack.branch(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Branch:
     number: int
 
     def run(self, op: "Op[Any]", args: Any) -> None:
-        self.pack.branch = self.number
+        self.pack.branch(self.number)
         self.pack.run(op, args)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from openinfer.kernels import moe
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.linear import EXPERTS, Linear, expect_linear, linear_of
-from openinfer.kernels.linear.problem import expect_float8
+from openinfer.kernels.linear.problem import expect_bf16, expect_float8
 from openinfer.kernels.moe import Pairs
 from openinfer.kernels.moe.plain import PlainExperts, expert_tile
 from openinfer.kernels.norms import norm
@@ -20,7 +20,7 @@ from openinfer.kernels.op.launch import Command, Scratch
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, normed, rounded, silu
 from openinfer.kernels.op.target import Target
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.tensor import Tensor, float32, int32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ def _reference(a: _Args[Array]) -> None:
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
-    require(a.x.dtype == bfloat16, f"x is {a.x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+    expect_bf16(a.x)
     if any(isinstance(one.form, Fp8) for one in _weights(a)):
         expect_float8(target)
     hidden: Tensor | Scratch = a.x

@@ -6,13 +6,14 @@ from typing import Generic
 
 import numpy as np
 
+from openinfer.kernels.linear.problem import expect_bf16
 from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, expect_cos_sin, expect_each, require
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.op.op import Cost, Op, T, Workload
 from openinfer.kernels.op.reference import Array, f32, rotated_pairs, rounded
 from openinfer.kernels.op.rounding import hadamard, q4
 from openinfer.kernels.op.target import Target
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.tensor import Tensor, float32, int32
 
 _DEVICE = "openinfer.kernels.device.index_topk"
 
@@ -87,7 +88,7 @@ class _Args(Generic[T]):
 
     def launches(self: "_Args[Tensor]", target: Target, tuning: IndexTuning) -> Iterator[Command]:
         tokens, topk = self.selected.shape
-        size = min(tuning.tokens, tokens)
+        size, early = min(tuning.tokens, tokens), target.early(tokens)
         segments = -(-self.width // tuning.segment)
         scores = Scratch((size, self.width), float32)
         found = Scratch((size, segments, topk) if segments > 1 else (1,), int32)
@@ -95,11 +96,11 @@ class _Args(Generic[T]):
         for first in range(0, tokens, size):
             part = slice(first, min(first + size, tokens))
             if self.width > topk:
-                yield self._scores(target, tuning, scores, part)
-            yield from self._select(target, tuning, scores, found, order, part)
+                yield self._scores(tuning, scores, part, early)
+            yield from self._select(tuning, scores, found, order, part, early)
 
     def _scores(
-        self: "_Args[Tensor]", target: Target, tuning: IndexTuning, scores: Scratch, part: slice
+        self: "_Args[Tensor]", tuning: IndexTuning, scores: Scratch, part: slice, early: bool
     ) -> Launch:
         _, heads, dim = self.q.shape
         per_page = self.keys.shape[1]
@@ -116,17 +117,17 @@ class _Args(Generic[T]):
                 "D": dim, "ROTARY": 2 * self.cos_sin.shape[2], "PAGE": self.window * per_page, "ENTRIES": per_page,
                 "HEADS": max(16, power_of_two(heads)), "BN": tuning.block, "QUANTIZED": self.quantized,
             },
-            num_warps=tuning.warps, num_stages=tuning.stages, early=target.early(self.selected.shape[0]),
+            num_warps=tuning.warps, num_stages=tuning.stages, early=early,
         )  # fmt: skip
 
     def _select(
         self: "_Args[Tensor]",
-        target: Target,
         tuning: IndexTuning,
         scores: Scratch,
         found: Scratch,
         order: Scratch,
         part: slice,
+        early: bool,
     ) -> Iterator[Launch]:
         tokens, topk = part.stop - part.start, self.selected.shape[1]
         segments = -(-self.width // tuning.segment)
@@ -139,7 +140,7 @@ class _Args(Generic[T]):
             _DEVICE, "select_entries", (tokens, segments),
             {"selected": selected, "scores": scores, **tensors, "width": self.width, **sizes},
             {"BLOCK": tuning.segment, "SMALL": tuning.small, "FILL": power_of_two(topk)},
-            num_warps=tuning.select_warps, early=target.early(self.selected.shape[0]),
+            num_warps=tuning.select_warps, early=early,
         )  # fmt: skip
         if segments > 1:
             lists = min(segments, max(2, MERGED_CANDIDATES // topk))
@@ -147,7 +148,7 @@ class _Args(Generic[T]):
                 _DEVICE, "select_found", (tokens,),
                 {"selected": selected, **tensors, **sizes, "segments": segments, "lists": lists},
                 {"SEGMENT": tuning.segment, "BLOCK": power_of_two(lists * topk)},
-                num_warps=tuning.select_warps, early=target.early(self.selected.shape[0]),
+                num_warps=tuning.select_warps, early=early,
             )  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def _reference(a: _Args[Array]) -> None:
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
-    require(a.q.dtype == bfloat16, f"q is {a.q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+    expect_bf16(a.q, "q")
     yield from a.launches(target, a.tuning(target))
 
 

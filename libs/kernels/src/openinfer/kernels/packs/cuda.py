@@ -153,13 +153,8 @@ class LaunchPack:
         self._recall = Recall(target)
         self._branch = 0
 
-    @property
-    def branch(self) -> int:
-        """The branch of the calls that follow; 0: of none (see op.fork)."""
-        return self._branch
-
-    @branch.setter
     def branch(self, number: int) -> None:
+        """The calls that follow are of this branch; 0: of none (see op.fork)."""
         if number != self._branch:
             self._branch = number
             self.driver.branch(number)

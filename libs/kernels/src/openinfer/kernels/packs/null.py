@@ -74,8 +74,8 @@ def scratches(command: Command) -> list[Scratch]:
 
 @dataclass(slots=True)
 class NullPack:
-    """Records calls. Tensors may live on the "null" device: no memory and no GPU is needed. `times` and `branch`: of
-    the calls that follow."""
+    """Records calls. Tensors may live on the "null" device: no memory and no GPU is needed. `times`: of the calls that
+    follow."""
 
     target: Target
     calls: list[Call] = field(default_factory=list)
@@ -83,18 +83,14 @@ class NullPack:
     _branch: int = 0
     _forks: int = 0
 
-    @property
-    def branch(self) -> int:
-        return self._branch
-
-    @branch.setter
     def branch(self, number: int) -> None:
+        """See op.Pack."""
         self._forks += bool(number) and not self._branch
         self._branch = number
 
     def run(self, op: Op[Any], args: Any) -> None:
-        fork, commands = self._forks if self.branch else 0, tuple(op.plan(self.target, args))
-        self.calls.append(Call(op, args, commands, self.times, fork, self.branch))
+        fork, commands = self._forks if self._branch else 0, tuple(op.plan(self.target, args))
+        self.calls.append(Call(op, args, commands, self.times, fork, self._branch))
 
     def traced(self, work: Callable[[], None]) -> list[Call]:
         """Do the work; the calls that it made."""
