@@ -563,9 +563,8 @@ def test_bench_host_engine_and_pool() -> None:
         assert 0 < steady["p50_us"] <= steady["p99_us"]
         assert len(steady["repeats"]["us"]) == 200
         assert watch["what"] == f"{recipe}: trace and watch of such a step, batch 4"
-        assert min(watch["repeats"]["us"]) < steady["p50_us"]  # other programs slow some blocks
         assert ranks["what"] == f"{recipe}: telling three other ranks of such a step, batch 4"
-        assert ranks["p50_us"] < steady["p50_us"]
+        assert all(0 < result["p50_us"] <= result["p99_us"] for result in (watch, ranks, change))
         assert len(change["repeats"]["us"]) == 32
     assert bench_host.pool_result(tokens=256)["mean_us"] > 0
 

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -29,27 +28,12 @@ def openinfer(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
 
 
-def cpu_seconds(*arguments: str) -> float:
-    """The least CPU time of three runs: what the command costs, however busy the machine is."""
-    times = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert openinfer(*arguments).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(times)
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["serve", "--help"]])
-def test_help_and_version_answer_at_once(arguments: list[str]) -> None:
-    assert cpu_seconds(*arguments) < 0.3
-
-
-def test_help_imports_nothing_heavy() -> None:
+def test_help_and_version_import_little() -> None:
     code = (
         "import sys; from openinfer.cli import main; main(['--help']); main(['--version']); main(['serv']); "
         "main(['serve', '--help']); "
-        "bad = {'numpy', 'asyncio', 'msgspec', 'openinfer.tensor'} & set(sys.modules); assert not bad, bad"
+        "bad = {'numpy', 'asyncio', 'msgspec', 'openinfer.tensor'} & set(sys.modules); assert not bad, bad; "
+        "assert len(sys.modules) < 260, len(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

@@ -49,14 +49,9 @@ def test_the_command_line_knows_the_formats_without_importing_them() -> None:
     assert server_flags.REASONING_PARSERS == chat.REASONING_FORMATS
 
 
-def test_importing_is_quick() -> None:
-    # Processor time, beside that of asyncio: a slow or busy machine takes longer for both.
-    code = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
-    ours, unit = (
-        min(float(python(code.format(name))) for _ in range(3))
-        for name in ("openinfer.frontend.client", "asyncio")
-    )
-    assert ours < 5 * unit
+def test_the_client_loads_little() -> None:
+    code = "import sys; before = len(sys.modules); import openinfer.frontend.client; print(len(sys.modules) - before)"
+    assert int(python(code)) < 200  # asyncio alone has a hundred
 
 
 @pytest.mark.parametrize(

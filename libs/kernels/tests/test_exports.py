@@ -40,28 +40,16 @@ def test_import_and_plan_need_no_triton_and_no_driver():
 import sys
 sys.modules["triton"] = None
 sys.modules["cuda.bindings.driver"] = None
-import time
 import numpy, ml_dtypes, safetensors
-start = time.thread_time()
+before = len(sys.modules)
 from openinfer.kernels import H200, NullPack, linear_add
 from openinfer.tensor import Arena, Device, bfloat16
-took = time.thread_time() - start
+modules = len(sys.modules) - before
 arena, pack = Arena(Device("null"), None), NullPack(H200)
 x, h, weight = (arena.alloc(shape, bfloat16) for shape in ((4, 64), (4, 64), (64, 64)))
 linear_add(pack, x=x, h=h, weight=weight)
 assert pack.specs()[0].function == "gemm_small"
-print(took)
+print(modules)
 """
-    asyncio = "import time; start = time.thread_time(); import asyncio; print(time.thread_time() - start)"
-    took, unit = (
-        min(
-            float(
-                subprocess.run(
-                    [sys.executable, "-c", code], check=True, capture_output=True, text=True
-                ).stdout
-            )
-            for _ in range(3)
-        )
-        for code in (program, asyncio)
-    )
-    assert took < 6 * unit  # CPU time beyond numpy's; a slow or busy machine takes longer for both
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert int(found.stdout) < 240  # beyond numpy's: an import takes time by the module

@@ -36,18 +36,15 @@ def test_every_public_name_is_documented():
         assert getattr(openinfer.scheduler, name).__doc__, name
 
 
-def test_import_needs_the_standard_library_only_and_is_quick():
+def test_import_needs_the_standard_library_only_and_loads_little():
     code = (
-        "import sys, time; before = set(sys.modules); start = time.thread_time(); import openinfer.scheduler; "
-        "print(time.thread_time() - start); "
-        "print(*{name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names)"
+        "import sys; before = set(sys.modules); import openinfer.scheduler; new = set(sys.modules) - before; "
+        "print(len(new), *{name.split('.')[0] for name in new} - sys.stdlib_module_names)"
     )
-    outputs = [
-        subprocess.run([sys.executable, "-I", "-c", code], check=True, capture_output=True, text=True).stdout
-        for _ in range(3)
-    ]
-    assert min(float(output.split("\n")[0]) for output in outputs) < 0.1
-    assert outputs[0].split("\n")[1].split() == ["openinfer"]
+    command = [sys.executable, "-I", "-c", code]
+    modules, *others = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert int(modules) < 110
+    assert others == ["openinfer"]
 
 
 def test_no_module_reaches_into_the_private_names_of_another():
