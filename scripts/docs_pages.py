@@ -175,7 +175,7 @@ what the driver takes. The cache is in tokens of all sequences, beside recurrent
 
 `--max-num-seqs`, `--max-num-batched-tokens` and `--max-model-len` make room; Qwen3.5 keeps a state for each of
 `--max-num-seqs` rows. `openinfer explain MODEL_DIR --gpu-memory 80` counts for your flags and your GPU.
-The columns are plans; engines ran on H100s of 80 GB and on H200s only.
+These are plans; engines ran on H100s of 80 GB and on H200s.
 
 {table}
 
@@ -196,17 +196,20 @@ def row(recipe: Recipe[Any], name: str, config: Any) -> list[str]:
     """A published size: its weights, the rest, and the tokens of cache that each GPU has room for."""
 
     @functools.cache
-    def plan(target: Target) -> Outline:
-        return Outline(recipe, Source(config), recipe.options(), target)
+    def plan(target: Target, nbytes: float) -> Outline:
+        return Outline(recipe, Source(config), recipe.options(), target, memory_bytes=nbytes)
 
-    weights = plan(SERVED).memory["weights"]
-    rest = plan(SERVED).fixed_bytes - weights
+    largest = plan(SERVED, 10e12)
+    weights = largest.memory["weights"]
+    rest = largest.fixed_bytes - weights
     cells = [name, recipe.name, f"{weights / 1e9:.1f} GB", f"{rest / 1e9:.1f} GB"]
     for nbytes, target in GPUS.values():
         room, found = int(nbytes * SHARE), "0"
         if weights < room:  # else a plan, which takes seconds, would say the same
             with contextlib.suppress(SetupError):
-                found = f"{plan(target).cache(room - plan(target).fixed_bytes).capacity_tokens:,}"
+                found = (
+                    f"{plan(target, nbytes).cache(room - plan(target, nbytes).fixed_bytes).capacity_tokens:,}"
+                )
         cells.append(found)
     return cells
 

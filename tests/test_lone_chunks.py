@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.graph import Shape
+from openinfer.kernels import H200
 from openinfer.recipes.deepseek_v3.recipe import RECIPE as DEEPSEEK_V3
 from openinfer.recipes.deepseek_v4.recipe import RECIPE as DEEPSEEK_V4
 from openinfer.recipes.engine import Source, startup
@@ -81,3 +83,29 @@ def test_all_models_have_them_on_a_gpu_and_only_by_default() -> None:
     )
     assert of(QWEN3, max_num_batched_tokens=2048) == of(QWEN3, device="cpu") == ()
     assert of(DEEPSEEK_V4, max_num_seqs=5000) == (8192,)
+
+
+def test_they_are_given_up_where_the_cache_has_no_room_for_eight() -> None:
+    def of(nbytes: float, **flags: Any) -> tuple[int, ...]:
+        options, source = QWEN3_5.options(**flags), Source(QWEN3_5.published()["35B-A3B"])
+        outline = Outline(QWEN3_5, source, options, SERVED, memory_bytes=nbytes)
+        sizes, room = outline.buckets.lone_tokens, int(0.9 * nbytes) - outline.fixed_bytes
+        assert outline.cache(room).capacity_tokens >= 8 * max(sizes, default=2048)
+        return sizes
+
+    assert of(141e9) == (4096, 8192)
+    assert of(80e9) == ()
+    assert of(141e9, kv_cache_memory_bytes=3 << 29) == (4096,)
+
+
+def test_ranks_give_them_up_together() -> None:
+    """Where another rank has less room, this one does without as well."""
+    options, target = QWEN3.options(), replace(H200, nvrtc=True)
+    blueprint: Any = QWEN3.blueprint(Source(QWEN3.published()["4B"]), options, ranks=2)
+    limits = decide(options, Device("cuda"), blueprint)
+    plan = startup.make_start_plan(blueprint, limits, startup.buckets_for(blueprint, limits), target)
+    for others, left in (([1], (4096,)), ([0], ())):
+        found = startup.with_room(
+            plan, blueprint, options, target, 141e9, lambda mine, others=others: [min(*mine, *others)]
+        )
+        assert found.limits.lone_tokens == left

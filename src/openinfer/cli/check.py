@@ -89,8 +89,9 @@ def _check(args: argparse.Namespace, asked: Asked) -> int:
             report.say("chat", "a template" + (", and another for chats with tools" if with_tools else ""))
     if source is not None and not report.problems:
         with report.part("memory"):
-            outline = Outline(recipe, source, options, SERVED)
-            print(memory_plan(outline, args.gpu_memory * 1e9, options.gpu_memory_utilization))
+            memory = args.gpu_memory * 1e9
+            outline = Outline(recipe, source, options, SERVED, memory_bytes=memory)
+            print(memory_plan(outline, memory, options.gpu_memory_utilization))
     for problem in report.problems:
         print(f"refused: {problem}")
     if not report.problems:

@@ -76,7 +76,8 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
         raise recipe_flags.BadFlags(f"--ranks {ranks}: a model is on at least one GPU")
     if args.plot:
         recipe_flags.figure_type()  # what is missing is said before the work
-    outline = Outline(asked.recipe, asked.source(), asked.options, SERVED, ranks=ranks)
+    memory = args.gpu_memory * 1e9
+    outline = Outline(asked.recipe, asked.source(), asked.options, SERVED, ranks=ranks, memory_bytes=memory)
     measured = ledger.microseconds(args.ledger) if args.ledger else {}
     if args.prefill:
         title, steps = f"prefill of {args.prefill} tokens", outline.prefill(args.prefill)
@@ -90,7 +91,7 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     print(f"  {outline.kernels}")
     for how, count in exchanges(steps, outline.target).items():
         print(f"  between ranks: {count} x {how}")
-    print(memory_plan(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
+    print(memory_plan(outline, memory, args.gpu_memory_utilization))
     for line in tiers.describe(asked.options, outline.groups, outline.parts, tiers.speeds(args)):
         print(f"  tier: {line}")
     if args.plot:

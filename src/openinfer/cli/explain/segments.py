@@ -9,7 +9,7 @@ import numpy as np
 
 from openinfer.graph import Buckets, Shape
 from openinfer.graph.runner import Model
-from openinfer.kernels import H200, Call, CudaSpec, Pack, Target, Workload
+from openinfer.kernels import GPUS, H200, Call, CudaSpec, Pack, Target, Workload
 from openinfer.kvpool import Pool
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.errors import SetupError
@@ -17,7 +17,7 @@ from openinfer.recipes.engine.forced import Forced, NoRoom
 from openinfer.recipes.engine.limits import OUTSIDE_BYTES, Room, decide
 from openinfer.recipes.engine.options import O
 from openinfer.recipes.engine.recipe import Recipe, Source
-from openinfer.recipes.engine.startup import buckets_for, make_start_plan, options_target
+from openinfer.recipes.engine.startup import buckets_for, make_start_plan, options_target, with_room
 from openinfer.sampler.gpu import sample_rows
 from openinfer.tensor import Device
 
@@ -70,20 +70,26 @@ class Outline:
     `fitted`: the same with the kernels that speeds were fitted to, which are Triton's. `max_model_len`: tokens of a
     sequence, where the cache has room for them. cache_form: of the cache of keys and values. `groups`: the kinds of the
     cache, with the fewest blocks. `parts`: GPUs that each hold a part of a block of the cache. ranks: GPUs that share
-    the model, by default as the options say; of several, this is the first one's part.
+    the model, by default as the options say; of several, this is the first one's part. memory_bytes: of each GPU.
     """
 
     def __init__(
-        self, recipe: Recipe[O], source: Source, options: O, target: Target, *, ranks: int | None = None
-    ) -> None:
+        self, recipe: Recipe[O], source: Source, options: O, target: Target, *, ranks: int | None = None,
+        memory_bytes: float = GPUS[H200.gpu].memory_bytes,
+    ) -> None:  # fmt: skip
         ranks = options.tensor_parallel_size if ranks is None else ranks
         blueprint: Any = recipe.blueprint(source, options, ranks=ranks)
         limits = decide(options, Device("cuda"), blueprint)
-        self._blueprint, self._limits, self._prefix_cache = blueprint, limits, options.enable_prefix_caching
-        self.buckets = buckets_for(blueprint, limits)
         self.target = options_target(options, target)
         self.fitted = replace(self.target, nvrtc=False)
-        self._plan = plan = make_start_plan(blueprint, limits, self.buckets, self.target)
+        plan = make_start_plan(blueprint, limits, buckets_for(blueprint, limits), self.target)
+        self._plan = plan = with_room(plan, blueprint, options, self.target, memory_bytes)
+        self._blueprint, self._limits, self._prefix_cache = (
+            blueprint,
+            plan.limits,
+            options.enable_prefix_caching,
+        )
+        self.buckets = buckets_for(blueprint, plan.limits)
         self.max_model_len, self.cache_form = limits.max_model_len, limits.cache
         self.groups, self.parts = blueprint.groups(limits), 1 if blueprint.cache_is_alike else ranks
         self.model, self.fixed_bytes = plan.model, plan.fixed_bytes + OUTSIDE_BYTES

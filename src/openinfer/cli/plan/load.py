@@ -183,8 +183,9 @@ class PlannedServer:
     ) -> "PlannedServer":
         """Trace its steps and plan its memory. Raises SetupError."""
         options = dataclasses.replace(asked.options, enable_prefix_caching=agents is not None)
-        outline = Outline(asked.recipe, asked.source(), options, target, ranks=gpus)
-        room = int(figures.memory_bytes * options.gpu_memory_utilization) - outline.fixed_bytes
+        memory = figures.memory_bytes
+        outline = Outline(asked.recipe, asked.source(), options, target, ranks=gpus, memory_bytes=memory)
+        room = int(memory * options.gpu_memory_utilization) - outline.fixed_bytes
         wanted = options.kv_cache_memory_bytes
         server = cls(asked, outline, figures, room if wanted is None else wanted, gpus, acceptance, agents)
         outline.cache(server.cache_bytes)  # too little room is said before the work

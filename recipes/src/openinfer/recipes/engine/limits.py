@@ -23,6 +23,8 @@ OUTSIDE_BYTES = 1 << 30
 CPU_CACHE_BYTES = 2 << 30
 LONE_TOKENS = ((4096,), (4096, 8192))
 """Chunks of a prompt that is alone in its step; and of mixtures, which read an expert's weights for few tokens each."""
+LONE_STEPS = 8
+"""Such a chunk is a step's where the cache has room for as many of them."""
 CACHE_FORMS = {"auto": None, "bfloat16": CacheForm(bfloat16), "fp8": FP8_CACHE, "fp8_e4m3": FP8_CACHE}
 """The forms of the cache by --kv-cache-dtype. None: numbers of --dtype."""
 
@@ -75,8 +77,15 @@ class Room:
         if device.kind == "cpu":
             return cls(CPU_CACHE_BYTES, device, fixed_bytes)
         taken = device.total_memory - device.free_memory
-        share = int(device.total_memory * options.gpu_memory_utilization)
-        return cls(share - taken - OUTSIDE_BYTES - fixed_bytes, device, fixed_bytes)
+        alone = cls.alone(device.total_memory, options, fixed_bytes)
+        return cls(alone.nbytes - taken, device, fixed_bytes)
+
+    @classmethod
+    def alone(cls, memory_bytes: float, options: Options, fixed_bytes: int) -> "Room":
+        """The room that the flags leave on a GPU of so much memory if nothing else is on it."""
+        share = int(memory_bytes * options.gpu_memory_utilization) - OUTSIDE_BYTES - fixed_bytes
+        wanted = options.kv_cache_memory_bytes
+        return cls(share if wanted is None else min(wanted, share), Device("cuda"), fixed_bytes)
 
     def pages(self, limits: Limits, page_bytes: int) -> int:
         """Pages of a cache of nothing but pages, the padding page included: no more than every row at full length uses.

@@ -41,7 +41,7 @@ from openinfer.recipes.engine.engine import Engine, Served
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.followers import Followers, NoFollowers
 from openinfer.recipes.engine.following import Following
-from openinfer.recipes.engine.limits import CACHE_FORMS, Limits, Room, decide, fit
+from openinfer.recipes.engine.limits import CACHE_FORMS, LONE_STEPS, Limits, Room, decide, fit
 from openinfer.recipes.engine.offload import Cache, check_offload, open_tiers
 from openinfer.recipes.engine.options import O, Options
 from openinfer.recipes.engine.ranks import Ranks
@@ -76,12 +76,13 @@ STEPS_IN_FLIGHT = 2
 class StartPlan:
     """The result of tracing every segment on the null device, which needs no GPU.
 
-    fixed_bytes: bytes of the arena without the cache. specs: the kernels. scratch_bytes, zeroed_bytes: the workspace.
-    steps: the calls of every step by its shape. peer_widths: bytes of rows that ranks push to each other. model: on
-    the null device."""
+    fixed_bytes: bytes of the arena without the cache. model: on the null device. limits: what it is for. specs: the
+    kernels. scratch_bytes, zeroed_bytes: the workspace. steps: the calls of every step by its shape. peer_widths: bytes
+    of rows that ranks push to each other."""
 
     fixed_bytes: int
     model: Model
+    limits: Limits
     specs: list[Spec] = field(default_factory=list)
     scratch_bytes: int = 0
     zeroed_bytes: int = 0
@@ -231,12 +232,13 @@ class Builder(Generic[O]):
                 plan = make_start_plan(blueprint, self.limits, buckets, target)
             activated.result()
             if target is not None:
+                plan = with_room(plan, blueprint, options, target, device.total_memory, ranks.least)
                 ranks.open(device, Stream(device), plan.peer_widths)
             room = Room.on(device, options, plan.fixed_bytes)
-            blocks = ranks.least(blueprint.share(self.limits, room))
+            blocks = ranks.least(blueprint.share(plan.limits, room))
             self.target, self.store, self.plan = target, store, plan
-            self.cache = self._cache(blueprint.groups(self.limits, blocks))
-            self.limits = fit(self.limits, options, self.cache.pool.capacity_tokens)
+            self.cache = self._cache(blueprint.groups(plan.limits, blocks))
+            self.limits = fit(plan.limits, options, self.cache.pool.capacity_tokens)
         return blocks
 
     def _cache(self, groups: Sequence[Group]) -> Cache:
@@ -341,14 +343,40 @@ def make_start_plan(
     model = blueprint.lay_out(arena, Stream(null), limits, [1] * len(smallest))
     fixed = arena.used - sum(group.block_bytes for group in smallest)
     if target is None:
-        return StartPlan(fixed, model)
+        return StartPlan(fixed, model, limits)
     pack = NullPack(target)
     traced = blueprint.traced(model, pack)
     calls = {key: pack.traced(work) for key, work in segments(traced, pack, buckets).items()}
     steps = {s: [call for key in step_keys(s) for call in calls.get(key, [])] for s in buckets.segments()}
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
     workspace = scratch + zeroed + 1024
-    return StartPlan(fixed + workspace, model, pack.specs(), scratch, zeroed, steps, pack.peer_widths())
+    return StartPlan(
+        fixed + workspace, model, limits, pack.specs(), scratch, zeroed, steps, pack.peer_widths()
+    )
+
+
+def with_room(
+    plan: StartPlan, blueprint: Blueprint[M], options: Options, target: Target, memory_bytes: float,
+    least: Callable[[Sequence[int]], Sequence[int]] = list,
+) -> StartPlan:  # fmt: skip
+    """The plan, on GPUs of `memory_bytes`, without the longest lone steps as long as they leave too little for the
+    cache (limits.LONE_STEPS). least: Ranks.least, for all ranks to do the same."""
+    while (limits := plan.limits).lone_tokens:
+        tokens = _capacity(blueprint, limits, Room.alone(memory_bytes, options, plan.fixed_bytes))
+        enough = min(LONE_STEPS * limits.step_tokens, limits.max_rows * limits.max_model_len)
+        if least([tokens >= enough])[0]:
+            break
+        log.info("no steps of %d tokens: the cache would have only %d tokens", limits.step_tokens, tokens)
+        limits = dataclasses.replace(limits, lone_tokens=limits.lone_tokens[:-1])
+        plan = make_start_plan(blueprint, limits, buckets_for(blueprint, limits), target)
+    return plan
+
+
+def _capacity(blueprint: Blueprint[Any], limits: Limits, room: Room) -> int:
+    try:
+        return Pool(blueprint.groups(limits, blueprint.share(limits, room))).capacity_tokens
+    except SetupError:
+        return 0
 
 
 def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) -> list[Spec]:
