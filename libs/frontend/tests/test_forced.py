@@ -132,12 +132,11 @@ def check(call: ToolCall) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("prompt", ["<user>", "<think>\n", "<think>\n\n</think>\n\n"])
-def test_what_is_forced_is_read_as_calls(compiler: Compiler, name: str, prompt: str) -> None:
-    form, rng = ChatFormat(tools=TOOL_FORMATS[name], reasoning=True), random.Random(name + prompt)
+def test_what_is_forced_is_read_as_calls(compiler: Compiler, name: str) -> None:
+    form, rng = ChatFormat(tools=TOOL_FORMATS[name], reasoning=True), random.Random(name)
     called, most = set(), 0
-    for turn in range(30):
-        asked = chat(tool_choice="tool pick-1" if turn % 5 == 0 else "required", parallel_calls=turn % 3 > 0)
+    for turn, prompt in enumerate(["<user>", "<think>\n", "<think>\n\n</think>\n\n"] * 10):
+        asked = chat(tool_choice="tool pick-1" if turn % 5 == 0 else "required", parallel_calls=turn % 4 > 0)
         grammar = form.grammar(asked, prompt, None)
         assert grammar is not None
         text = say(compiler, grammar, rng)
@@ -151,7 +150,7 @@ def test_what_is_forced_is_read_as_calls(compiler: Compiler, name: str, prompt: 
         most = max(most, len(calls))
         if turn % 5 == 0:
             assert {call.name for call in calls} == {"pick-1"}
-        if turn % 3 == 0:
+        if turn % 4 == 0:
             assert len(calls) == 1
         assert prompt != "<think>\n\n</think>\n\n" or not any(isinstance(part, Reasoning) for part in parts)
     assert called == set(SCHEMAS)
