@@ -26,7 +26,7 @@ from openinfer.kernels import (
     norm_linear,
 )
 from openinfer.kernels.packs.null import place
-from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32
+from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, uint8
 
 PLAIN = Target(90, 132)
 
@@ -261,3 +261,19 @@ def test_the_interpreter_must_be_asked_for_first(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(LaunchError, match="set TRITON_INTERPRET=1 before triton is imported"):
         InterpDriver()
+
+
+def test_a_call_like_an_earlier_one_is_not_planned_again():
+    planned = []
+
+    def launches(target, args):
+        planned.append(args.x.ptr)
+        yield launch("m", "f", (1,), {"x": args.x, "n": Scratch((args.x.shape[0],), uint8)}, {})
+
+    op, pack = Op("op", make_dataclass("One", ["x"]), lambda args: None, None, launches, None), NullPack(H200)
+    x = Arena(Device("null"), None).alloc((512, 4), bfloat16)
+    for view in (x[:256], x[:256], x[256:], x[:512], x[:256]):
+        op(pack, x=view)
+    assert planned == [x.ptr, x[256:].ptr, x.ptr]
+    assert [call.commands[0].args[0].ptr for call in pack.calls] == [call.args.x.ptr for call in pack.calls]
+    assert pack.workspace_bytes(zeroed=False) == 512

@@ -7,6 +7,7 @@ import pytest
 
 from openinfer.kernels import H200, Cost, Op, Target, apply_writes, launch, linear_add, norm_linear
 from openinfer.kernels.op import packing
+from openinfer.kernels.op.op import call_key
 from openinfer.kernels.packs import cuda as recall
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32
@@ -74,26 +75,26 @@ def test_a_call_at_other_addresses_launches_what_planning_it_would(monkeypatch, 
 def test_values_shapes_alignment_and_sameness_are_part_of_what_a_call_is():
     arena = Arena(NULL, None)
     args = args_of_norm_linear(arena)
-    key = recall.call_key(norm_linear, args)
-    assert key == recall.call_key(norm_linear, args_of_norm_linear(arena))
-    assert key != recall.call_key(norm_linear, args_of_norm_linear(arena, 4))
-    assert key != recall.call_key(norm_linear, {**args, "eps": 1e-5})
-    assert key != recall.call_key(norm_linear, {**args, "x": arena.alloc((3, 96), bfloat16)[:, :64]})
+    key = call_key(norm_linear, args)
+    assert key == call_key(norm_linear, args_of_norm_linear(arena))
+    assert key != call_key(norm_linear, args_of_norm_linear(arena, 4))
+    assert key != call_key(norm_linear, {**args, "eps": 1e-5})
+    assert key != call_key(norm_linear, {**args, "x": arena.alloc((3, 96), bfloat16)[:, :64]})
     odd = arena.alloc((4, 64), bfloat16)
     shifted = Tensor(odd.ptr + 16, (3, 64), bfloat16, NULL)
-    assert key != recall.call_key(norm_linear, {**args, "x": shifted})
+    assert key != call_key(norm_linear, {**args, "x": shifted})
     x, h, weight = (
         arena.alloc((3, 64), bfloat16),
         arena.alloc((3, 64), bfloat16),
         arena.alloc((64, 64), bfloat16),
     )
-    apart = recall.call_key(linear_add, {"x": x, "h": h, "weight": weight})
-    assert apart != recall.call_key(linear_add, {"x": x, "h": x, "weight": weight})
-    assert apart != recall.call_key(apply_writes, {"x": x, "h": h, "weight": weight})
+    apart = call_key(linear_add, {"x": x, "h": h, "weight": weight})
+    assert apart != call_key(linear_add, {"x": x, "h": x, "weight": weight})
+    assert apart != call_key(apply_writes, {"x": x, "h": h, "weight": weight})
 
 
 def test_an_int_is_not_a_float_that_is_equal():
-    assert recall.call_key(norm_linear, {"window": 1}) != recall.call_key(norm_linear, {"window": 1.0})
+    assert call_key(norm_linear, {"window": 1}) != call_key(norm_linear, {"window": 1.0})
 
 
 def test_a_view_inside_an_argument_is_found_again():
@@ -134,10 +135,10 @@ def test_a_tensor_inside_a_value_is_found_again_and_is_part_of_what_a_call_is():
         op(p, x=x, layers=layers)
     found = [int.from_bytes(parameters[0], "little") for _, _, parameters in p.driver.records]
     assert found == [layers[1]["w"].ptr for layers in calls]
-    keys = {recall.call_key(op, op.args(x=x, layers=layers)) for layers in calls}
+    keys = {call_key(op, op.args(x=x, layers=layers)) for layers in calls}
     assert len(keys) == 1
-    assert recall.call_key(op, op.args(x=x, layers=calls[0][:1] * 2)) not in keys
-    assert recall.call_key(op, op.args(x=x, layers=calls[0][:1])) not in keys
+    assert call_key(op, op.args(x=x, layers=calls[0][:1] * 2)) not in keys
+    assert call_key(op, op.args(x=x, layers=calls[0][:1])) not in keys
 
 
 def test_a_tensor_that_no_argument_or_more_than_one_holds_is_planned_anew():

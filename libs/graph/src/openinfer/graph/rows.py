@@ -57,6 +57,7 @@ class Rows:
     ) -> None:
         # Field, first word, words an entry of the first axis.
         self._fields: dict[str, tuple[Field, int, int]] = {}
+        self._tensors: dict[str, Tensor] = {}
         end = 0
         for field in fields:
             if field.name in self._fields:
@@ -87,9 +88,11 @@ class Rows:
 
     def __getitem__(self, name: str) -> Tensor:
         """The device tensor of a field, in its shape and dtype."""
-        field, start, width = self._field(name)
-        flat = self.words[start : start + field.shape[0] * width]
-        return flat.view_as(field.dtype).reshape(*field.shape)
+        if name not in self._tensors:
+            field, start, width = self._field(name)
+            flat = self.words[start : start + field.shape[0] * width]
+            self._tensors[name] = flat.view_as(field.dtype).reshape(*field.shape)
+        return self._tensors[name]
 
     def held(self, name: str, index: int) -> Words:
         """The host's copy of an entry of the first axis, as words; of a field that kernels write it may be old."""

@@ -4,11 +4,12 @@ Memory goes back when nothing refers to it any more. `close()` gives up one refe
 and DLPack capsules hold their own, so none of them can dangle.
 """
 
+import functools
 import math
 import platform
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -168,7 +169,8 @@ def open_to(device: Device, address: int, nbytes: int) -> None:
     cuda.check(cu.cuMemSetAccess(address, nbytes, [access], 1), "cuMemSetAccess")
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides, in elements."""
     strides, step = [], 1
     for n in reversed(shape):

@@ -1,6 +1,7 @@
 """Tensor: a strided view of device memory, and no arithmetic."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -117,13 +118,7 @@ class Tensor:
     @property
     def is_contiguous(self) -> bool:
         """Row-major without gaps. Strides of axes of length 1 do not matter."""
-        step = 1
-        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if n != 1:
-                if stride != step:
-                    return 0 in self.shape
-                step *= n
-        return True
+        return _is_contiguous(self.shape, self.strides)
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> "Tensor":
         """A view: an int drops its axis, a slice of step 1 narrows it, axes not named stay whole."""
@@ -133,13 +128,13 @@ class Tensor:
         offset, shape, strides = 0, [], []
         for axis, item in enumerate(items):
             n, stride = self.shape[axis], self.strides[axis]
-            if isinstance(item, slice):
+            if type(item) is slice:
                 start, stop, step = item.indices(n)
                 if step != 1:
                     raise ShapeError(
                         f"slice step {step} on axis {axis} of {self!r}; only step 1 is supported"
                     )
-                shape.append(max(stop - start, 0))
+                shape.append(stop - start if stop > start else 0)
                 strides.append(stride)
             else:
                 start = item.__index__()
@@ -255,6 +250,17 @@ class Tensor:
     def _require_contiguous(self, what: str) -> None:
         if not self.is_contiguous:
             raise ShapeError(f"{what} needs a contiguous tensor; {self!r} has strides {self.strides}")
+
+
+@functools.lru_cache(4096)
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step = 1
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1:
+            if stride != step:
+                return 0 in shape
+            step *= n
+    return True
 
 
 def _over(array: np.ndarray[Any, Any], name: str) -> Tensor:

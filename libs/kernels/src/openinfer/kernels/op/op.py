@@ -269,6 +269,31 @@ PLAIN = {int, float, str, bool, type(None)}
 """Types of most arguments that are no tensors: they have no parts."""
 
 
+ALIGNMENT = 256
+"""Commands may depend on an address modulo this, and on nothing else of it."""
+
+
+def call_key(op: Op[Any], args: Any) -> Any:
+    """Equal for calls whose commands differ in addresses only: everything but the addresses, their alignment, and which
+    of them are the same."""
+    return op, _key(args, {})
+
+
+def _key(value: Any, first: dict[int, int]) -> Any:
+    """first: numbers of the addresses so far."""
+    kind = value.__class__
+    if kind is Tensor:
+        ptr = value.ptr
+        same = first.setdefault(ptr, len(first))
+        return value.shape, value.strides, value.dtype.num, ptr % ALIGNMENT, same
+    if kind in PLAIN:
+        return kind, value
+    parts = [_key(part, first) for part in values_of(value)]
+    if isinstance(value, Mapping):
+        parts.append(tuple(value))
+    return (kind, *parts) if parts else (kind, value if value.__hash__ else None)  # an empty list has no hash
+
+
 def parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """The parts of a value of arguments with their names; none of a plain value."""
     if isinstance(value, Mapping):

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple, Protocol
 
 from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.op.launch import Collective, Command, Matmul, PeerTable, Scratch, Spec, TensorMap
-from openinfer.kernels.op.op import PLAIN, Op, tensors_in, values_of
+from openinfer.kernels.op.op import ALIGNMENT, Op, call_key, tensors_in
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.null import Placement, place
 from openinfer.tensor import Tensor
 
-ALIGNMENT = 256
-"""Commands may depend on an address modulo this, and on nothing else of it."""
 MOST = 16384
 """Calls remembered; an engine has a few thousand."""
 
@@ -52,27 +50,6 @@ class Recall:
             if len(self._known) < MOST:
                 self._known[key] = prepared
         return prepared
-
-
-def call_key(op: Op[Any], args: Any) -> Any:
-    """Equal for calls whose commands differ in addresses only: everything but the addresses, their alignment, and which
-    of them are the same."""
-    return op, _key(args, {})
-
-
-def _key(value: Any, first: dict[int, int]) -> Any:
-    """first: numbers of the addresses so far."""
-    kind = value.__class__
-    if kind is Tensor:
-        ptr = value.ptr
-        same = first.setdefault(ptr, len(first))
-        return value.shape, value.strides, value.dtype.num, ptr % ALIGNMENT, same
-    if kind in PLAIN:
-        return kind, value
-    parts = [_key(part, first) for part in values_of(value)]
-    if isinstance(value, Mapping):
-        parts.append(tuple(value))
-    return (kind, *parts) if parts else (kind, value if value.__hash__ else None)  # an empty list has no hash
 
 
 def sources(commands: Sequence[Command], args: Any) -> dict[int, Source] | None:

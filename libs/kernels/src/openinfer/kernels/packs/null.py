@@ -15,7 +15,7 @@ from openinfer.kernels.op.launch import (
     Spec,
     TensorMap,
 )
-from openinfer.kernels.op.op import Cost, Op, Workload, leaves
+from openinfer.kernels.op.op import Cost, Op, Workload, call_key, leaves, tensors_in
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
 
@@ -82,6 +82,10 @@ class NullPack:
     times: int = 1
     _branch: int = 0
     _forks: int = 0
+    _bytes: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """The most scratch memory of a call, ordinary and zeroed, by its fork and branch."""
+    _planned: dict[Any, tuple[tuple[Command, ...], "Placement"]] = field(default_factory=dict)
+    """The commands of earlier calls: most of a step depend on its tokens alone, not on its rows."""
 
     def branch(self, number: int) -> None:
         """See op.Pack."""
@@ -89,8 +93,16 @@ class NullPack:
         self._branch = number
 
     def run(self, op: Op[Any], args: Any) -> None:
-        fork, commands = self._forks if self._branch else 0, tuple(op.plan(self.target, args))
-        self.calls.append(Call(op, args, commands, self.times, fork, self._branch))
+        key = call_key(op, args), *(tensor.ptr for tensor in tensors_in(args))
+        if key not in self._planned:
+            commands = tuple(op.plan(self.target, args))
+            self._planned[key] = commands, place(commands)
+        commands, placed = self._planned[key]
+        at = self._forks if self._branch else 0, self._branch
+        self.calls.append(Call(op, args, commands, self.times, *at))
+        if placed.offsets:
+            plain, zeroed = self._bytes.get(at, (0, 0))
+            self._bytes[at] = max(plain, placed.plain_bytes), max(zeroed, placed.zeroed_bytes)
 
     def traced(self, work: Callable[[], None]) -> list[Call]:
         """Do the work; the calls that it made."""
@@ -122,12 +134,9 @@ class NullPack:
     def workspace_bytes(self, *, zeroed: bool) -> int:
         """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs, or those of the two
         branches of a fork that need most."""
-        most: dict[tuple[int, int], int] = {}
-        for call in self.calls:
-            placed, at = place(call.commands), (call.fork, call.branch)
-            most[at] = max(most.get(at, 0), placed.zeroed_bytes if zeroed else placed.plain_bytes)
+        most = {at: sizes[zeroed] for at, sizes in self._bytes.items()}
         return max(
-            (size + most.get((fork, 2), 0) for (fork, branch), size in most.items() if branch < 2), default=0
+            (most.get((fork, min(branch, 1)), 0) + most.get((fork, 2), 0) for fork, branch in most), default=0
         )
 
 
