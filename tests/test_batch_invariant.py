@@ -133,12 +133,15 @@ def plan(target: Target, size: str = "4B", family: Any = qwen3, form: Any = None
 def kernels_by_step(found: StartPlan) -> dict[str, dict[Any, set[Kernels]]]:
     """What every op launches in each step. Launches of one kernel for some rows after the other are one."""
     kernels: dict[str, dict[Any, set[Kernels]]] = defaultdict(lambda: defaultdict(set))
+    known: dict[int, Kernels] = {}
     for step, calls in found.steps.items():
         for call in calls:
-            specs = [c.spec if isinstance(c, Launch) else "cublas" for c in call.commands]
-            if call.op.name in SCALARS:
-                specs = [dataclasses.replace(s, divisible=(), constants=()) for s in specs]
-            kernels[call.op.name][step].add(tuple(dict.fromkeys(specs)))
+            if (like := id(call.commands)) not in known:  # calls that were planned once
+                specs = [c.spec if isinstance(c, Launch) else "cublas" for c in call.commands]
+                if call.op.name in SCALARS:
+                    specs = [dataclasses.replace(s, divisible=(), constants=()) for s in specs]
+                known[like] = tuple(dict.fromkeys(specs))
+            kernels[call.op.name][step].add(known[like])
     return kernels
 
 
