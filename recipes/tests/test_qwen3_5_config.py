@@ -36,7 +36,9 @@ PUBLISHED = {  # parameters of the text model; bytes of keys and values a token,
 
 
 def weights_of(config: Config) -> Weights:
-    return Weights.allocate(config, Arena(Device("null"), None), bfloat16, Format.published(config))
+    weights = Weights.allocate(config, Arena(Device("null"), None), bfloat16, Format.published(config))
+    weights.places.complete()
+    return weights
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -53,3 +53,19 @@ def test_a_conversion_that_fails_ends_the_load(checkpoint: Checkpoint) -> None:
         p.converted(f"w{n}", 4, convert=refuse)
     with pytest.raises(CheckpointError, match="'w7': it is seven"):
         p.load(checkpoint, Stream(Device("cpu")))
+
+
+@pytest.mark.parametrize("asked", ["names", "load"])
+def test_what_is_put_off_is_there_once_it_is_needed(checkpoint: Checkpoint, asked: str) -> None:
+    p = Places(Arena(Device("cpu"), 1 << 16), float32)
+    first, noted = p.plain("w1", 4), []
+
+    def note() -> None:
+        noted.append(p.plain("w2", 4))
+
+    p.later(note)
+    assert len(p.loads) == 1
+    if asked == "names":
+        assert [*p.names()] == ["w1", "w2"]
+    p.load(checkpoint, Stream(Device("cpu")))
+    assert [tensor.numpy()[0] for tensor in (first, *noted)] == [1, 2]

@@ -52,13 +52,25 @@ class Conversion(NamedTuple):
 @dataclass(slots=True)
 class Places:
     """Makes tensors in `arena` and notes how to fill them: `loads` straight from the checkpoint, `conversions` through
-    the host, `pads` with zeros. `dtype`: the default dtype of a tensor. The arena owns the memory."""
+    the host, `pads` with zeros. `dtype`: the default dtype of a tensor. The arena owns the memory. The lists are whole
+    after `complete`, `names` or `load`."""
 
     arena: Arena
     dtype: np.dtype[Any]
     loads: list[TensorLoad] = field(default_factory=list)
     conversions: list[Conversion] = field(default_factory=list)
     pads: list[Tensor] = field(default_factory=list)
+    _later: list[Callable[[], None]] = field(default_factory=list)
+
+    def later(self, note: Callable[[], None]) -> None:
+        """Call `note`, which adds to the lists, once these are needed. A plan only makes tensors, and the experts of a
+        mixture have tens of thousands of entries."""
+        self._later.append(note)
+
+    def complete(self) -> None:
+        """Add what was put off until later."""
+        while self._later:
+            self._later.pop(0)()
 
     def plain(
         self, name: str, *shape: int, dtype: np.dtype[Any] | None = None, source: tuple[slice, ...] = ()
@@ -83,6 +95,7 @@ class Places:
 
     def names(self) -> Iterator[str]:
         """The checkpoint's tensors that are read."""
+        self.complete()
         yield from (load.name for load in self.loads)
         for conversion in self.conversions:
             yield from conversion.names
@@ -106,6 +119,7 @@ class Places:
 
         Raises what load_tensors does, and CheckpointError where a conversion raises ValueError.
         """
+        self.complete()
         left = sum(conversion.nbytes(checkpoint) for conversion in self.conversions)
         seen = None if progress is None else lambda done, total: progress(done, total + left)
         report = load_tensors(checkpoint, self.loads, stream, seen)

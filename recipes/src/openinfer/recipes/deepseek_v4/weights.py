@@ -261,10 +261,14 @@ def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
         bias = p.plain(at + "gate.bias", c.num_experts, dtype=float32)
     gate_up = p.empty((count,), [inter, inter], hidden, p.experts, at + "experts")
     down = p.empty((count,), [hidden], inter, p.experts, at + "experts")
-    for expert in range(count):
-        module = f"{at}experts.{own.start + expert}."
-        p.fill(gate_up[expert], [(module + "w1", inter), (module + "w3", inter)], p.experts)
-        p.fill(down[expert], [(module + "w2", hidden)], p.experts)
+
+    def fill() -> None:
+        for expert in range(count):
+            module = f"{at}experts.{own.start + expert}."
+            p.fill(gate_up[expert], [(module + "w1", inter), (module + "w3", inter)], p.experts)
+            p.fill(down[expert], [(module + "w2", hidden)], p.experts)
+
+    p.later(fill)
     shared = at + "shared_experts."
     return Mixture(
         router=p.stack((at + "gate", c.num_experts), columns=hidden),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openinfer.kernels.authoring import Adapter, Adapters, Projection
+from openinfer.kernels.authoring import Adapter, Adapters, LinearPlaces, Projection
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Limits
 from openinfer.tensor import Arena, Tensor, TensorLoad
@@ -18,20 +18,26 @@ def adapters_of(
     arena: Arena,
     limits: Limits,
     weights: Iterable[Tensor],
-    loads: Iterable[TensorLoad],
-    whole: Callable[[], Iterable[TensorLoad]],
+    own: LinearPlaces,
+    whole: Callable[[], LinearPlaces],
     unused: tuple[str, ...] = (),
 ) -> Adapters | None:
-    """Places for adapters of these weights, which the loads fill; None in an engine without adapters. whole: the loads
-    of the model of which this is a rank's part. unused: beginnings of modules that are not run."""
+    """Places for adapters of these weights, of which `own` says what they hold; None in an engine without adapters.
+    whole: the places of the model of which this is a rank's part. unused: beginnings of modules that are not run."""
     if limits.adapters is None:
         return None
     shapes: dict[str, tuple[int, ...]] = {}
-    for one in _projections(whole()):  # a layer may be several
+    for one in _projections(whole().layers):  # a layer may be several
         end = tuple(part.stop for part in one.source)
         shapes[one.module] = max(end, shapes.get(one.module, end))
     return Adapters.allocate(
-        arena, limits.adapters, weights, _projections(loads), dtype=limits.dtype, unused=unused, shapes=shapes
+        arena,
+        limits.adapters,
+        weights,
+        _projections(own.layers),
+        dtype=limits.dtype,
+        unused=unused,
+        shapes=shapes,
     )
 
 

@@ -94,16 +94,19 @@ def expert_places(
     count = own.stop - own.start
     gate_up = p.empty((count,), [width, width], hidden, form, at)
     down = p.empty((count,), [hidden], width, form, at)
-    for index in range(count if unfused else 0):
-        name = f"{at}.{own.start + index}."
-        p.fill(gate_up[index], [(name + "gate_proj", width), (name + "up_proj", width)], form)
-        p.fill(down[index], [(name + "down_proj", hidden)], form)
-    if unfused:
-        return gate_up, down
-    if form is not None and form.made:
+
+    def fill() -> None:
         for index in range(count):
-            _expert(p, gate_up[index], at + ".gate_up_proj", own.start + index, parts=2)
-            _expert(p, down[index], at + ".down_proj", own.start + index)
+            name = f"{at}.{own.start + index}."
+            if unfused:
+                p.fill(gate_up[index], [(name + "gate_proj", width), (name + "up_proj", width)], form)
+                p.fill(down[index], [(name + "down_proj", hidden)], form)
+            else:
+                _expert(p, gate_up[index], at + ".gate_up_proj", own.start + index, parts=2)
+                _expert(p, down[index], at + ".down_proj", own.start + index)
+
+    if unfused or (form is not None and form.made):
+        p.later(fill)
     else:
         p.loads += [
             TensorLoad(at + ".gate_up_proj", gate_up.weight, (own,)),

@@ -65,7 +65,7 @@ class Qwen3(Blueprint[Model]):
             width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks, mixture=self.mixture,
             max_drafts=limits.max_drafts, proposes=limits.proposes,
             adapters=adapters_of(
-                arena, limits, weights.adapted(), weights.places.layers, lambda: self._whole(limits).places.layers
+                arena, limits, weights.adapted(), weights.places, lambda: self._whole(limits).places
             ),
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits.dtype, limits.step_tokens)

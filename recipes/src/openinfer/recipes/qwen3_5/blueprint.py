@@ -106,8 +106,7 @@ class Qwen35(Blueprint[Model]):
             width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
             ranks=c.part.ranks, mixture=self.mixture,
             adapters=adapters_of(
-                arena, limits, weights.adapted(), weights.places.layers,
-                lambda: self._whole(limits).places.layers, NOT_RUN,
+                arena, limits, weights.adapted(), weights.places, lambda: self._whole(limits).places, NOT_RUN
             ),
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, dtype, limits.step_tokens)

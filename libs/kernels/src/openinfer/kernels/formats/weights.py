@@ -150,14 +150,24 @@ class LinearPlaces(Places):
     on a CPU does it once instead of at every step."""
 
     expand: bool = False
-    layers: list[TensorLoad] = field(default_factory=list)
-    """Which rows and columns of a layer's weight lie where, by the name of a plain weight."""
-    ignored: list[str] = field(default_factory=list)
-    """Tensors that belong to packed weights and say nothing that is needed."""
+    _layers: list[TensorLoad] = field(default_factory=list)
+    _ignored: list[str] = field(default_factory=list)
     dtypes: dict[str, tuple[np.dtype[Any], ...]] = field(default_factory=dict)
     """The dtypes that a tensor may have, where they are not those of its place or of plain weights."""
     single: set[str] = field(default_factory=set)
     """Tensors of one value, [] or [1]."""
+
+    @property
+    def layers(self) -> list[TensorLoad]:
+        """Which rows and columns of a layer's weight lie where, by the name of a plain weight."""
+        self.complete()
+        return self._layers
+
+    @property
+    def ignored(self) -> list[str]:
+        """Tensors that belong to packed weights and say nothing that is needed."""
+        self.complete()
+        return self._ignored
 
     def linear(
         self, *parts: AnyPart, columns: int, packing: AnyPacking | None = None, pad: int = 0
@@ -190,7 +200,7 @@ class LinearPlaces(Places):
         scale = self.arena.alloc((1,), float32, names[0])
         self.conversions.append(Conversion(names, scale, _largest))
         self.single |= set(names)
-        self.ignored = [name for name in self.ignored if name not in names]
+        self._ignored = [name for name in self._ignored if name not in names]
         return scale
 
     def table(
@@ -246,7 +256,7 @@ class LinearPlaces(Places):
             weight, scales = linear.weight[rows], linear.scales
             source = _range(part.row, part.rows), _range(part.column, columns)
             layer = TensorLoad(part.module + ".weight", weight, source)
-            self.layers.append(layer)
+            self._layers.append(layer)
             if packing is None:
                 self.loads.append(layer)
             elif isinstance(packing, Grouped):
@@ -276,7 +286,7 @@ class LinearPlaces(Places):
         stored = (packing.codes, *packing.scales)
         self.dtypes |= {part.module + one.ending: (one.dtype,) for one in stored if one.dtype is not None}
         self.single |= {part.module + one.ending for one in stored if one.rows is one.columns is None}
-        self.ignored += [part.module + ending for ending in (*packing.ignored, ".input_scale")]
+        self._ignored += [part.module + ending for ending in (*packing.ignored, ".input_scale")]
 
     def _rows(self, part: WeightPart, weight: Tensor, scales: Tensor, packing: Packing) -> None:
         name, rows = part.module + ".weight", _range(part.row, part.rows)
@@ -296,7 +306,7 @@ class LinearPlaces(Places):
             self.conversions.append(Conversion((name,), scales, functools.partial(_repeated, part.rows)))
         else:
             self.conversions.append(Conversion((name,), scales, finite, ((rows, slice(0, 1)),)))
-        self.ignored.append(part.module + ".input_scale")
+        self._ignored.append(part.module + ".input_scale")
 
     def _blocks(self, part: WeightPart, dst: Tensor, left: Tensor | None, packing: Packing) -> int:
         """left: the scales from the part's first on. Returns how many rows of them the part has."""
@@ -308,7 +318,7 @@ class LinearPlaces(Places):
         if packing.whole:
             of_scales = ()  # the head's or the embedding's
             self.single.add(module + packing.scales)
-            self.ignored.append(module + ".input_scale")
+            self._ignored.append(module + ".input_scale")
         elif packing.by_row:
             of_scales = _range(row, rows), slice(0, 1)
         elif packing.fp4:
@@ -336,6 +346,7 @@ class LinearPlaces(Places):
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]]:
         """The tensors that a checkpoint must have, their shapes and possible dtypes (see Checkpoint.require). The
         places must be those of whole tensors, each in one part or several."""
+        self.complete()
         found: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {}
 
         def add(name: str, dst: Tensor, source: tuple[slice, ...], kinds: tuple[np.dtype[Any], ...]) -> None:
