@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import functools
 import itertools
 import json
 import sys
@@ -195,7 +194,6 @@ On a CPU the cache has 2 GB unless `--kv-cache-memory-bytes` says otherwise; flo
 def row(recipe: Recipe[Any], name: str, config: Any) -> list[str]:
     """A published size: its weights, the rest, and the tokens of cache that each GPU has room for."""
 
-    @functools.cache
     def plan(target: Target, nbytes: float) -> Outline:
         return Outline(recipe, Source(config), recipe.options(), target, memory_bytes=nbytes)
 
@@ -206,10 +204,9 @@ def row(recipe: Recipe[Any], name: str, config: Any) -> list[str]:
     for nbytes, target in GPUS.values():
         room, found = int(nbytes * SHARE), "0"
         if weights < room:  # else a plan, which takes seconds, would say the same
+            made = plan(target, nbytes)
             with contextlib.suppress(SetupError):
-                found = (
-                    f"{plan(target, nbytes).cache(room - plan(target, nbytes).fixed_bytes).capacity_tokens:,}"
-                )
+                found = f"{made.cache(room - made.fixed_bytes).capacity_tokens:,}"
         cells.append(found)
     return cells
 

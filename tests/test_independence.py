@@ -217,7 +217,7 @@ LINES = {
     "sampler": (4721, 3943),
     "scheduler": (4941, 3470),
     "frontend": (13741, 11757),
-    "recipes": (16243, 4038),
+    "recipes": (16238, 4038),
     "cli": (6821, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

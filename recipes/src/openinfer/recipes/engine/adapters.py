@@ -30,14 +30,9 @@ def adapters_of(
     for one in _projections(whole().layers):  # a layer may be several
         end = tuple(part.stop for part in one.source)
         shapes[one.module] = max(end, shapes.get(one.module, end))
+    projections = _projections(own.layers)
     return Adapters.allocate(
-        arena,
-        limits.adapters,
-        weights,
-        _projections(own.layers),
-        dtype=limits.dtype,
-        unused=unused,
-        shapes=shapes,
+        arena, limits.adapters, weights, projections, dtype=limits.dtype, unused=unused, shapes=shapes
     )
 
 

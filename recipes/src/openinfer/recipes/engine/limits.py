@@ -24,7 +24,7 @@ CPU_CACHE_BYTES = 2 << 30
 LONE_TOKENS = ((4096,), (4096, 8192))
 """Chunks of a prompt that is alone in its step; and of mixtures, which read an expert's weights for few tokens each."""
 LONE_STEPS = 8
-"""Such a chunk is a step's where the cache has room for as many of them."""
+"""A size of these stays where the cache has room for as many chunks of it."""
 CACHE_FORMS = {"auto": None, "bfloat16": CacheForm(bfloat16), "fp8": FP8_CACHE, "fp8_e4m3": FP8_CACHE}
 """The forms of the cache by --kv-cache-dtype. None: numbers of --dtype."""
 
