@@ -243,9 +243,7 @@ def test_a_step_costs_little() -> None:
     for index in range(200, 400):
         turn(index)
     sys.setprofile(None)
-    assert (
-        calls / 200 < 150
-    )  # starts and ends of functions; these take some 10 us of a step of 2.7 ms and more
+    assert calls / 200 < 150  # starts and ends of functions: some 10 us of a step of 2.7 ms and more
 
 
 class FakeClock:
