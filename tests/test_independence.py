@@ -210,9 +210,9 @@ def test_exports_are_sorted(part: str) -> None:
 
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
-    "tensor": (4073, 2983),
+    "tensor": (4073, 2991),
     "kernels": (21029, 9966),
-    "graph": (4288, 2611),
+    "graph": (4288, 2609),
     "kvpool": (6478, 5132),
     "sampler": (4721, 3943),
     "scheduler": (4941, 3470),

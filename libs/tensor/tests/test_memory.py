@@ -16,6 +16,7 @@ from openinfer.tensor import (
     Tensor,
     memory_fence,
 )
+from openinfer.tensor.memory import contiguous_strides
 
 CPU, NULL, CUDA = Device("cpu"), Device("null"), Device("cuda")
 
@@ -137,3 +138,10 @@ def test_a_fence_of_processors_that_keep_no_order(monkeypatch):
     monkeypatch.setattr("openinfer.tensor.memory._IN_ORDER", False)
     for _ in range(3):
         memory_fence()
+
+
+def test_strides_are_ints_also_of_a_shape_of_numpy_ints() -> None:
+    given = (np.int64(211), np.int64(223), np.int64(227))  # of no other test: strides are kept by shape
+    found = contiguous_strides(given), contiguous_strides((211, 223, 227))
+    assert found[0] == found[1] == (223 * 227, 227, 1)
+    assert {type(stride) for strides in found for stride in strides} == {int}

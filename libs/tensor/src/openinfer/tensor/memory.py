@@ -175,7 +175,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
-        step *= max(n, 1)
+        step *= max(int(n), 1)  # a numpy int would come back for a shape of ints, which is equal
     return tuple(reversed(strides))
 
 
