@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import LaunchPack, NullPack, Target, project
+from openinfer.kernels import CudaDriver, Launch, LaunchPack, NullPack, Target, project
 from openinfer.kernels.authoring import Linear, Memory
 from openinfer.kernels.measure.tuner import DeviceMeter
 from openinfer.kernels.testing import error, never_coded, values_in
@@ -121,7 +121,8 @@ def test_hyper_connections_of_published_shape(
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_early_starts_change_no_bit(meter: DeviceMeter, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """What is read before a wait is what the kernels before the one ahead wrote, though an SM has read it before."""
+    """What is read before a wait is what the kernels before the one ahead wrote, though an SM has read it before: the
+    same kernels have the same bits where each waits for the one ahead to end."""
     memory, width = Memory(meter.device, meter.stream), 4096
     begin = memory.rng.standard_normal((tokens, 4, width)).astype(bfloat16)
     streams, y, x = memory.of(begin), memory.normal(tokens, width), memory.coded(tokens, width, empty=True)
@@ -137,12 +138,20 @@ def test_early_starts_change_no_bit(meter: DeviceMeter, monkeypatch: pytest.Monk
     post = {"streams": streams, "y": y, "mix": mix, "hc_eps": 1e-6, "iters": 20}
     calls, found = ((hc_pre, pre), (project, product), (hc_post, post)), []
     workspace = [memory.of(np.zeros(1 << 24, np.uint8)) for _ in range(2)]
-    for early in (True, False):
-        monkeypatch.setattr(Target, "early", lambda target, tokens, early=early: early)
-        pack, plan = LaunchPack(meter.target, meter.driver, *workspace), NullPack(meter.target)
-        for op, args in calls:
-            op(plan, **args)
-        meter.store.prepare(plan.specs())
+    pack, plan = LaunchPack(meter.target, meter.driver, *workspace), NullPack(meter.target)
+    for op, args in calls:
+        op(plan, **args)
+    assert all(launch.early for call in plan.calls for launch in call.commands if isinstance(launch, Launch))
+    meter.store.prepare(plan.specs())
+    launched = CudaDriver.launch
+    for overlapped in (True, False):
+
+        def launch(
+            driver: CudaDriver, spec: Any, grid: Any, parameters: Any, early: bool, on: bool = overlapped
+        ) -> None:
+            launched(driver, spec, grid, parameters, early and on)
+
+        monkeypatch.setattr(CudaDriver, "launch", launch)
         streams.copy_from(begin, meter.stream)
         for _ in range(20):
             for op, args in calls:
