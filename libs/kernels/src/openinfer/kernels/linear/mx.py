@@ -155,7 +155,8 @@ def _few(p: Problem) -> Iterator[Command]:
     bk, height = 64 if float8 else depth(k, 128 if bm <= 32 else 64), 2 * ROWS if many else ROWS
     tiles, columns, split = -(-p.m // bm) * p.groups, -(-rows // height), 1
     while split < 16 and not p.target.batch_invariant:
-        if columns * tiles * split >= 2 * p.target.num_sms or k // bk < split * 8:
+        # As measured on an H200: with more programs, sums of parts cost more than they hide.
+        if columns * tiles * split * weight.itemsize >= 1.2 * p.target.num_sms or k // bk < split * 8:
             break
         split *= 2
     words = weight.view_as(int32) if float8 else weight
@@ -182,7 +183,7 @@ def _few(p: Problem) -> Iterator[Command]:
         "PAIRS": p.target.arch >= 90 and not p.target.interpreted,
     }
     turn = bk * (height * weight.itemsize + 2 * bm)  # bytes of one stage
-    stages = min(2 if many else 5 if bm <= 32 else 4, (shared_bytes(p.target.arch) - 1024) // turn)
+    stages = min(2 if many else 4 if float8 else 5, (shared_bytes(p.target.arch) - 1024) // turn)
     grid = (columns, split, tiles)
     early = p.target.early(p.m)
     yield launch(
