@@ -15,6 +15,7 @@ from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear, Plain
 from openinfer.kernels.linear.few_bits import form_kernels, in_pairs, unpacks
 from openinfer.kernels.moe import Pairs
+from openinfer.kernels.moe.ring import launch_ring, ring_tile
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import Tensor, int32
@@ -196,6 +197,8 @@ class PlainExperts:
     ) -> Launch:
         """One of the two products; the first is that from the tokens' hidden rows."""
         n, k, ids = out.shape[1], x.shape[1], self._ids(pairs)
+        if not ids and (ring := ring_tile(self.target, pairs.count, weight, first=first)):
+            return launch_ring(self.target, pairs, ring, out, x, weight, first=first)
         own: dict[str, int | bool]
         form, scales = weight.form, weight.scales
         args: dict[str, Arg]
