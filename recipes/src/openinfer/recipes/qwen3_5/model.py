@@ -20,7 +20,7 @@ from openinfer.kernels import (
     qk_norm_rope_write,
     route_topk,
 )
-from openinfer.kernels.authoring import KvCache, Linear
+from openinfer.kernels.authoring import KvCache, Linear, fork
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
@@ -276,9 +276,10 @@ class Model:
         assert experts is not None
         router, y = b.router[:t], x if ranks == 1 else b.y[:t]
         count, ids, weights = experts.count, b.expert_ids[:t], b.expert_weights[:t]
-        norm_linear(pack, out=router, **read, weight=mlp.router)
+        with fork(pack, t) as (main, side):
+            self._gate_up(main, mlp.shared.gate_up, read, t)
+            norm_linear(side, out=router, **read, weight=mlp.router)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
-        self._gate_up(pack, mlp.shared.gate_up, read, t)
         route_topk(
             pack,
             expert_ids=ids,
