@@ -52,6 +52,8 @@ def timed(
 
 def main() -> None:
     """Build the engine and print."""
+    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+        sys.exit(__doc__)
     from openinfer.cli import recipes
     from openinfer.kernels.packs import cublas, cuda_driver
     from openinfer.tensor import DriverNotFound, cuda
