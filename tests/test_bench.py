@@ -564,7 +564,9 @@ def test_bench_host_engine_and_pool() -> None:
         assert len(steady["repeats"]["us"]) == 200
         assert watch["what"] == f"{recipe}: trace and watch of such a step, batch 4"
         assert ranks["what"] == f"{recipe}: telling three other ranks of such a step, batch 4"
-        assert all(0 < result["p50_us"] <= result["p99_us"] for result in (watch, ranks, change))
+        # A difference of two blocks: less than nothing where a machine is busy in the wrong one.
+        assert watch["p50_us"] <= watch["p99_us"]
+        assert all(0 < result["p50_us"] <= result["p99_us"] for result in (ranks, change))
         assert len(change["repeats"]["us"]) == 32
     assert bench_host.pool_result(tokens=256)["mean_us"] > 0
 
