@@ -17,16 +17,9 @@ constexpr int TOKENS = 8, COLUMNS = K / PARTS, GROUPS = COLUMNS / 128, HELD = CO
 static_assert(TEAMS * PARTS == WARPS && OWN * TEAMS == OPERANDS && GROUPS * 128 == COLUMNS, "warps share a stage evenly");
 static_assert(128 % SETS == 0, "a tile's rows have one scale");
 
-__device__ __forceinline__ void multiply_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 // The second and fourth of four codes as bf16. Their exponents have another bias, for which 2^120 makes up.
 __device__ __forceinline__ u32 wide(u32 codes) {
-  u32 pair = codes & 0x80008000u | codes >> 4 & 0x07f007f0u;
-  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x7b807b80u));
-  return pair;
+  return multiplied(codes & 0x80008000u | codes >> 4 & 0x07f007f0u, 0x7b807b80u);
 }
 
 // A tile: rows from `row` on, for the places from `begin` on of an expert that has them up to `end`.

@@ -64,12 +64,6 @@ __device__ __forceinline__ u32 difference(u32 a, u32 b) {
   return pair;
 }
 
-__device__ __forceinline__ u32 multiplied(u32 a, u32 b) {
-  u32 pair;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-  return pair;
-}
-
 #if FP4
 __device__ __forceinline__ u32 word_of(uint4 words, int i) {
   return i < 2 ? (i ? words.y : words.x) : i == 2 ? words.z : words.w;

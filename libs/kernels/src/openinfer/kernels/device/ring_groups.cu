@@ -31,16 +31,8 @@ __device__ __forceinline__ u32 coded(float a, float b) {
 
 // multiply, of bf16 for INT4 and FP4.
 __device__ __forceinline__ void add_product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  if (!PACKED) return multiply(d, a0, a1, a2, a3, b0, b1);
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// The product of two pairs of bf16.
-__device__ __forceinline__ u32 multiplied(u32 a, u32 b) {
-  u32 pair;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-  return pair;
+  if (PACKED) multiply_bf16(d, a0, a1, a2, a3, b0, b1);
+  else multiply(d, a0, a1, a2, a3, b0, b1);
 }
 
 // A lane's 32 codes of a group as pairs: of e4m3 and FP4 their values, of INT4 128 + code. scales: FP4's of the group,

@@ -15,11 +15,6 @@ constexpr int PITCH = PART * 2 + (PART % 64 ? 0 : 64);  // rows that follow each
 constexpr int STAGE = ROWS * PITCH, CHAINS = 4;
 static_assert(ROWS == 8 && TOKENS <= 4 && PIECE * WARPS * PARTS == K && PIECE % 32 == 0, "warps share a stage evenly");
 
-__device__ __forceinline__ void add_product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ u32 packed(float a, float b) { return to_bf16(a) | (u32)to_bf16(b) << 16; }
 
 // The residual of output number `item` of a program, by row and then by token.
@@ -105,8 +100,8 @@ gemv_ring_tokens(void* out, const bf16* x, const void* gain, const bf16* weight,
       for (int b = 0; b < BLOCKS; b++) {
         uint4 v = *(const uint4*)(rows + b * 64);
         int at = (p * BLOCKS + b) * (NORM ? 2 : 1);
-        add_product(sum[at % CHAINS], v.x, v.y, v.z, v.w, held[p][b][0], held[p][b][1]);
-        if (NORM) add_product(sum[(at + 1) % CHAINS], v.x, v.y, v.z, v.w, rest[p][b][0], rest[p][b][1]);
+        multiply_bf16(sum[at % CHAINS], v.x, v.y, v.z, v.w, held[p][b][0], held[p][b][1]);
+        if (NORM) multiply_bf16(sum[(at + 1) % CHAINS], v.x, v.y, v.z, v.w, rest[p][b][0], rest[p][b][1]);
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(&empty[stage]);
