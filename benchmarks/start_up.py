@@ -52,16 +52,16 @@ def timed(
 
 def main() -> None:
     """Build the engine and print."""
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-        sys.exit(__doc__)
     from openinfer.cli import recipes
     from openinfer.kernels.packs import cublas, cuda_driver
     from openinfer.tensor import DriverNotFound, cuda
 
-    model_dir = Path(sys.argv[1])
-    recipe = recipes.find(model_dir)
-    parser = argparse.ArgumentParser(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model_dir", type=Path)
+    model_dir = parser.parse_args(sys.argv[1:2]).model_dir  # the recipe of a model has the other flags
+    recipe = recipes.find(model_dir)
     recipe.add_arguments(parser)
     spec = recipe.engine_spec(model_dir, parser.parse_args())
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms %(name)s: %(message)s")

@@ -141,17 +141,16 @@ def test_early_starts_change_no_bit(meter: DeviceMeter, monkeypatch: pytest.Monk
     pack, plan = LaunchPack(meter.target, meter.driver, *workspace), NullPack(meter.target)
     for op, args in calls:
         op(plan, **args)
-    assert all(launch.early for call in plan.calls for launch in call.commands if isinstance(launch, Launch))
+    assert all(one.early for call in plan.calls for one in call.commands if isinstance(one, Launch))
     meter.store.prepare(plan.specs())
-    launched = CudaDriver.launch
+    launch = CudaDriver.launch
+
+    def late(driver: CudaDriver, spec: Any, grid: Any, parameters: Any, early: bool) -> None:
+        launch(driver, spec, grid, parameters, False)
+
     for overlapped in (True, False):
-
-        def launch(
-            driver: CudaDriver, spec: Any, grid: Any, parameters: Any, early: bool, on: bool = overlapped
-        ) -> None:
-            launched(driver, spec, grid, parameters, early and on)
-
-        monkeypatch.setattr(CudaDriver, "launch", launch)
+        if not overlapped:
+            monkeypatch.setattr(CudaDriver, "launch", late)
         streams.copy_from(begin, meter.stream)
         for _ in range(20):
             for op, args in calls:

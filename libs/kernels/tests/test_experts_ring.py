@@ -27,9 +27,7 @@ def weight_of(rng: Rng, experts: int, n: int, k: int) -> Linear[Any]:
     return Linear(codes, (rng.uniform(0.1, 4, blocks) * k**-0.5 / 100).astype(np.float32))
 
 
-def mixture(
-    rng: Rng, tokens: int, hidden: int, inter: int, experts: int, chosen: int, **more: Any
-) -> dict[str, Any]:
+def mixture(rng: Rng, tokens: int, hidden: int, inter: int, experts: int, chosen: int) -> dict[str, Any]:
     ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
     return {
         "x": rng.standard_normal((tokens, hidden)).astype(bfloat16),
@@ -64,7 +62,7 @@ def test_few_pairs_an_expert_take_the_ring(rng: Rng) -> None:
         assert "experts_ring" not in kernels(target, mixture(rng, tokens, 256, 128, 16, 4)), (target, tokens)
 
 
-def test_the_tiles_of_published_mixtures_fit(rng: Rng) -> None:
+def test_the_tiles_of_published_mixtures_fit() -> None:
     """Rows of a tile have one scale, and all warps work."""
     sizes = {(2048, 512, 256), (2048, 768, 128), (3072, 1024, 256), (4096, 1024, 512), (4096, 1536, 128)}
     for hidden, inter, experts in sizes:
