@@ -211,13 +211,13 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4073, 2991),
-    "kernels": (21290, 10074),
+    "kernels": (21290, 10072),
     "graph": (4288, 2609),
     "kvpool": (6478, 5132),
     "sampler": (4721, 3943),
     "scheduler": (4941, 3470),
     "frontend": (13741, 11757),
-    "recipes": (16239, 4047),
+    "recipes": (16239, 4046),
     "cli": (6821, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
