@@ -21,7 +21,8 @@ class Times:
     """Microseconds. decode: of steps by drafts. layers: what layers take after a step to make so many drafts; with 0
     they write keys. late: to see the tokens of many steps. prompt: of a chunk beside decode rows. host: of the host
     for a step by its drafts; join: for a row that joins, and where the step's shape has drafts; the device may have
-    nothing to do meanwhile. predicted: of decode steps by drafts, and of a chunk."""
+    nothing to do meanwhile. predicted: of decode steps by drafts, and of a chunk. wide: what the prediction adds to a
+    chunk in a step with drafts, beyond what they take."""
 
     decode: tuple[int, ...]
     layers: tuple[int, ...]
@@ -30,6 +31,7 @@ class Times:
     host: tuple[int, ...] = (0, 0, 0)
     join: tuple[int, int] = (0, 0)
     predicted: tuple[int, ...] = ()
+    wide: int = 0
 
 
 DEMO_QWEN = Times((191, 331, 358), (17, 52, 98), 26)  # 32 rows
@@ -45,7 +47,8 @@ SLOW_HOST = {
 @dataclass
 class Device:
     """A runner of `rows` sequences: two steps in flight, layers that draft, states that lag where `lags`. right: the
-    chance of the first, the second, ... draft. length: of a text, after which the row gets the next prompt."""
+    chance of the first, the second, ... draft. length: of a text, after which the row gets the next prompt. queue:
+    sequences whose prompts are computed one after the other, each in a step."""
 
     rows: int
     times: Times
@@ -59,6 +62,7 @@ class Device:
     tokens: int = 0
     step: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    queue: list[Seq] = field(default_factory=list)
 
     def __post_init__(self):
         self.rng, self.flight = np.random.default_rng(self.seed), deque()
@@ -77,7 +81,8 @@ class Device:
 
     def prediction(self, shape):
         found = self.times.predicted[shape.drafts] / 1e6
-        found += (shape.longest != 1 + shape.drafts) * self.times.predicted[-1] / 1e6
+        chunk = self.times.predicted[-1] + (self.times.wide if shape.drafts else 0)
+        found += (shape.longest != 1 + shape.drafts) * chunk / 1e6
         return SimpleNamespace(seconds=lambda kv_tokens, qk_pairs: found)
 
     def run(self, steps):
@@ -97,7 +102,8 @@ class Device:
     def launch(self):
         self.step += 1
         drafting, times, drafts = self.drafting, self.times, {}
-        decoding = [seq for seq in self.seqs if seq not in self.prompts]
+        self.prompts += [self.queue.pop(0)] if self.queue else []
+        decoding = [seq for seq in self.seqs if seq not in (*self.prompts, *self.queue)]
         if decoding and self.step >= drafting.rest_until:
             self.counts["asked"] += 1
             drafts = drafting.num_drafts(SimpleNamespace(decoding=decoding, step=self.step))
@@ -296,3 +302,32 @@ def test_a_control_that_tries_the_other_way_at_once_does_not_find_it(monkeypatch
     monkeypatch.setattr("openinfer.graph.runner.trials.CLEAR", 0.0)
     rows, times = PUBLISHED["27B, 1 row"]
     assert us_of_a_first_answer(rows, times, 0.95, 3) < 0.9 * us_of_a_first_answer(rows, times, 0.95)
+
+
+def us_of_answers(device, chance):
+    """Of answers of 200 tokens to prompts of which each is a step of its own, from when all have begun."""
+    device.left, device.queue = dict.fromkeys(device.seqs, 1 << 30), [*device.seqs]
+    device.right = (chance,) * 3
+    while device.queue:
+        device.launch_and_read()
+    now, tokens = device.now, device.tokens
+    while device.tokens < tokens + 200 * device.rows:
+        device.launch_and_read()
+    return (device.now - now) / (device.tokens - tokens) * device.rows
+
+
+PROMPTS = {"prompt": 691_000, "wide": 38_700}  # of 8,192 tokens: forty decode steps
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.6, 0.8, 0.95])
+def test_long_prompts_do_not_hide_what_drafts_bring(chance):
+    """Neither in the cost of drafts nor in spans, and no rest that begins beside a prompt goes on after it."""
+    rows, times = PUBLISHED["27B, 16 rows"]
+    times = replace(times, predicted=(*times.predicted[:-1], 666_000), **PROMPTS)
+    fixed = [Device(rows, times) for _ in range(4)]
+    for level, device in enumerate(fixed):
+        device.drafting.trials, device.drafting.places = NO_TRIALS, level
+        device.drafting.worth.choose = lambda *args, level=level: level
+    best, device = min(us_of_answers(device, chance) for device in fixed), Device(rows, times)
+    for _ in range(2):  # what the first requests taught serves the next
+        assert best > (0.95 if chance else 0.98) * us_of_answers(device, chance)

@@ -25,15 +25,19 @@ RUN = 16
 UNSURE = 256
 """The most choices that wait for the cost of plain steps. With drafts in each step no other would show that cost. A
 load in which rows join in each step has no even ones."""
+LONG = 4.0
+"""Prompts that take more than this many plain decode steps are long. Drafts change a small part of such a step, less
+than a prediction is wrong by: they are taken to cost what they cost without prompts, and Trials do not see the step."""
 
 
 class Spent(NamedTuple):
     """Seconds of a step that is launched, as predicted. decode: of its decode rows, 0 without any. plain: of these
-    without drafts. prompts: of its prompts. steps: those that this one stands for; 0: another one stands for it."""
+    without drafts. prompts: of its prompts; None: of long ones (LONG). steps: those that this one stands for; 0:
+    another one stands for it."""
 
     decode: float
     plain: float
-    prompts: float
+    prompts: float | None
     steps: int
 
 
@@ -194,14 +198,15 @@ class Drafting:
         rests = self._asked < step.index < self.rest_until
         if rests and known is not None and known[0] is shape and known[1] == num_decode:
             return known[2]
-        without = costs.seconds(plain)
-        seconds = without if shape == plain else costs.seconds(shape)
-        alone = costs.decode(num_decode, 0, chunks=(0, 0)) if num_decode else 0.0
-        found = None
+        alone, without = costs.decode(num_decode or 1, 0, (0, 0)), costs.seconds(plain)
+        seconds, found = without if shape == plain else costs.seconds(shape), None
         if not (alone is None or without is None or seconds is None):
-            decode = alone + (seconds - without if num_decode else 0.0)
-            steps = 0 if rests else max(self.rest_until - step.index, 1)
-            found = Spent(decode, alone, without - alone, steps)
+            prompts: float | None = without - (alone if num_decode else 0.0)
+            decode, steps = alone + seconds - without, 0 if rests else max(self.rest_until - step.index, 1)
+            if without - alone > LONG * alone:
+                level = max(step.drafts.values(), default=1) if shape.drafts else 0
+                decode, prompts = costs.decode(num_decode or 1, level, (0, 0)) or decode, None
+            found = Spent(decode, alone, prompts, steps) if num_decode else Spent(0.0, 0.0, prompts, steps)
         self._known = (shape, num_decode, found) if rests else None
         return found
 
@@ -227,8 +232,9 @@ class Drafting:
         if self.costs is not None and (shape.drafts or self._level_since < step.index):
             self.costs.took(shape, seconds, self._alike_since < step.index)
         if spent is not None:
-            worth = spent.prompts + spent.plain * (1 + brought / max(step.num_decode, 1))
-            self.trials.took(seconds, worth, bool(step.drafts))
+            if spent.prompts is not None:
+                worth = spent.prompts + spent.plain * (1 + brought / max(step.num_decode, 1))
+                self.trials.took(seconds, worth, bool(step.drafts))
             if spent.plain:
                 self.worth.spent(len(step.rows), brought, spent.decode, spent.plain, spent.steps)
 
@@ -237,8 +243,9 @@ class Drafting:
         run, self._run = self._run, None
         if run is None:
             return
-        steps, worth = 1 + run.steps, run.spent.prompts + run.spent.plain
-        self.trials.took(run.first + run.seconds, steps * worth, False, steps)
+        steps, prompts = 1 + run.steps, run.spent.prompts
+        if prompts is not None:
+            self.trials.took(run.first + run.seconds, steps * (prompts + run.spent.plain), False, steps)
         if run.steps and self.costs is not None:
             self.costs.took(run.shape, run.seconds / run.steps, True, run.steps)
 
@@ -272,7 +279,7 @@ class Drafting:
         rows = len(view.decoding)
         # A right draft saves its part of a step of all rows, those of prompts too, which decode later.
         sharing = rows + self.chunks[1]
-        cost, made = self._cost(rows), self.layers and self.made > 0
+        cost, made = self._cost(rows, self.chunks), self.layers and self.made > 0
         self.worth.waiting = made or self._under_way > 0
         most = self.worth.choose([self.max_drafts] * rows, sharing, cost)
         if self.layers:
@@ -281,7 +288,10 @@ class Drafting:
         self._asked = self.rest_until = view.step
         if not (most or made):
             if not self.worth.waiting:
-                self.rest_until += min(self.trials.rest or self.worth.idle(cost), REST)
+                rest = self.trials.rest or self.worth.idle(cost)
+                if rest and self.chunks[1] and self.trials.drafts:  # it goes on when these prompts have ended
+                    rest = self.worth.idle(self._cost(rows, (0, 0)))
+                self.rest_until += min(rest, REST)
             return {}  # no drafter is asked
         if self.layers:
             ready = {seq: self._available(seq, self.made) for seq in view.decoding}
@@ -290,10 +300,10 @@ class Drafting:
         available = [count for count in found.values() if count > 0]
         return self._fitting(found, rows, self.worth.choose(available, sharing, cost))
 
-    def _cost(self, rows: int) -> Callable[[int], float | None]:
+    def _cost(self, rows: int, chunks: tuple[int, int]) -> Callable[[int], float | None]:
         """Seconds of a step by its drafts, for Worth. The part of its prompts is left out. A token that a draft brings
         saves a part of a later decode step, and no part of a prompt."""
-        costs, chunks = self.costs, self.chunks
+        costs = self.costs
         if costs is None:
             return lambda level: 1.0
         if not self.trials.drafts:
@@ -309,6 +319,8 @@ class Drafting:
             if alone is None or beside is None:
                 return lambda level: None
             prompts = beside - alone
+            if prompts > LONG * alone:
+                chunks, prompts = (0, 0), 0.0
         known: dict[int, float | None] = {}
 
         def cost(level: int) -> float | None:
