@@ -127,6 +127,21 @@ def test_a_trial_that_brings_tokens_is_repeated_at_once() -> None:
     assert worth.choose([1], 1, cost) == 0
 
 
+def test_the_first_trials_do_not_put_off_the_next_for_long() -> None:
+    worth, cost = Worth((1,)), {0: 1.0, 1: 1.3}.get
+    waited = [0]
+    while len(waited) < 10:
+        if worth.choose([1], 1, cost):
+            worth.saw({(1, 0): 1})
+            worth.spent(1, 0, 1.3, 1.0)
+            waited.append(0)
+        else:
+            worth.spent(1, 0, 1.0, 1.0)
+            waited[-1] += 1
+    assert waited[:6] == [0] * 6
+    assert 400 < max(waited) < 500  # DELAY, and what saves up for a trial
+
+
 def test_a_trial_waits_for_the_result_of_the_one_before() -> None:
     worth, cost = Worth((1, 2)), {0: 1.0, 1: 1.3, 2: 1.5}.get
     worth.waiting = True

@@ -14,8 +14,13 @@ FORGOTTEN = 256
 """Rows with fewer drafts over which a chance is forgotten. A few early failures would keep rows from it for ever."""
 LIKE_BEFORE = 3.0
 """Rows that have to contradict before a draft's chance is halfway between that of the draft before it and its own."""
+FEW = 2 * LIKE_BEFORE
+"""Tried rows below which START counts."""
 PROBING = 0.002
 """The part of the time that may be lost on drafts that do not pay, because the text may have changed."""
+DELAY = 300
+"""The most steps by which losses put off the next trial. The first trials would put it off by a thousand, for a text
+that may have changed."""
 START = 2.0
 """Plain steps of time that trials may lose while few rows were tried. Where the first draft of one row is wrong, or a
 cost is predicted too high, drafts are tried again within the first answer."""
@@ -108,18 +113,19 @@ class Worth:
         plain = cost(0)
         if plain is None:
             return 0
-        overdrawn, short = self._overdrawn(plain), self._short_of(plain, cost)
-        steps = overdrawn / LOSS if overdrawn > 0 else short / PROBING
-        return max(math.ceil(steps / plain), 0)
+        overdrawn, short = self._overdrawn(plain) / plain, self._short_of(plain, cost) / plain
+        if overdrawn > 0:  # both the loss and the time that it is a part of fade
+            return math.ceil(STEPS * math.log1p(overdrawn / (LOSS * (STEPS + ADVANCE))))
+        return max(math.ceil(short / PROBING), 0)
 
     def _overdrawn(self, plain: float) -> float:
-        """Seconds by which drafts have lost more than they may; a loss fades by about LOSS of a step's time a step."""
+        """Seconds by which drafts have lost more than they may."""
         return self._loss - LOSS * (self._time + ADVANCE * plain)
 
     def _short_of(self, plain: float, cost: Callable[[int], float | None]) -> float:
         """Seconds by which a trial of the first level costs more than the credit; 0 where its cost is not known."""
         least, credit = cost(self._levels[0]), self._credit
-        if self._tried[0] < 2 * LIKE_BEFORE:
+        if self._tried[0] < FEW:
             credit += START * plain
         return 0.0 if least is None else max(least, CHEAPEST * plain) - plain - credit
 
@@ -142,9 +148,10 @@ class Worth:
         kept = (1 - 1 / STEPS) ** steps
         self._time = self._time * kept + steps * worth
         self._loss = max(self._loss * kept + seconds - worth, 0.0)
-        most = PROBING * STEPS * plain
+        debt = START if self._tried[0] < FEW else PROBING * DELAY
         # A trial that brings tokens pays for the next, so drafts that begin to be right are soon seen.
-        self._credit = min(max(self._credit + steps * PROBING * plain + worth - seconds, -most), most)
+        credit = max(self._credit + steps * PROBING * plain + worth - seconds, -debt * plain)
+        self._credit = min(credit, PROBING * STEPS * plain)
 
 
 def _expected(available: Sequence[int], chances: Sequence[float]) -> float:
