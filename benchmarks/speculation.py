@@ -234,7 +234,7 @@ def cases(args: argparse.Namespace, drafted: Any, texts: Sequence[Sequence[int]]
     def prepare(make_drafter: Any, most: int = levels[-1]) -> None:
         drafting.make_drafter, drafting.costs = make_drafter, costs
         drafting.worth = Worth([level for level in levels if level <= most])
-        drafting.trials = Trials()
+        drafting.trials, drafting.rest_until = Trials(), 0
 
     def always(make_drafter: Any, level: int) -> None:
         prepare(make_drafter)
