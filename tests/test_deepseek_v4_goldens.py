@@ -17,6 +17,7 @@ from golden_rows import TapPack, last_logits, start_row
 from openinfer.kernels import CpuPack, Op, select_rows
 from openinfer.kernels.formats.linear import Linear
 from openinfer.recipes.deepseek_v4 import RECIPE
+from openinfer.recipes.deepseek_v4.config import CSA
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.tensor import (
@@ -120,7 +121,7 @@ class Swapped:
 
     def __init__(self) -> None:
         self.inner, self.kept, self.swapped = CpuPack(batch_invariant=True), list[tuple[Op[Any], Any]](), 0
-        self.number = 0
+        self.number, self.chosen_beside = 0, 0
 
     def branch(self, number: int) -> None:
         self.number = number
@@ -129,6 +130,8 @@ class Swapped:
 
     def run(self, op: Op[Any], args: Any) -> None:
         self.swapped += bool(self.kept) and self.number == 2
+        first = self.kept[0][0].name if self.kept else ""
+        self.chosen_beside += self.number == 2 and (first, op.name) == ("index_topk", "project")
         if self.number == 1:
             self.kept.append((op, args))
         else:
@@ -149,6 +152,7 @@ def test_branches_of_a_step_do_not_depend_on_each_other(load_model, deepseek, qu
             ]
         )
     assert pack.swapped > 3 * model.config.num_layers
+    assert pack.chosen_beside == model.config.ratios.count(CSA) > 0
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
 

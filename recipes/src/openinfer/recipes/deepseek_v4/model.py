@@ -196,15 +196,18 @@ class Model:
         sparse, entries = isinstance(attention.entries, Sparse), vectors
         with fork(pack, t) as (main, side):
             self.write_keys(main, layer, step, vectors)
-            self._project(step.dealt(main), flat, b.qr[own], w.q)
             if isinstance(attention.entries, Sparse):
                 queries = b.index_q[own].reshape(tokens, -1)
                 self._project(step.dealt(main), queries, b.qr[own], attention.entries.index_q)
                 entries = self._sparse_entries(side, attention.entries, place, step)
-            elif attention.entries is not None:
-                entries = self._heavy_entries(side, attention.entries, place, step)
+            else:
+                self._project(step.dealt(main), flat, b.qr[own], w.q)
+                if attention.entries is not None:
+                    entries = self._heavy_entries(side, attention.entries, place, step)
         if sparse:
-            self._select(mine, place, step)
+            with fork(pack, t) as (main, side):
+                self._select(step.dealt(main), place, step)
+                self._project(step.dealt(side), flat, b.qr[own], w.q)
         out = _flat(b.heads, tokens, heads * c.head_dim)
         sparse_attend(
             mine,
