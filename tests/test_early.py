@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 from openinfer.cli.explain.segments import Outline
 from openinfer.graph.runner.segments import segments
-from openinfer.kernels import H200, Launch, NullPack
+from openinfer.kernels import H200, CudaSpec, Launch, NullPack
+from openinfer.kernels.store.cubins import cuda_source
 from openinfer.recipes.deepseek_v4 import RECIPE as V4
 from openinfer.recipes.deepseek_v4.published import config_json
 from openinfer.recipes.engine import Source
@@ -96,13 +98,20 @@ def early_launches(ranks: int) -> dict[Any, list[Launch]]:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_kernels_of_deepseek_v4_wait_before_anything_else(ranks: int) -> None:
-    """Nothing is read or written ahead of the wait, and nobody returns, but for two kernels with another rule, and
-    those of hyper-connections (below). In a step of one token all kernels but those at its ends start early."""
+    """Nothing is read or written ahead of the wait, and nobody returns, but for two kernels with another rule, those of
+    hyper-connections and the experts' second product (below). In a step of one token all kernels but those at its ends
+    start early."""
     found = early_launches(ranks)
     late = [launch.spec.function for launch in found["forward", (1, 1, 1, 0)] if not launch.early]
     ends = ["expand_rows", "gather_rows", "gather_last", "gemv", "push_columns"]
     assert late == ends[: 4 + (ranks > 1)]
     for spec in {launch.spec for launches in found.values() for launch in launches if launch.early}:
+        if isinstance(spec, CudaSpec):
+            body = cuda_source(spec.module, spec.file).partition(f"\n{spec.function}(")[2]
+            before, wait, _ = body.partition('if (FIRST) asm volatile("griddepcontrol.wait;"')
+            assert wait, spec
+            assert not re.search(r"sort_pairs|ld\w*\(|return|fresh", before), spec
+            continue
         text = inspect.getsource(getattr(importlib.import_module(spec.module), spec.function).fn)
         before, wait, _ = text.rpartition('"""')[2].partition("wait_ahead(EARLY)\n")
         other = spec.function in (*RELEASERS, *EARLY_READS)
@@ -127,3 +136,19 @@ def test_what_hyper_connections_read_early_was_written_before(ranks: int) -> Non
                 if before.spec.function not in RELEASERS:
                     break
     assert seen == {"hc_collapse", "hc_post_ranks" if ranks > 1 else "hc_post"}
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_second_products_read_early_what_the_first_has_waited_for(ranks: int) -> None:
+    """experts_fp4 sorts the pairs before it waits where it is the second product. The kernel ahead is the first one of
+    the same call."""
+    found = 0
+    for launches in early_launches(ranks).values():
+        for before, launch in itertools.pairwise(launches):
+            if launch.spec.function == "experts_fp4" and not dict(launch.spec.constants)["FIRST"]:
+                names, found = [name for name, _ in launch.spec.signature], found + 1
+                ids = names.index("expert_ids")
+                assert before.spec.function == "experts_fp4"
+                assert dict(before.spec.constants)["FIRST"]
+                assert before.args[ids] is launch.args[ids]
+    assert found

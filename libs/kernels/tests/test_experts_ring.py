@@ -1,4 +1,5 @@
-"""The ring of few pairs an expert (device/experts_ring.cu): which mixtures take it, and on a GPU its numbers."""
+"""The rings of few pairs an expert (device/experts_ring.cu, experts_fp4.cu): which mixtures take them, and on a GPU
+their numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from openinfer.kernels import H200, Launch, NullPack, Target, experts_add
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.moe.ring import RingTile, ring_tile
 from openinfer.kernels.op.target import shared_bytes
-from openinfer.kernels.testing import copied, run_on_gpu, run_reference
-from openinfer.tensor import bfloat16, float8_e4m3fn
+from openinfer.kernels.ops.experts import experts
+from openinfer.kernels.testing import codes_of, copied, error, run_on_gpu, run_reference
+from openinfer.tensor import bfloat16, float8_e4m3fn, float32
 
 TARGET = dataclasses.replace(H200, nvrtc=True)
 Rng = np.random.Generator
@@ -42,10 +44,10 @@ def mixture(rng: Rng, tokens: int, hidden: int, inter: int, experts: int, chosen
     }
 
 
-def kernels(target: Target, args: dict[str, Any]) -> list[str]:
+def kernels(target: Target, args: dict[str, Any], op: Any = experts_add) -> list[str]:
     """The names of a call's kernels."""
     pack = NullPack(target)
-    experts_add(pack, **copied(args)[1])
+    op(pack, **copied(args)[1])
     return [c.spec.function for call in pack.calls for c in call.commands if isinstance(c, Launch)]
 
 
@@ -65,20 +67,20 @@ def test_few_pairs_an_expert_take_the_ring(rng: Rng) -> None:
 def test_the_tiles_of_published_mixtures_fit() -> None:
     """Rows of a tile have one scale, and all warps work."""
     sizes = {(2048, 512, 256), (2048, 768, 128), (3072, 1024, 256), (4096, 1024, 512), (4096, 1536, 128)}
-    for hidden, inter, experts in sizes:
+    for hidden, inter, count in sizes:
         for n, k, first in ((2 * inter, hidden, True), (hidden, inter, False)):
-            blocks = (experts, n // 128, k // 128)
+            blocks = (count, n // 128, k // 128)
             weight = Linear(
-                np.broadcast_to(np.zeros(1, float8_e4m3fn), (experts, n, k)), np.zeros(blocks, np.float32)
+                np.broadcast_to(np.zeros(1, float8_e4m3fn), (count, n, k)), np.zeros(blocks, np.float32)
             )
-            tile = ring_tile(TARGET, 2 * experts, weight, first=first)  # type: ignore[arg-type]
+            tile = ring_tile(TARGET, 2 * count, weight, first=first)  # type: ignore[arg-type]
             assert isinstance(tile, RingTile)
             rows = tile.rows // (1 + first)
             assert n % tile.rows == 0
             assert 128 % rows == 0
             assert tile.rows // 16 % (tile.warps // tile.parts) == 0
             assert tile.stages >= 3
-            assert tile.shared(k, experts) <= shared_bytes(90)
+            assert tile.shared(k, count) <= shared_bytes(90)
 
 
 @pytest.mark.gpu
@@ -104,3 +106,70 @@ def test_numbers_and_bits(gpu: Any, rng: Rng, hidden: int, inter: int, case: str
     rolled = dataclasses.replace(args["down"], scales=np.roll(args["down"].scales, 1, axis=1))
     far = run_reference(experts_add, args | {"down": rolled})["out"].astype(np.float32)
     assert (np.linalg.norm(far - want, axis=1) / scale).max() > 0.05
+
+
+def packed(rng: Rng, experts: int, n: int, k: int) -> Linear[Any]:
+    """FP4 of every number, worth about K^-0.5, and scales that differ from block to block."""
+    codes = rng.integers(0, 256, (experts, n, k // 2), np.uint8)
+    return Linear(codes, rng.integers(117, 124, (experts, n, k // 32), np.uint8))
+
+
+def packed_mixture(
+    rng: Rng, tokens: int, hidden: int, inter: int, experts: int, chosen: int
+) -> dict[str, Any]:
+    ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
+    return {
+        "out": np.full((tokens, hidden), np.nan, bfloat16),
+        "x": codes_of(rng.standard_normal((tokens, hidden), np.float32)),
+        "shared": rng.standard_normal((tokens, hidden)).astype(bfloat16),
+        "expert_ids": ids,
+        "expert_weights": rng.uniform(0.2, 1, ids.shape).astype(float32),
+        "gate_up": packed(rng, experts, 2 * inter, hidden),
+        "down": packed(rng, experts, hidden, inter),
+        "limit": 1.5,
+    }
+
+
+def test_few_pairs_an_expert_of_fp4_take_the_ring(rng: Rng) -> None:
+    few = ["experts_fp4", "experts_fp4", "add_chosen"]
+    assert kernels(TARGET, packed_mixture(rng, 6, 1024, 1024, 4, 2), experts) == few
+    for target, tokens, inter in (
+        (H200, 6, 1024),  # no NVRTC
+        (dataclasses.replace(TARGET, arch=100), 6, 1024),
+        (dataclasses.replace(TARGET, batch_invariant=True), 6, 1024),
+        (TARGET, 7, 1024),  # 14 pairs of 4 experts
+        (TARGET, 6, 1152),  # no whole stages
+    ):
+        args = packed_mixture(rng, tokens, 1024, inter, 4, 2)
+        assert "experts_fp4" not in kernels(target, args, experts), (target, tokens, inter)
+    plain = packed_mixture(rng, 6, 1024, 1024, 4, 2)
+    assert "experts_fp4" not in kernels(TARGET, plain | {"x": plain["shared"]}, experts)
+    # Of 14 pairs, half are other ranks'.
+    assert kernels(TARGET, packed_mixture(rng, 7, 1024, 1024, 4, 2) | {"all_experts": 8}, experts) == few
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "inter"), [(2048, 1024), (1024, 3072)])
+@pytest.mark.parametrize("case", ["even", "one expert has most", "one token", "some of no expert", "none"])
+def test_numbers_and_bits_of_fp4(gpu: Any, rng: Rng, hidden: int, inter: int, case: str) -> None:
+    """As test_numbers_and_bits."""
+    target, driver, _, stream = gpu
+    if target.arch != 90:
+        pytest.skip("the kernel is for sm_90")
+    args = packed_mixture(rng, 1 if case == "one token" else 12, hidden, inter, 24, 4)
+    ids = args["expert_ids"]
+    if case == "one expert has most":
+        ids[:, 0] = np.where((ids == 7).any(1), ids[:, 0], 7)
+    if case == "some of no expert":
+        ids[ids > 11] = -1
+    if case == "none":
+        ids[:] = -1
+    target = dataclasses.replace(target, nvrtc=True)
+    assert "experts_fp4" in kernels(target, args, experts)
+    found = [run_on_gpu(experts, args, target, driver, stream)["out"] for _ in range(2)]
+    np.testing.assert_array_equal(*found)
+    want = run_reference(experts, args)["out"]
+    assert error(found[0], want) < 8e-3  # as in test_packed_experts.py
+    for name in ("gate_up", "down") if case != "none" else ():
+        rolled = dataclasses.replace(args[name], scales=np.roll(args[name].scales, 1, axis=2))
+        assert error(run_reference(experts, args | {name: rolled})["out"], want) > 0.05, name

@@ -17,25 +17,12 @@ constexpr int TOKENS = 8, COLUMNS = K / PARTS, GROUPS = COLUMNS / 128, HELD = CO
 static_assert(TEAMS * PARTS == WARPS && OWN * TEAMS == OPERANDS && GROUPS * 128 == COLUMNS, "warps share a stage evenly");
 static_assert(128 % SETS == 0, "a tile's rows have one scale");
 
+#include "pairs.cuh"
+
 // The second and fourth of four codes as bf16. Their exponents have another bias, for which 2^120 makes up.
 __device__ __forceinline__ u32 wide(u32 codes) {
   return multiplied(codes & 0x80008000u | codes >> 4 & 0x07f007f0u, 0x7b807b80u);
 }
-
-// A tile: rows from `row` on, for the places from `begin` on of an expert that has them up to `end`.
-struct Tile {
-  int expert, begin, end, row;
-
-  __device__ __forceinline__ void next(const int* starts, int N) {
-    row += SETS;
-    if (row < N) return;
-    row = 0, begin += TOKENS;
-    if (begin < end) return;
-    do expert++;
-    while (starts[expert + 1] == starts[expert]);
-    begin = starts[expert], end = starts[expert + 1];
-  }
-};
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
 experts_ring(bf16* out, const bf16* x, const unsigned char* weight, const float* scales, const int* order, const int* starts,
@@ -43,8 +30,7 @@ experts_ring(bf16* out, const bf16* x, const unsigned char* weight, const float*
   extern __shared__ __align__(128) unsigned char ring[];
   float* sums = (float*)(ring + STAGES * STAGE);  // [2, PARTS, ROWS, TOKENS]
   u64 *full = (u64*)(sums + 2 * PARTS * ROWS * TOKENS), *empty = full + STAGES;
-  int* own_starts = (int*)(empty + STAGES);  // [EXPERTS + 2]: behind the last expert is one with a pair, where walks end
-  int* head = own_starts + EXPERTS + 2;      // chunks, and of the first tile its expert and place
+  int *own_starts = (int*)(empty + STAGES), *head = own_starts + EXPERTS + 2;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], WARPS);
@@ -53,30 +39,9 @@ experts_ring(bf16* out, const bf16* x, const unsigned char* weight, const float*
   asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int i = threadIdx.x; i < EXPERTS + 2; i += WARPS * 32 + 32) own_starts[i] = starts[min(i, EXPERTS)] + (i > EXPERTS);
   __syncthreads();
-  int tiles = N / SETS;
-  if (warp == 0) {
-    constexpr int RUN = (EXPERTS + 31) / 32;  // experts of a lane
-    auto chunks_of = [&](int e) { return (own_starts[e + 1] - own_starts[e] + TOKENS - 1) / TOKENS; };
-    int chunks = 0;
-    for (int e = lane * RUN; e < min(lane * RUN + RUN, EXPERTS); e++) chunks += chunks_of(e);
-    int after = chunks;
-    for (int bit = 1; bit < 32; bit *= 2) {
-      int other = __shfl_up_sync(~0u, after, bit);
-      if (lane >= bit) after += other;
-    }
-    int all = __shfl_sync(~0u, after, 31), e = lane * RUN;
-    int chunk = (int)((long long)all * tiles * blockIdx.x / gridDim.x / tiles) - (after - chunks);
-    if (lane == 0) head[0] = all;
-    if (chunk >= 0 && chunk < chunks) {
-      for (; chunk >= chunks_of(e); e++) chunk -= chunks_of(e);
-      head[1] = e, head[2] = own_starts[e] + chunk * TOKENS;
-    }
-  }
-  __syncthreads();
-  int first = (int)((long long)head[0] * tiles * blockIdx.x / gridDim.x);
-  int count = (int)((long long)head[0] * tiles * (blockIdx.x + 1) / gridDim.x) - first;
+  Tile tile;
+  int count = first_tile(tile, own_starts, head, N);
   if (count == 0) return;
-  Tile tile = {head[1], head[2], own_starts[head[1] + 1], first % tiles * SETS};
   if (warp == WARPS) {
     if (lane == 0) {
       u64 policy = evict_first();

@@ -214,22 +214,7 @@ class PackedExperts:
 
     def add(self, pairs: Pairs) -> Iterator[Launch]:
         """The results of a token and `shared`, in `out`."""
-        width = self.a.x.shape[1]
-        block = min(1024, power_of_two(width))
-        yield launch(
-            _DEVICE,
-            "add_chosen",
-            (pairs.tokens, -(-width // block)),
-            {
-                "out": self.a.out,
-                "shared": self.a.shared,
-                "results": self.results,
-                "expert_ids": self.a.expert_ids,
-                "width": Aligned(width),
-            },
-            {"CHOSEN": pairs.chosen, "BLOCK": block},
-            early=self._early,
-        )
+        yield add_chosen(self.target, self.a, self.results)
 
     def _product(
         self, pairs: Pairs, out: Scratch, x: Scratch | Tensor, x_scales: Scratch, layer: Linear[Tensor]
@@ -281,3 +266,18 @@ class PackedExperts:
         return launch(
             _DEVICE, tile.kernel, grid, args, constants, num_warps=warps, num_stages=tile.stages, early=early
         )
+
+
+def add_chosen(target: Target, a: ExpertsArgs[Tensor], results: Scratch) -> Launch:
+    """The results [pairs, D] of each token and `shared`, in `out`."""
+    (tokens, width), chosen = a.x.shape, a.expert_ids.shape[1]
+    block = min(1024, power_of_two(width))
+    args: dict[str, Arg] = {
+        "out": a.out,
+        "shared": a.shared,
+        "results": results,
+        "expert_ids": a.expert_ids,
+        "width": Aligned(width),
+    }
+    grid, constants = (tokens, -(-width // block)), {"CHOSEN": chosen, "BLOCK": block}
+    return launch(_DEVICE, "add_chosen", grid, args, constants, early=target.early(tokens))

@@ -11,6 +11,7 @@ from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linea
 from openinfer.kernels.linear.problem import expect_q8
 from openinfer.kernels.moe import Pairs
 from openinfer.kernels.moe.packed import ExpertsArgs, PackedExperts, kind_of, packed_expert_tile
+from openinfer.kernels.moe.ring import Fp4Ring
 from openinfer.kernels.op.cases import Commands, Memory, OpCase
 from openinfer.kernels.op.coded import decoded, expect_values
 from openinfer.kernels.op.contract import FLOATS, expect, require
@@ -71,8 +72,12 @@ def _launches(target: Target, a: ExpertsArgs[Tensor]) -> Iterator[Command]:
     require(a.x.dtype == bfloat16, f"x is {a.x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
     expect_q8(target, a.quantized)
     count = a.gate_up.shape[0]
-    found = packed_expert_tile(target, a.expert_ids.numel, count, kind_of(linear_of(a.gate_up)), a.quantized)
-    yield from moe.mixture_launches(PackedExperts.of(target, found, a), Pairs.of(target, a.expert_ids, count))
+    kernels: moe.Kernels | None = Fp4Ring.of(target, a)
+    if kernels is None:
+        kind = kind_of(linear_of(a.gate_up))
+        tile = packed_expert_tile(target, a.expert_ids.numel, count, kind, a.quantized)
+        kernels = PackedExperts.of(target, tile, a)
+    yield from moe.mixture_launches(kernels, Pairs.of(target, a.expert_ids, count))
 
 
 def _cost(workload: Workload, a: ExpertsArgs[Tensor]) -> Cost:
