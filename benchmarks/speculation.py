@@ -9,8 +9,9 @@
 All but the last measure an engine. The name of a published model stands for its shape with random weights. Every answer
 is one token again and again, by a bias of its logit. Drafts of a chosen acceptance come from an oracle that knows it.
 Layers that draft run too, and the oracle's drafts replace the layers' own. No server has the oracle. "all, N":
-drafts are all right and every step has N, so its seconds are those of a verifying step. `--up-to`: the most drafts to
-choose from. `--own`: the engine's own drafts at these temperatures, on `--prompts`, or once on each of `--texts`;
+drafts are all right and every step has N, so its seconds are those of a verifying step. `--fixed`: the same with drafts
+of each acceptance, the best of which an engine's own choice should reach. `--up-to`: the most drafts to choose from.
+`--own`: the engine's own drafts at these temperatures, on `--prompts`, or once on each of `--texts`;
 "always N": every step has N of them. `--edits`: a request has a page of docs/ as its prompt, and the known answer is
 the page with some edits; the engine's own drafter looks drafts up in page and answer, and those that are the answer's
 are accepted. The last command simulates steps of a published model on an H200 at their predicted cost.
@@ -137,6 +138,7 @@ def main() -> None:
     add("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     add("--acceptance", nargs="+", type=float, default=[0.0, 0.5, 0.8, 0.95])
     add("--up-to", nargs="+", type=int, help="the most drafts of a row; by default those of --config")
+    add("--fixed", action="store_true", help="also each fixed number of drafts at each acceptance")
     add("--mixed", nargs=2, type=float, help="acceptances of two halves of the rows of --predict")
     add("--own", nargs="+", type=float, help="temperatures at which the engine's own drafts are measured")
     add("--edits", action="store_true", help="prompts are pages of docs/, answers the pages after edits")
@@ -211,11 +213,12 @@ def engine_of(args: argparse.Namespace, config: str | None, empty: Path, longest
         path, flags = empty, {"load_format": "dummy"}
         (path / "config.json").write_text(json.dumps(published))
     length = -(-(longest + args.tokens + 16) // 64) * 64
+    cache = None if args.one_engine and args.device != "cpu" else (8 if args.device != "cpu" else 1) << 30
     began = time.perf_counter()
     built = build(
         recipe, path, device=args.device, max_num_seqs=max(args.concurrency), max_model_len=length,
-        max_num_batched_tokens=2048, kv_cache_memory_bytes=(8 if args.device != "cpu" else 1) << 30,
-        enable_prefix_caching=False, speculative_config=config, tensor_parallel_size=args.ranks, **flags,
+        max_num_batched_tokens=max(2048, length), kv_cache_memory_bytes=cache, enable_prefix_caching=False,
+        speculative_config=config, tensor_parallel_size=args.ranks, **flags,
     )  # fmt: skip
     print(f"{args.model} {config}: ready after {time.perf_counter() - began:.1f} s", flush=True)
     return built.engine
@@ -265,11 +268,17 @@ def cases(args: argparse.Namespace, drafted: Any, texts: Sequence[Sequence[int]]
         for most in args.up_to or levels[-1:]
         for share in args.acceptance
     }
+    fixed = {f"{share:g} always": oracle(share) for share in args.acceptance if args.fixed}
     return {
         "without": off,
         **{name: (True, functools.partial(prepare, *chosen), options) for name, chosen in oracles.items()},
         **({} if drafting.layers else {"own": (True, functools.partial(prepare, own), options)}),
         **every_step("all", oracle(1.0), options),
+        **{
+            name: case
+            for kind, drafter in fixed.items()
+            for name, case in every_step(kind, drafter, options).items()
+        },
     }
 
 
