@@ -149,7 +149,7 @@ def test_few_pairs_an_expert_of_fp4_take_the_ring(rng: Rng) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("hidden", "inter"), [(2048, 1024), (1024, 3072)])
+@pytest.mark.parametrize(("hidden", "inter"), [(2048, 1024), (1024, 3072), (7168, 1024)])
 @pytest.mark.parametrize("case", ["even", "one expert has most", "one token", "some of no expert", "none"])
 def test_numbers_and_bits_of_fp4(gpu: Any, rng: Rng, hidden: int, inter: int, case: str) -> None:
     """As test_numbers_and_bits."""

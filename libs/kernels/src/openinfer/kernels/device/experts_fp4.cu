@@ -19,7 +19,7 @@
 #include "gpu.cuh"
 #include "tensor_cores.cuh"
 
-constexpr int SETS = 64, DEPTH = 1024, PARTS = 4, THREADS = PARTS * 128, BOX = SETS * 128;
+constexpr int TOKENS = 8, SETS = 64, DEPTH = 1024, PARTS = 4, THREADS = PARTS * 128, BOX = SETS * 128;
 constexpr int STAGE = PARTS * BOX + SETS * DEPTH / 32, X_TILE = TOKENS * 128, PITCH = SETS + 4, STEPS = K / DEPTH;
 constexpr int PARTIAL = TOKENS * PITCH, SUMS = BUFFERS * PARTS * PARTIAL;
 static_assert(STEPS * DEPTH == K, "a row has whole stages");
@@ -117,17 +117,12 @@ __device__ __forceinline__ float scale_of(uint2 bytes, int i) {
   return __uint_as_float((i % 4 == 3 ? word >> 1 : word << (23 - i % 4 * 8)) & 0x7f800000u);
 }
 
-// d [64, N] (+)= a [64, 32] @ b [N, 32]^T of e4m3.
-#define PRODUCT_OF_CODES(N, A0, A1, A2, A3, B, ADDS, PLACES, NUMBERS)                                         \
-  __device__ __forceinline__ void multiply_codes(float (&d)[N / 2], const u32 (&a)[4], u64 b, int add) {      \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADDS ", 0;\n"                                         \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NUMBERS "}, "                   \
-                 "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1;\n}"                             \
-                 : PLACES : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                    \
-  }
-PRODUCT_OF_CODES(8, 4, 5, 6, 7, 8, 9, PLACES_4(0), "%0, %1, %2, %3")
-#define PLACES_8 PLACES_4(0), PLACES_4(4)
-PRODUCT_OF_CODES(16, 8, 9, 10, 11, 12, 13, PLACES_8, "%0, %1, %2, %3, %4, %5, %6, %7")
+// d [64, 8] = a [64, 32] @ b [8, 32]^T of e4m3.
+__device__ __forceinline__ void multiply_codes(float (&d)[4], const u32 (&a)[4], u64 b) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1;\n}"
+               : PLACES_4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(0));
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 experts_fp4(bf16* out, const void* x, const void* factors, const __grid_constant__ TensorMap weight,
@@ -227,7 +222,7 @@ experts_fp4(bf16* out, const void* x, const void* factors, const __grid_constant
         }
         products_begin();
 #pragma unroll
-        for (int g = 0; g < 4; g++) multiply_codes(sum[b + g], a[g], of_x + (b / 4 * X_TILE + g * 32) / 16, 0);
+        for (int g = 0; g < 4; g++) multiply_codes(sum[b + g], a[g], of_x + (b / 4 * X_TILE + g * 32) / 16);
         products_commit();
       }
       __syncwarp();

@@ -175,7 +175,6 @@ class Fp4Ring:
         }
         constants = {
             "K": k,
-            "TOKENS": PAIRS,
             "STAGES": stages,
             "BUFFERS": _buffers(stages, k),
             "EXPERTS": experts,
