@@ -394,8 +394,9 @@ ALONE = Pace()
 RENAMED = (
     (r"(sample|advance) (?:logits|result)\[(\d+)x\d+\]", r"\1 tokens[\2]"),
     (r"(index_topk .*\])$", r"\1, window 4"),
+    (r"(q_kv_write qr|gate_up_clamped out)(\[)", r"\1.codes\2"),
 )
-"""What keys of these ledgers are called today."""
+"""What keys of these ledgers are called today. The last two wrote bf16, where others made the codes."""
 
 
 def _microseconds(ledger: Ledger) -> dict[str, float]:
