@@ -170,6 +170,7 @@ def check_drafts(made: Made, config: str) -> None:
     }
     made.check(session, asked)
     assert session.engine.stats().draft_tokens > 20
+    assert len(drafting.worth._adapters) == len(ADAPTERS)
     session.engine.close()
 
 

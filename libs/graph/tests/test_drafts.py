@@ -9,7 +9,7 @@ import pytest
 
 from openinfer.graph import Buckets, Rows
 from openinfer.graph.runner import DraftCounts, Drafting, Sampling
-from openinfer.graph.runner.drafting import UNSURE, Spent
+from openinfer.graph.runner.drafting import ADAPTERS, UNSURE, Spent
 from openinfer.graph.runner.verifying import (
     Proposals,
     draft_fields,
@@ -326,6 +326,41 @@ def test_a_choice_that_finds_nothing_rests():
     drafting.worth.choose = lambda available, rows, cost: 1
     drafting.num_drafts(view_of(seq, step=72))
     assert (drafting.rest_until, drafting.places) == (72, 1)
+
+
+def test_a_rest_ends_with_the_first_step_of_another_adapter():
+    """And the books forget the steps of it that did not run. A prompt that goes on has no row to decode."""
+    costs, noted = costs_of(lambda rows, drafts, chunks: 1.0 + drafts), []
+    drafting = Drafting(BUCKETS, None, costs)
+    drafting.worth.choose, drafting.worth.idle = lambda *args: 0, lambda cost: 40
+    drafting.worth.spent = lambda rows, brought, seconds, plain, steps: noted.append(steps)
+    base, other = seq_of([1]), seq_of([1, 2], adapter=SimpleNamespace(digest=b"a"))
+    drafting.num_drafts(view_of(base, step=1))
+    shape, decode = BUCKETS.choose(1, 1), Row(base, 1, True, None)
+    for index, rows, until in (
+        (1, [decode], 41),
+        (5, [decode], 41),
+        (6, [decode, Row(other, 1, False, 0)], 41),
+        (7, [Row(other, 1, False, 0)], 41),
+        (9, [decode, Row(other, 1, True, 1)], 10),
+        (10, [decode, Row(other, 1, True, None)], 10),
+    ):
+        step = Step(index, rows, True, sum(row.start is None for row in rows), (), (), (), {})
+        drafting.level(step, may_lag=False)
+        assert drafting.rest_until == until
+        drafting.book(step, shape, drafting.spent(step, shape, shape))
+    assert noted[:2] == [40, -31]
+
+
+def test_many_adapters_leave_little_behind():
+    drafting = Drafting(BUCKETS, None)
+    mine = drafting.trials
+    for number in range(1000):
+        drafting.num_drafts(view_of(seq_of([1], adapter=SimpleNamespace(digest=number))))
+        if not number % 100:
+            drafting.num_drafts(view_of(seq_of([1])))
+            assert drafting.trials is mine
+    assert len(drafting._others) <= ADAPTERS
 
 
 def test_padding_tokens_have_ids_of_the_vocabulary(monkeypatch):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from openinfer.scheduler import InvalidSetup, Worth
+from openinfer.scheduler.worth import ADAPTERS
 
 LEVELS = (1, 2, 4)
 Cost = Callable[[int, int], float]
@@ -303,3 +304,82 @@ def test_a_draft_is_worth_its_place_above_a_chance() -> None:
         == worth.floor(1, 0, 4, times.get)
         == 0
     )
+
+
+def taught(**chances: float) -> Worth:
+    """By adapter, or `base`: of ten rows, how many had right drafts."""
+    worth = Worth((1, 2, 4))
+    for adapter, chance in chances.items():
+        for _ in range(100):
+            right = round(10 * chance)
+            counts = {(4, 4): right, (4, 0): 10 - right}
+            worth.saw(counts, None if adapter == "base" else adapter)
+    return worth
+
+
+def test_rows_count_with_the_chances_of_their_adapter() -> None:
+    worth, costs = taught(base=0.5, good=0.9, poor=0.0), {0: 1.0, 1: 1.4, 2: 1.5, 4: 1.7}.get
+    for _ in range(2):  # what one taught is no other's
+        assert worth.choose({"good": [4]}, 1, costs) == 4
+        assert worth.choose({"poor": [4]}, 1, costs) == 0
+    assert worth.choose({"good": [4] * 7, "poor": [4]}, 8, costs) == 4
+    assert worth.choose({"good": [1] * 7, "poor": [4]}, 8, costs) == 1  # four drafts of the other are wrong
+    assert worth.choose({"good": [4], "poor": [4] * 7}, 8, costs) == 0
+    few, many = (worth.floor(4, {"good": n, "poor": 8 - n}, 8, costs) for n in (1, 7))
+    assert 0 < few < many < worth.floor(4, {"good": 8}, 8, costs)
+
+
+def test_an_adapter_begins_with_the_chances_of_the_model() -> None:
+    worth = taught(base=0.9)
+    for _ in range(100):
+        worth.saw({(4, 1): 1})  # a second draft is wrong
+    assert worth.chances_of("new") == pytest.approx(worth.chances)
+    for _ in range(9):
+        worth.saw({(1, 0): 1}, "new")
+    assert worth.chances_of("new")[0] < 0.3 < 0.9 < worth.chances[0]
+    for _ in range(50):
+        worth.saw({(1, 1): 1}, "new")
+    assert worth.chances_of("new")[0] > 0.9
+    assert worth.chances_of("new")[1] == pytest.approx(worth.chances[1], rel=0.1)
+
+
+def test_a_new_adapter_is_tried_at_once_and_another_is_not() -> None:
+    """While few of its rows were tried, though the model's drafts and those of others do not pay."""
+    worth, costs = taught(base=0.0, poor=0.0), {0: 1.0, 1: 1.3, 2: 1.6, 4: 2.0}.get
+    worth.spent(1, 0, 1.3, 1.0)
+    assert worth.choose({"poor": [4]}, 1, costs) == worth.choose([4], 1, costs) == 0
+    tried = 0
+    while worth.choose({"new": [4], "poor": [4]}, 2, costs):
+        worth.saw({(1, 0): 1}, "new")
+        worth.spent(2, 0, 1.3, 1.0)
+        tried += 1
+    assert 4 < tried < 10
+    for adapter in range(100):  # all draw on the same credit
+        lost = 0
+        while worth.choose({adapter: [4]}, 1, costs):
+            worth.spent(1, 0, 1.3, 1.0)
+            lost += 1
+        assert lost <= 7 * (adapter == 0)
+
+
+def test_the_chances_of_the_adapters_used_last_are_kept() -> None:
+    worth = taught(base=0.5, kept=0.9, gone=0.9)
+    for adapter in range(ADAPTERS - 1):
+        worth.saw({(1, 0): 1}, adapter)
+        worth.choose({"kept": [4]}, 1, {0: 1.0, 1: 1.4}.get)
+    assert worth.chances_of("kept")[0] > 0.85
+    assert worth.chances_of("gone") == pytest.approx(worth.chances)
+    for adapter in range(3 * ADAPTERS):
+        worth.chances_of(adapter)
+    assert len(worth._adapters) == ADAPTERS
+
+
+def test_steps_of_a_rest_that_did_not_run_are_taken_back() -> None:
+    one, other = Worth((1,)), Worth((1,))
+    for worth, steps in ((one, (64, -56)), (other, (8,))):
+        worth.spent(1, 0, 2.0, 1.0)
+        for count in steps:
+            worth.spent(1, 0, 1.0, 1.0, count)
+    for name in ("_loss", "_credit"):
+        assert getattr(one, name) == pytest.approx(getattr(other, name)), name
+    assert one._time == pytest.approx(other._time, abs=4)

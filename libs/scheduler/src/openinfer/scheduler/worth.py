@@ -1,7 +1,8 @@
 """Worth: how many drafts pay, by the cost of the step and by how often drafts were accepted."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 from .errors import InvalidSetup
 
@@ -35,6 +36,12 @@ LEAST = 0.1
 """Drafts of which the last is accepted less often are not tried: its gain is lost in the noise of the costs."""
 ADVANCE = 150
 """Steps of time that losses may draw on at the start."""
+ADAPTERS = 256
+"""Adapters (LoRA) whose chances are kept, those used last. No step has so many."""
+Available = Mapping[Any, Sequence[int]]
+"""By the adapter of rows."""
+Cost = Callable[[int], float | None]
+"""Seconds of a step with this number of drafts a row; None: not known yet."""
 
 
 class Worth:
@@ -44,6 +51,9 @@ class Worth:
     than a step without, and may bring no more tokens. The books count the difference. While drafts have lost more than
     LOSS of the time of the last STEPS steps, no row has any.
 
+    Chances are known by adapter (LoRA), because drafts that are right for the model may be wrong for an adapter of it.
+    Its digest, for example, names it: what it taught lasts while it is unloaded. None: the model without adapters.
+
     levels: the numbers of drafts to choose from, ascending, from 1 on. Raises InvalidSetup for others.
     """
 
@@ -51,7 +61,9 @@ class Worth:
         if not levels or levels[0] < 1 or list(levels) != sorted(set(levels)):
             raise InvalidSetup(f"levels {list(levels)}: give numbers from 1 on, ascending")
         self._levels = tuple(levels)
-        self._tried, self._right = [0.0] * levels[-1], [0.0] * levels[-1]  # rows by place, the last ones
+        self._base = [0.0] * levels[-1], [0.0] * levels[-1]  # rows by place, the last ones: tried, and right
+        self._adapters: dict[Hashable, tuple[list[float], list[float]]] = {}  # the one used last is last
+        self._asked = [self._base]  # of those that drafts were last chosen for
         self._time = self._loss = 0.0
         self._credit = 0.0  # seconds that trials of drafts may lose
         self.waiting = False
@@ -61,53 +73,75 @@ class Worth:
     def chances(self) -> Sequence[float]:
         """The chance of the first, second, ... draft of a row, where those before it are accepted. One that was hardly
         tried is about as likely as the one before it."""
-        found = [PRIOR]
-        for tried, right in zip(self._tried, self._right, strict=True):
-            found.append((right + LIKE_BEFORE * found[-1]) / (tried + LIKE_BEFORE))
-        return found[1:]
+        return self.chances_of(None)
 
-    def choose(self, available: Sequence[int], rows: int, cost: Callable[[int], float | None]) -> int:
+    def chances_of(self, adapter: Hashable) -> Sequence[float]:
+        """As `chances`, of rows with an adapter. Drafts that were hardly tried follow the chances of the model without:
+        the first has its, and a later one falls from the one before it as there."""
+        base = [PRIOR] * self._levels[-1] if adapter is None else self.chances
+        before, chance, found = base[0], base[0], list[float]()
+        for tried, right, like in zip(*self._of(adapter), base, strict=True):
+            chance = (right + LIKE_BEFORE * min(chance * like / before, 1.0)) / (tried + LIKE_BEFORE)
+            before = like
+            found.append(chance)
+        return found
+
+    def _of(self, adapter: Hashable) -> tuple[list[float], list[float]]:
+        if adapter is None:
+            return self._base
+        none = [0.0] * self._levels[-1]
+        found = self._adapters[adapter] = self._adapters.pop(adapter, (none, none.copy()))
+        if len(self._adapters) > ADAPTERS:
+            del self._adapters[next(iter(self._adapters))]
+        return found
+
+    def choose(self, available: Sequence[int] | Available, rows: int, cost: Cost) -> int:
         """The most drafts of a row in the next step, 0 or a level.
 
-        available: drafts that each row with any could have. rows: all rows of the step, those of prompts too. cost:
-        seconds of a step with this number of drafts a row; None: not known yet. A step of an unknown cost is taken, so
-        that the cost gets known. Above the first level it must pay if each draft costs what it costs at the level
-        before, which must have been tried.
+        available: drafts that each row with any could have. Rows have no fewer for their adapter, because that makes no
+        step shorter. rows: all rows of the step, those of prompts too. A step of an unknown cost is taken, so that the
+        cost gets known. Above the first level it must pay if each draft costs what it costs at the level before, which
+        must have been tried.
         """
         plain = cost(0)
         if not available or plain is None or self._overdrawn(plain) > 0:
             return 0
-        chances, best, best_rate, draft = self.chances, 0, rows / plain, 0.0
-        before = 0
+        groups = available if isinstance(available, Mapping) else {None: available}
+        self._asked = [self._of(adapter) for adapter in groups]
+        tried = [max(places) for places in zip(*(of[0] for of in (self._base, *self._asked)), strict=True)]
+        found = [(counts, self.chances_of(adapter)) for adapter, counts in groups.items()]
+        best, best_rate, draft, before = 0, rows / plain, 0.0, 0
         for level in self._levels:
-            if math.prod(chances[:level]) < LEAST or (before and not self._tried[before - 1]):
+            likely = max(math.prod(chances[:level]) for _, chances in found)
+            if likely < LEAST or (before and not tried[before - 1]):
                 break
             before = level
             known = cost(level)
             if known is None and level == self._levels[0]:
                 return level
             seconds = max(plain + level * draft if known is None else known, CHEAPEST * plain)
-            rate = (rows + _expected(available, chances[:level])) / seconds
+            rate = (rows + sum(_expected(counts, chances[:level]) for counts, chances in found)) / seconds
             if rate > best_rate:
                 best, best_rate = level, rate
             draft = (seconds - plain) / level
-            if level >= max(available):
+            if level >= max(map(max, groups.values())):
                 break
-        if self.waiting and not (best and self._tried[0]):
+        if self.waiting and not (best and tried[0]):
             return 0
         return best or (self._levels[0] if self._short_of(plain, cost) <= 0 else 0)
 
-    def floor(self, level: int, decoding: int, rows: int, cost: Callable[[int], float | None]) -> float:
+    def floor(self, level: int, decoding: int | Mapping[Any, int], rows: int, cost: Cost) -> float:
         """The chance of a draft, if those before it are right, below which it is not worth its place in a step of
         `level` drafts a row: it brings fewer tokens than the step as a whole in the time of its token. decoding: rows
-        with drafts. rows, cost: see choose."""
+        with drafts, by adapter if rows have one. rows, cost: see choose."""
         plain, seconds = cost(0), cost(level)
         if not level or not decoding or plain is None or seconds is None:
             return 0.0
-        brings = rows + _expected([level] * decoding, self.chances[:level])
-        return max(brings / seconds * (seconds - plain) / (level * decoding), 0.0)
+        counts = decoding if isinstance(decoding, Mapping) else {None: decoding}
+        brings = rows + sum(_expected([level] * n, self.chances_of(one)[:level]) for one, n in counts.items())
+        return max(brings / seconds * (seconds - plain) / (level * sum(counts.values())), 0.0)
 
-    def idle(self, cost: Callable[[int], float | None]) -> int:
+    def idle(self, cost: Cost) -> int:
         """After `choose` has answered 0 with no drafts under way: about how many steps without drafts until its answer
         can be another. cost: see choose."""
         plain = cost(0)
@@ -122,33 +156,38 @@ class Worth:
         """Seconds by which drafts have lost more than they may."""
         return self._loss - LOSS * (self._time + ADVANCE * plain)
 
-    def _short_of(self, plain: float, cost: Callable[[int], float | None]) -> float:
+    def _short_of(self, plain: float, cost: Cost) -> float:
         """Seconds by which a trial of the first level costs more than the credit; 0 where its cost is not known."""
         least, credit = cost(self._levels[0]), self._credit
-        if self._tried[0] < FEW:
+        if self._few:
             credit += START * plain
         return 0.0 if least is None else max(least, CHEAPEST * plain) - plain - credit
 
-    def saw(self, counts: Mapping[tuple[int, int], int]) -> None:
+    @property
+    def _few(self) -> bool:
+        return any(tried[0] < FEW for tried, _ in self._asked)
+
+    def saw(self, counts: Mapping[tuple[int, int], int], adapter: Hashable = None) -> None:
         """Rows had drafts. counts: of rows by (drafts, accepted ones). A draft counts after accepted ones only."""
-        drafted = sum(rows for (drafts, _), rows in counts.items() if drafts)
+        drafted, found = sum(rows for (drafts, _), rows in counts.items() if drafts), self._of(adapter)
         for place in range(self._levels[-1]):
             tried = sum(rows for (drafts, right), rows in counts.items() if place < drafts and place <= right)
             accepted = sum(rows for (_, right), rows in counts.items() if place < right)
             kept = REMEMBERED / (REMEMBERED + tried) if tried else FORGOTTEN / (FORGOTTEN + drafted)
-            self._tried[place] = self._tried[place] * kept + tried
-            self._right[place] = self._right[place] * kept + accepted
+            found[0][place] = found[0][place] * kept + tried
+            found[1][place] = found[1][place] * kept + accepted
 
     def spent(self, rows: int, accepted: int, seconds: float, plain: float, steps: int = 1) -> None:
         """A step is over. rows: all of it. accepted: drafts of its decode rows. seconds: its cost; plain: without
-        drafts. steps: the number of such steps, none of which had drafts if there are more than one."""
+        drafts. steps: the number of such steps, none of which had drafts if there are more than one; below 0: so many
+        that were noted did not run."""
         if seconds != plain:  # a shape with drafts
             seconds = max(seconds, CHEAPEST * plain)
         worth = plain * (1 + accepted / rows)  # the time that its tokens take without drafts
         kept = (1 - 1 / STEPS) ** steps
         self._time = self._time * kept + steps * worth
         self._loss = max(self._loss * kept + seconds - worth, 0.0)
-        debt = START if self._tried[0] < FEW else PROBING * DELAY
+        debt = START if self._few else PROBING * DELAY
         # A trial that brings tokens pays for the next, so drafts that begin to be right are soon seen.
         credit = max(self._credit + steps * PROBING * plain + worth - seconds, -debt * plain)
         self._credit = min(credit, PROBING * STEPS * plain)

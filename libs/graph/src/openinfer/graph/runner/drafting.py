@@ -1,8 +1,8 @@
 """Drafting: how many drafts a row has in a step, and which tokens a host's drafter proposes for it."""
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +28,8 @@ load in which rows join in each step has no even ones."""
 LONG = 4.0
 """Prompts that take more than this many plain decode steps are long. Drafts change a small part of such a step, less
 than a prediction is wrong by: they are taken to cost what they cost without prompts, and Trials do not see the step."""
+ADAPTERS = 256
+"""Adapters (LoRA) whose Trials are kept."""
 
 
 class Spent(NamedTuple):
@@ -103,7 +105,7 @@ class NoDrafts:
         """See Drafting."""
         return 0
 
-    def saw(self, counts: Mapping[tuple[int, int, int], int]) -> None:
+    def saw(self, counts: Mapping[tuple[int, int, int], int], adapter: bytes | None = None) -> None:
         """See Drafting."""
 
     def book(self, step: "Step[Sampling]", shape: Shape, spent: Spent | None) -> None:
@@ -138,6 +140,8 @@ class Drafting:
     _unsure: int = 0  # choices that have waited, one after the other, for the cost of plain steps
     _under_way: int = 0  # steps with drafts that are not read yet
     _asked: int = 0  # the last step for which drafts were chosen, or none
+    _adapters: Set[bytes | None] = frozenset()  # of that step's rows, by their digests
+    _rested: float = 0.0  # Spent.plain of that step, which stands for those of the rest; 0: not known
     _brought: int = 0  # tokens of drafts since the last call of `book`
     _collected_at: float = 0.0  # time.monotonic() then
     # Of the steps that were launched: shape and rows of the last, and since when they have its drafts, or are like it.
@@ -158,6 +162,8 @@ class Drafting:
     """Tokens and rows of the last step's prompts. The next step is expected to have as many."""
     worth: Worth = field(init=False)
     trials: Trials = field(default_factory=Trials)
+    _key: Hashable = None  # the adapter whose steps they compare; (): several in a step
+    _others: dict[Hashable, Trials] = field(default_factory=dict)
     # Of the last step of a rest, by shape and decode rows.
     _known: tuple[Shape, int, Spent | None] | None = None
     _run: _Run | None = None
@@ -171,14 +177,15 @@ class Drafting:
         """The most drafts of a row."""
         return self.buckets.max_drafts
 
-    def saw(self, counts: Mapping[tuple[int, int, int], int]) -> None:
-        """A step with drafts has been read. counts: the number of rows by (drafts, right ones, tokens they brought)."""
+    def saw(self, counts: Mapping[tuple[int, int, int], int], adapter: bytes | None = None) -> None:
+        """A step with drafts has been read. counts: the number of rows by (drafts, right ones, tokens they brought).
+        adapter: the digest of that of these rows."""
         worth: Counter[tuple[int, int]] = Counter()
         for (num_drafts, right, brought), rows in counts.items():
             self.counts.add(num_drafts, right, rows)
             self._brought += rows * brought
             worth[num_drafts, brought] += rows
-        self.worth.saw(worth)
+        self.worth.saw(worth, adapter)
 
     def catches_up(self, changed: bool) -> bool:
         """Whether layers that draft must see now what they have not seen. They must where the next step has other rows
@@ -207,6 +214,8 @@ class Drafting:
                 level = max(step.drafts.values(), default=1) if shape.drafts else 0
                 decode, prompts = costs.decode(num_decode or 1, level, (0, 0)) or decode, None
             found = Spent(decode, alone, prompts, steps) if num_decode else Spent(0.0, 0.0, prompts, steps)
+        if not rests:
+            self._rested = 0.0 if found is None else found.plain
         self._known = (shape, num_decode, found) if rests else None
         return found
 
@@ -271,7 +280,21 @@ class Drafting:
             self.lagging.difference_update(step.left, slots)
             self.lagging.update(seq.slot for seq in step.drafts)
             self.unsettled = most > 0 and not step.drafts  # with drafts the same rows keep the shape
+        if (left := self.rest_until - step.index - 1) > 0:
+            adapters, plain = {row.seq.owner.adapter_digest for row in step.rows if row.emits}, self._rested
+            if adapters and adapters != self._adapters:  # drafts may pay for the rows that go on
+                self.rest_until -= left
+                if plain and step.index > self._asked:
+                    self.worth.spent(1, 0, plain, plain, -left)
         return most
+
+    def _compare(self, key: Hashable) -> None:
+        """Go on with the Trials of steps whose rows have this adapter. Those of one say nothing about another."""
+        if key != self._key:
+            self._others[self._key], self._key = self.trials, key
+            self.trials = self._others.pop(key, Trials())
+            if len(self._others) > ADAPTERS:
+                del self._others[next(iter(self._others))]
 
     def num_drafts(self, view: View) -> "Mapping[Seq[Sampling], int]":
         """See scheduler.Speculation."""
@@ -281,10 +304,13 @@ class Drafting:
         sharing = rows + self.chunks[1]
         cost, made = self._cost(rows, self.chunks), self.layers and self.made > 0
         self.worth.waiting = made or self._under_way > 0
-        most = self.worth.choose([self.max_drafts] * rows, sharing, cost)
+        adapters = Counter([seq.owner.adapter_digest for seq in view.decoding])
+        self._adapters = adapters.keys()
+        self._compare(next(iter(adapters)) if len(adapters) == 1 else ())
+        most = self.worth.choose({one: [self.max_drafts] * n for one, n in adapters.items()}, sharing, cost)
         if self.layers:
             self.places = most
-            self.floor = self.worth.floor(most, rows, sharing, cost) if self.weighs else 0.0
+            self.floor = self.worth.floor(most, adapters, sharing, cost) if self.weighs else 0.0
         self._asked = self.rest_until = view.step
         if not (most or made):
             if not self.worth.waiting:
@@ -297,7 +323,10 @@ class Drafting:
             ready = {seq: self._available(seq, self.made) for seq in view.decoding}
             return self._fitting(ready, rows, self.made)
         found = {seq: self._available(seq, self.max_drafts) for seq in view.decoding}
-        available = [count for count in found.values() if count > 0]
+        available: defaultdict[bytes | None, list[int]] = defaultdict(list)
+        for seq, count in found.items():
+            if count > 0:
+                available[seq.owner.adapter_digest].append(count)
         return self._fitting(found, rows, self.worth.choose(available, sharing, cost))
 
     def _cost(self, rows: int, chunks: tuple[int, int]) -> Callable[[int], float | None]:

@@ -1,6 +1,6 @@
 """Runner: steps of the scheduler's loop as changes to Rows and launches of recorded segments."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -287,14 +287,15 @@ class Runner:
     def _drafted(self, step: Step[Sampling], result: Array) -> dict[int, int]:
         """StepResult.advanced of a step with drafts."""
         advanced: dict[int, int] = {}
-        counts: Counter[tuple[int, int, int]] = Counter()
+        counts: defaultdict[bytes | None, Counter[tuple[int, int, int]]] = defaultdict(Counter)
         for seq, places, num_drafts, num_tokens, right in read_verified(step, result):
             seq.owner.drafted.add(num_drafts, right)
-            counts[num_drafts, right, max(num_tokens - 1, 0)] += 1
+            counts[seq.owner.adapter_digest][num_drafts, right, max(num_tokens - 1, 0)] += 1
             if num_tokens <= places:
                 advanced[seq.slot] = num_tokens
                 self.pace.fall_short(seq.slot, 1 + places - num_tokens)
-        self.drafting.saw(counts)
+        for adapter, found in counts.items():
+            self.drafting.saw(found, adapter)
         return advanced
 
     def take_scores(self) -> list[Scores]:

@@ -31,6 +31,11 @@ class Sampling:
     draftless: bool = False  # the request wants no drafts
     drafted: DraftCounts = field(default_factory=DraftCounts)
 
+    @property
+    def adapter_digest(self) -> bytes | None:
+        """None: no adapter."""
+        return None if self.adapter is None else self.adapter.digest
+
 
 class Wishes:
     """The wishes of the sequences in the slots, because a step does no more than its rows ask for."""
