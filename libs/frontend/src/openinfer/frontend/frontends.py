@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -80,7 +81,7 @@ class Frontends:
         on_engine, on_ready, on_stop: as serve_web has them.
         Raises FrontendError or OSError with one line for the user when something does not start.
         """
-        keepers: list[asyncio.Task[None]] = []
+        keepers: list[asyncio.Task[Any]] = []
         engine: EngineClient = (
             RestartingClient(self._new_driver, on_up=self._on_up, on_lost=self._on_lost)
             if self._restart_engine
@@ -103,10 +104,8 @@ class Frontends:
             on_signals(stop, now)
             on_ready()
             keepers.append(asyncio.create_task(self._watch(engine)))
-            stopped = asyncio.create_task(_wait(stop))
-            keepers.append(stopped)
-            failed = asyncio.create_task(_wait(self._failed))
-            keepers.append(failed)
+            stopped, failed = (asyncio.create_task(event.wait()) for event in (stop, self._failed))
+            keepers += [stopped, failed]
             await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
                 self._tell(Stop())
@@ -132,17 +131,14 @@ class Frontends:
 
     async def _drain(self, now: asyncio.Event) -> None:
         """Wait for the children, which end by themselves. At a second signal, or after a limit, they are hurried."""
-        ended, hurry = asyncio.create_task(self._all_ended()), asyncio.create_task(_wait(now))
+        ended: asyncio.Future[Any] = asyncio.gather(*(child.wait() for child in self._children.values()))
+        hurry = asyncio.create_task(now.wait())
         limit = self._options.shutdown_timeout + KILL_AFTER_S
         await asyncio.wait([ended, hurry], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         self._tell(Stop())
         await asyncio.wait([ended], timeout=KILL_AFTER_S)
         for task in (ended, hurry):
             task.cancel()
-
-    async def _all_ended(self) -> None:
-        for child in list(self._children.values()):
-            await child.wait()
 
     def _new_driver(self) -> ProcessDriver:
         self._driver = self._make_engine()
@@ -250,10 +246,6 @@ async def _outcome(index: int, child: asyncio.subprocess.Process) -> int:
         _log.error("HTTP process %d hangs: no sign of life for %.0f s", index, SILENT_S)
         child.kill()
     return await child.wait()
-
-
-async def _wait(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 def _write(child: asyncio.subprocess.Process, message: FrontendBoot | Order) -> None:

@@ -146,6 +146,7 @@ def _renders(dialects: Dialects) -> list[Endpoint]:
 
 def document(table: Sequence[Endpoint], version: str, models: Sequence[str], guarded: bool) -> dict[str, Any]:
     """The OpenAPI 3.1 document. models: the names that requests may give. guarded: there is an API key."""
+    text = "Known, and not supported: only values that ask for nothing."
     types = {kind for endpoint in table for kind in (endpoint.body, endpoint.answer) if kind is not None}
     _, schemas = msgspec.json.schema_components(
         sorted(types, key=lambda kind: kind.__name__), ref_template=_REF
@@ -153,7 +154,8 @@ def document(table: Sequence[Endpoint], version: str, models: Sequence[str], gua
     for endpoint in table:
         if endpoint.body is not None:
             properties = schemas[endpoint.body.__name__]["properties"]
-            properties |= {name: _only(values) for name, values in endpoint.refused.items()}
+            refused = endpoint.refused.items()
+            properties |= {name: {"enum": list(values), "description": text} for name, values in refused}
             _narrow(properties, models)
     paths = {
         one.path.replace("{name:path}", "{name}"): {one.method.lower(): _operation(one, models)}
@@ -192,13 +194,6 @@ def _operation(endpoint: Endpoint, models: Sequence[str]) -> dict[str, Any]:
         schema = {"enum": [*models]}
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": schema}]
     return operation
-
-
-def _only(values: tuple[Any, ...]) -> dict[str, Any]:
-    return {
-        "enum": list(values),
-        "description": "Known, and not supported: only values that ask for nothing.",
-    }
 
 
 def _ref(name: str) -> dict[str, str]:

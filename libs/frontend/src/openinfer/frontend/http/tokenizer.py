@@ -154,7 +154,9 @@ class Tokenizer:
 
     def _byte_tables(self, size: int) -> tuple[list[bytes], list[bytes]]:
         """id -> bytes; with the special tokens, and without them (indexed by skip_special_tokens)."""
-        alphabet = _byte_alphabet()
+        # For str.translate: stand-ins for bytes to chr(byte), all else to a character latin-1 lacks.
+        alphabet = dict.fromkeys(range(0x100), "\uffff")
+        alphabet |= {ord(letter): chr(byte) for byte, letter in byte_letters().items()}
         everything = [b""] * size
         for token, token_id in self._core.get_vocab(with_added_tokens=True).items():
             if token_id < size:
@@ -175,12 +177,6 @@ def _kept(status: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise APIError(f"the tokenizer fails on this input: {one_line(error)}", status=status) from error
         raise
-
-
-def _byte_alphabet() -> dict[int, str]:
-    """For str.translate: stand-ins for bytes to chr(byte), all else to a character latin-1 lacks."""
-    letters = {ord(letter): chr(byte) for byte, letter in byte_letters().items()}
-    return dict.fromkeys(range(0x100), "\uffff") | letters
 
 
 def _token_bytes(token: str, alphabet: dict[int, str]) -> bytes:
