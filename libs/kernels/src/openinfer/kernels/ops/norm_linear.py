@@ -93,7 +93,8 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     weights = sum(t.nbytes for t in (a.weight, a.norm_weight) if t is not None)
     numbers = n * h + lora_numbers(a.lora)
     weights += lora_numbers(a.lora) * a.x.itemsize
-    return Cost(weights + tokens * (h * a.x.itemsize + n * a.out.itemsize), 2 * tokens * numbers)
+    columns = h * a.x.itemsize + a.out.shape[1] * a.out.itemsize
+    return Cost(weights + tokens * columns, 2 * tokens * numbers)
 
 
 norm_linear = Op("norm_linear", _Args[Tensor], _check, _reference, _launches, _cost)
@@ -156,13 +157,4 @@ def _gate_launches(target: Target, a: _GateArgs[Tensor]) -> Iterator[Command]:
     )
 
 
-def _gate_cost(workload: Workload, a: _GateArgs[Tensor]) -> Cost:
-    n, h = a.weight.shape[0], a.x.shape[1]
-    tokens = workload.tokens
-    weights = sum(t.nbytes for t in (a.weight, a.norm_weight) if t is not None)
-    weights += lora_numbers(a.lora) * a.x.itemsize
-    numbers = n * h + lora_numbers(a.lora)
-    return Cost(weights + tokens * (h + n // 2) * a.x.itemsize, 2 * tokens * numbers)
-
-
-gate_up_silu = Op("gate_up_silu", _GateArgs[Tensor], _gate_check, _gate_reference, _gate_launches, _gate_cost)
+gate_up_silu = Op("gate_up_silu", _GateArgs[Tensor], _gate_check, _gate_reference, _gate_launches, _cost)
