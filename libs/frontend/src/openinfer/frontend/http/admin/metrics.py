@@ -6,7 +6,7 @@ Each HTTP process shows the sums over all. The engine's counts come from the eng
 import mmap
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -216,25 +216,21 @@ class Metrics:
         stats, info = self._client.stats(), self._client.info
         usage = stats.kv_used_tokens / info.kv_capacity_tokens if info.kv_capacity_tokens else 0.0
         blocks = info.kv_capacity_tokens // info.block_size if info.block_size else 0
-        layout = (str(info.block_size), str(blocks))
         now = "awake" if not stats.asleep else "discard_all" if stats.weights_dropped else "weights_offloaded"
-        states = (((state,), state == now) for state in ("awake", "weights_offloaded", "discard_all"))
-        tiers = (((tier,), nbytes) for tier, nbytes in stats.offload_bytes.items())
-        yield _gauge("vllm:num_requests_running", "Sequences in the batch.", labels, [((), stats.running)])
-        yield _gauge("vllm:num_requests_waiting", "Sequences in the queue.", labels, [((), stats.waiting)])
-        yield _gauge(
-            "vllm:kv_cache_usage_perc", "Part of the KV capacity in use; 1 is all.", labels, [((), usage)]
-        )
-        text = "Sequences in the queue."
-        yield _gauge(
-            "vllm:num_requests_waiting_by_reason", text, labels, [(("capacity",), stats.waiting)], "reason"
-        )
+        states = {state: state == now for state in ("awake", "weights_offloaded", "discard_all")}
+        yield _gauge("vllm:num_requests_running", "Sequences in the batch.", labels, stats.running)
+        yield _gauge("vllm:num_requests_waiting", "Sequences in the queue.", labels, stats.waiting)
+        yield _gauge("vllm:kv_cache_usage_perc", "Part of the KV capacity in use; 1 is all.", labels, usage)
+        text, reasons = "Sequences in the queue.", {"capacity": stats.waiting}
+        yield _gauge("vllm:num_requests_waiting_by_reason", text, labels, reasons, "reason")
         text = "1 at the state that the engine is in."
         yield _gauge("vllm:engine_sleep_state", text, labels, states, "sleep_state")
         text = "Bytes of cached prefixes in a tier."
-        yield _gauge("openinfer:kv_offload_bytes", text, labels, tiers, "tier")
-        text, more = "KV cache layout.", ("block_size", "num_gpu_blocks")
-        yield _gauge("vllm:cache_config_info", text, labels, [(layout, 1)], *more)
+        yield _gauge("openinfer:kv_offload_bytes", text, labels, stats.offload_bytes, "tier")
+        more = [*_LABELS, "block_size", "num_gpu_blocks"]
+        layout = GaugeMetricFamily("vllm:cache_config_info", "KV cache layout.", labels=more)
+        layout.add_metric([*labels, str(info.block_size), str(blocks)], 1.0)
+        yield layout
 
     def _adapters(self) -> Metric:
         """The adapters with requests: labels that change, and the time as the value."""
@@ -252,43 +248,38 @@ class Metrics:
     def _counters(self, labels: list[str]) -> Iterable[Metric]:
         stats = self._client.stats()
         for name, field, text in (*_TOTALS, *((f"openinfer:{own}", own, text) for own, text in _OWN.items())):
-            yield _counter(name, text, labels, [((), getattr(stats, field))])
+            yield _counter(name, text, labels, getattr(stats, field))
         beyond = stats.prefix_query_tokens - stats.prefix_hit_tokens + stats.prefix_loaded_tokens
         text = "Tokens that the prefix cache of the device had not."
-        yield _counter("vllm:external_prefix_cache_queries", text, labels, [((), beyond)])
-        by_position = (((str(at),), count) for at, count in enumerate(stats.accepted_by_position))
-        yield _counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by their position in the row.",
-            labels, by_position, "position",
-        )  # fmt: skip
-        sources = (
-            (("local_compute",), stats.prompt_tokens - stats.prefix_hit_tokens),
-            (("local_cache_hit",), stats.prefix_hit_tokens - stats.prefix_loaded_tokens),
-            (("external_kv_transfer",), stats.prefix_loaded_tokens),
-        )
+        yield _counter("vllm:external_prefix_cache_queries", text, labels, beyond)
+        text = "Accepted drafts by their position in the row."
+        accepted = {str(at): count for at, count in enumerate(stats.accepted_by_position)}
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        yield _counter(name, text, labels, accepted, "position")
+        sources = {
+            "local_compute": stats.prompt_tokens - stats.prefix_hit_tokens,
+            "local_cache_hit": stats.prefix_hit_tokens - stats.prefix_loaded_tokens,
+            "external_kv_transfer": stats.prefix_loaded_tokens,
+        }
         text = "Prompt tokens of scheduled sequences."
         yield _counter("vllm:prompt_tokens_by_source", text, labels, sources, "source")
-        moved = (((event,), blocks) for event, blocks in stats.offload_blocks.items())
         text = "Blocks by what became of them."
-        yield _counter("openinfer:kv_offload_blocks", text, labels, moved, "event")
+        yield _counter("openinfer:kv_offload_blocks", text, labels, stats.offload_blocks, "event")
         yield from self._steps(labels, stats.step_times)
-        ended, refused = "Sequences that ended.", "Sequences the engine refused."
-        for name, text, label, reasons, cells in (
-            ("vllm:request_success", ended, "finished_reason", _REASONS, self._successes),
-            ("vllm:admission_rejections", refused, "reason", _REFUSALS, self._rejections),
-        ):
-            counts = (((reason,), count) for reason, count in zip(reasons, cells.sums(), strict=True))
-            yield _counter(name, text, labels, counts, label)
+        ended = dict(zip(_REASONS, self._successes.sums(), strict=True))
+        yield _counter("vllm:request_success", "Sequences that ended.", labels, ended, "finished_reason")
+        refused = dict(zip(_REFUSALS, self._rejections.sums(), strict=True))
+        text = "Sequences the engine refused."
+        yield _counter("vllm:admission_rejections", text, labels, refused, "reason")
 
     def _steps(self, labels: list[str], times: Sequence[StepTimes]) -> Iterable[Metric]:
         """Times of steps by shape, and how far they are from what was predicted."""
-        measured = [((one.key,), one.measured_s) for one in times]
-        predicted = [((one.key,), one.predicted_s) for one in times]
-        ratio = [((one.key,), one.measured_s / one.predicted_s) for one in times]
+        measured = {one.key: one.measured_s for one in times}
+        predicted = {one.key: one.predicted_s for one in times}
+        ratio = {one.key: one.measured_s / one.predicted_s for one in times}
         yield _counter("openinfer:step_seconds", "Device time of steps.", labels, measured, "step")
         yield _counter("openinfer:step_predicted_seconds", "... as predicted.", labels, predicted, "step")
-        text = "Measured over predicted."
-        yield _gauge("openinfer:step_time_ratio", text, labels, ratio, "step")
+        yield _gauge("openinfer:step_time_ratio", "Measured over predicted.", labels, ratio, "step")
 
 
 def _family(
@@ -296,13 +287,13 @@ def _family(
     name: str,
     text: str,
     labels: list[str],
-    values: Iterable[tuple[tuple[str, ...], float]],
-    *more: str,
+    values: float | Mapping[str, float],
+    *by: str,
 ) -> Metric:
-    """A counter or gauge. values: each with those of the labels `more`, which come after the others."""
-    family = kind(name, text, labels=[*_LABELS, *more])
-    for of_labels, value in values:
-        family.add_metric([*labels, *of_labels], float(value))
+    """A counter or gauge. values: one, or one for each value of the label `by`, which comes after the others."""
+    family = kind(name, text, labels=[*_LABELS, *by])
+    for last, value in values.items() if isinstance(values, Mapping) else [(None, values)]:
+        family.add_metric(labels if last is None else [*labels, last], float(value))
     return family
 
 
