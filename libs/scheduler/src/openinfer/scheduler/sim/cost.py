@@ -1,7 +1,7 @@
 """Cost models: the time of a step as a function of its work; LinearCost is fitted to measured steps."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -74,8 +74,10 @@ class LinearCost:
         """Fit to a JSON file: a list of {"decode_rows", "decode_context", "prefill_tokens", "prefill_context",
         "seconds"}. Raises InvalidSetup, OSError."""
         try:
-            records = json.loads(Path(path).read_text())
-            return cls.fit((_work(record), float(record["seconds"])) for record in records)
+            records, names = json.loads(Path(path).read_text()), StepWork._fields[:4]
+            return cls.fit(
+                (StepWork(*(int(one[name]) for name in names)), float(one["seconds"])) for one in records
+            )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise InvalidSetup(f"{path} is not a list of measured steps: {error!r}") from error
 
@@ -87,10 +89,6 @@ class LinearCost:
         return "step {:.3g} s + row {:.3g} + context {:.3g} + prompt {:.3g} + its context {:.3g}".format(
             *astuple(self)
         )
-
-
-def _work(record: Mapping[str, float]) -> StepWork:
-    return StepWork(*(int(record[name]) for name in StepWork._fields[:4]))
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:

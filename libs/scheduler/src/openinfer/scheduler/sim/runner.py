@@ -89,7 +89,9 @@ class SimRunner:
         work = self._work(step)
         for row in step.rows[step.num_decode :]:
             if row.emits:
-                self._schedule_ending(row.seq, step.index)
+                # It yields a token in this step and in each later one.
+                said = row.seq.target - row.seq.prompt_len
+                self._end_at(row.seq, step.index + self._length(row.seq) - said - 1)
             if self._snapshots is not None and row.start is not None:
                 lease: Any = row.seq.lease
                 for end in self._snapshots(row.start, row.start + row.num_tokens, row.seq.target):
@@ -99,7 +101,8 @@ class SimRunner:
         for seq, preemptions in self._endings.pop(step.index, ()):
             due = self._last.get(seq) == step.index and seq.num_preemptions == preemptions
             if due and seq.finish_reason is None:
-                finished.append((seq.slot, self._reason(seq)))
+                at_limit = self._length(seq) == seq.max_len - seq.prompt_len
+                finished.append((seq.slot, FinishReason.LENGTH if at_limit else FinishReason.STOP))
                 del self._last[seq]
         seconds = self._cost(work)
         if self._drafts is not None and work.decode_rows and not work.prefill_tokens:
@@ -140,21 +143,12 @@ class SimRunner:
         self._context += total
         return total, advanced or None
 
-    def _schedule_ending(self, seq: Seq[Record], index: int) -> None:
-        """Note the last step of a row, which yields a token in this step and in each later one."""
-        said = seq.target - seq.prompt_len
-        self._end_at(seq, index + self._length(seq) - said - 1)
-
     def _end_at(self, seq: Seq[Record], last: int) -> None:
         self._last[seq] = last
         self._endings.setdefault(last, []).append((seq, seq.num_preemptions))
 
     def _length(self, seq: Seq[Record]) -> int:
         return min(len(seq.owner.request.output), seq.max_len - seq.prompt_len)
-
-    def _reason(self, seq: Seq[Record]) -> FinishReason:
-        at_limit = self._length(seq) == seq.max_len - seq.prompt_len
-        return FinishReason.LENGTH if at_limit else FinishReason.STOP
 
     def collect(self, wait_s: float | None) -> StepResult[None] | None:
         """The oldest result, if it comes within wait_s seconds. The time passes."""
