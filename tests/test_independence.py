@@ -218,7 +218,7 @@ LINES = {
     "scheduler": (4979, 3565),
     "frontend": (13715, 11757),
     "recipes": (16242, 4046),
-    "cli": (6821, 0),
+    "cli": (6805, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 

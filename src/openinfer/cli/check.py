@@ -69,9 +69,9 @@ def _check(args: argparse.Namespace, asked: Asked) -> int:
             blueprint = recipe.blueprint(source, options, ranks=options.tensor_parallel_size)
             if (packing := getattr(blueprint.config, "packing", None)) is not None:
                 report.say("packed", packing_text(packing))
-            report.say(
-                "context", _context(blueprint.config.max_position_embeddings, blueprint.config.max_positions)
-            )
+            usual, most = blueprint.config.max_position_embeddings, blueprint.config.max_positions
+            more = f"; up to {most} with --max-model-len (YaRN)" if most > usual else ""
+            report.say("context", f"{usual} tokens{more}")
             ends = dict.fromkeys((*blueprint.config.eos_token_ids, *end_token(folder)))
             report.say("end tokens", ", ".join(map(str, ends)) or "none: answers end at their limit only")
     if blueprint is not None and checkpoint is not None:
@@ -137,7 +137,3 @@ def _weights(checkpoint: Checkpoint) -> str:
     kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.most_common())
     files = len({info.file for info in infos})
     return f"{format_bytes(checkpoint.total_bytes)} in {len(infos)} tensors of {files} files: {kinds}"
-
-
-def _context(usual: int, most: int) -> str:
-    return f"{usual} tokens" + (f"; up to {most} with --max-model-len (YaRN)" if most > usual else "")

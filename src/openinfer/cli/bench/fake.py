@@ -15,9 +15,9 @@ WORDS = list(range(300, 1000))
 
 def write_tokenizer(folder: Path) -> None:
     """A tokenizer.json whose ids above 255 are words with a space before them."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [n for n in range(256) if n not in printable]
-    letters = {n: chr(n) for n in printable} | {n: chr(256 + i) for i, n in enumerate(others)}
+    from openinfer.frontend.http.tiktoken import byte_letters
+
+    letters = byte_letters()
     tokens = [letters[n] for n in range(256)] + [f"Ġw{n}" for n in range(256, VOCAB_SIZE)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     model = {"type": "BPE", "vocab": {token: n for n, token in enumerate(tokens)}, "merges": []}

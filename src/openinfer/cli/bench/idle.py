@@ -4,7 +4,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -139,8 +139,16 @@ class IdleEngine:
         return [self._step_us() for _ in range(count)]
 
     def watch_us(self, count: int) -> list[float]:
-        """Microseconds that the trace and the watch add to a step."""
-        return self._added_us(count, {"watch": self.engine.runner.watch}, {"watch": NoWatch()})
+        """Microseconds that the trace and the watch add to a step; runs of BLOCK steps alternate with and without."""
+        runner, found = self.engine.runner, []
+        on, off = runner.watch, NoWatch()
+        for _ in range(count // BLOCK):
+            times = []
+            for watch in (off, on):
+                runner.watch = watch
+                times.append(statistics.fmean(self.steps_us(BLOCK)))
+            found.append(times[1] - times[0])
+        return found
 
     def ranks_us(self, count: int, others: int = 3) -> list[float]:
         """Microseconds in which a step tells other ranks of itself, who look for messages all the time."""
@@ -160,18 +168,6 @@ class IdleEngine:
             runner.leader = LoneLeader()
             for one in (file, *bells):
                 os.close(one)
-
-    def _added_us(self, count: int, on: Mapping[str, Any], off: Mapping[str, Any]) -> list[float]:
-        """Microseconds that attributes of the runner add to a step; runs of BLOCK steps alternate with and without."""
-        found = []
-        for _ in range(count // BLOCK):
-            times = []
-            for state in (off, on):
-                for name, value in state.items():
-                    setattr(self.engine.runner, name, value)
-                times.append(statistics.fmean(self.steps_us(BLOCK)))
-            found.append(times[1] - times[0])
-        return found
 
     def changes_us(self, count: int) -> list[float]:
         """Microseconds of turns of two steps, in which the oldest sequence leaves and a waiting one joins.

@@ -96,7 +96,10 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
     first = Variant("as asked", server, points)
     if not args.compare:
         others = [_other(argv, shlex.split(flags)) for flags in alternatives(first, args)]
-    variants = [first, *(_served(*other, objectives) for other in others)]
+    variants = [first]
+    for flags, own, compared in others:
+        progress(flags)
+        variants.append(Variant(flags, compared, list(_points(compared, own, objectives, most=HOPELESS))))
     knee, best = first.knee, choice(variants, objectives)
     print(text.verdict(first, objectives))
     print(text.comparison(variants, objectives))
@@ -175,11 +178,6 @@ def _other(argv: list[str], words: list[str]) -> tuple[str, argparse.Namespace, 
         model, *words = words
     args, asked = recipe_flags.parse([model, *rest, *words], "plan", __doc__, _flags, named=True)
     return flags, args, _server(args, asked)
-
-
-def _served(flags: str, args: argparse.Namespace, server: PlannedServer, objectives: Objectives) -> Variant:
-    progress(flags)
-    return Variant(flags, server, list(_points(server, args, objectives, most=HOPELESS)))
 
 
 def _of_server(flags: str) -> list[str]:

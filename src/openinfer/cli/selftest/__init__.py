@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.flag_parser import FlagParser
 from openinfer.recipes.engine import Recipe
 from openinfer.recipes.engine.startup import Built, build
-from openinfer.recipes.engine.verdict import Reference, load_reference
+from openinfer.recipes.engine.verdict import Check, Reference, load_reference
 
 Result = dict[str, Any]
 
@@ -146,19 +146,22 @@ def _gates(recipe: str, name: str, work: Path, **flags: Any) -> Result:
 
 def _judged(built: Built, references: Sequence[Reference]) -> Result:
     """The gate on every path of an engine, and its negative controls. The engine is closed afterwards."""
-    verdicts, controls = [], []
-    for verdict in gate.run(built, references):
-        print(verdict, flush=True)
-        verdicts.append(verdict)
-    for verdict in gate.negative_controls(built, references):
-        print(verdict, flush=True)
-        controls.append(verdict)
+    verdicts, controls = _told(gate.run(built, references)), _told(gate.negative_controls(built, references))
     built.engine.close()
     return {
         "ok": all(v.passed for v in verdicts) and not any(v.passed for v in controls),
         "verdicts": [v.as_dict() for v in verdicts],
         "controls": [v.as_dict() for v in controls],
     }
+
+
+def _told(checks: Iterable[Check]) -> list[Check]:
+    """Print checks as they come."""
+    found = []
+    for check in checks:
+        print(check, flush=True)
+        found.append(check)
+    return found
 
 
 def _build(recipe: str, folder: Path, **flags: Any) -> Built:
@@ -187,13 +190,8 @@ def long(work: Path) -> Result:
     if subprocess.run(script, check=False).returncode:
         return {"ok": False, "why": "no reference for long prompts"}
     built = _build("qwen3", folder, block_size=64)
-    verdicts = []
-    for verdict in (
-        *gate.run(built, load_reference(folder / "reference.npz")),
-        *gate.run_long(built, load_reference(folder / "long.npz")),
-    ):
-        print(verdict, flush=True)
-        verdicts.append(verdict)
+    verdicts = _told(gate.run(built, load_reference(folder / "reference.npz")))
+    verdicts += _told(gate.run_long(built, load_reference(folder / "long.npz")))
     built.engine.close()
     return {"ok": all(v.passed for v in verdicts), "verdicts": [v.as_dict() for v in verdicts]}
 

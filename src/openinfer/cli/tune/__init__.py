@@ -81,7 +81,8 @@ def _tune(args: argparse.Namespace, asked: Asked) -> int:
         for found in tuner.tune(meter, shapes, args.tokens, {} if args.again else known, bar, args.budget):
             results.append(_result(found))
             print(_line(found), flush=True)
-            keep(_table(found))
+            op, n, k = found.shape
+            keep({op: {f"{n}x{k}": {str(found.m): entry(found.best)}}})
         # Not above: `python -m` runs that module in other processes, and it must not be imported before.
         from openinfer.cli.tune.ranks import tune_ranks
 
@@ -114,11 +115,6 @@ def shapes_of(outline: Outline) -> list[ProductShape]:
             name = "logits" if out is not None and out.dtype == float32 else op.name
             found[ProductShape(name, *args.weight.shape)] = None
     return list(found)
-
-
-def _table(found: Measured) -> tables.Table:
-    op, n, k = found.shape
-    return {op: {f"{n}x{k}": {str(found.m): entry(found.best)}}}
 
 
 def _result(found: Measured) -> dict[str, Any]:
