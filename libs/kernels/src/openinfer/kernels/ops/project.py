@@ -89,15 +89,13 @@ def _product(
     return Problem(target, "project", out, codes, weight, x_scales=scales, groups=groups, parts=parts)
 
 
-def _project_cost(workload: Workload, a: _ProjectArgs[Tensor]) -> Cost:
-    (n, k), tokens = a.weight.shape, a.x.shape[0]
-    activations = workload.tokens * (a.x.nbytes + a.out.nbytes) // tokens
+def _cost(workload: Workload, a: "_ProjectArgs[Tensor] | _GateUpClampedArgs[Tensor]") -> Cost:
+    n, k = a.weight.shape
+    activations = workload.tokens * (a.x.nbytes + a.out.nbytes) // a.x.shape[0]
     return Cost(a.weight.nbytes + activations, 2 * workload.tokens * n * k)
 
 
-project = Op(
-    "project", _ProjectArgs[Tensor], _project_check, _project_reference, _project_launches, _project_cost
-)
+project = Op("project", _ProjectArgs[Tensor], _project_check, _project_reference, _project_launches, _cost)
 
 
 def clamped_product(gate: Array, up: Array, limit: float) -> Array:
@@ -149,14 +147,8 @@ def _gate_launches(target: Target, a: _GateUpClampedArgs[Tensor]) -> Iterator[Co
     yield mx.launch_clamped_gate(target, a.out, both, a.limit)
 
 
-def _gate_cost(workload: Workload, a: _GateUpClampedArgs[Tensor]) -> Cost:
-    n, k = a.weight.shape
-    activations = workload.tokens * (a.x.nbytes + a.out.nbytes) // a.x.shape[0]
-    return Cost(a.weight.nbytes + activations, 2 * workload.tokens * n * k)
-
-
 gate_up_clamped = Op(
-    "gate_up_clamped", _GateUpClampedArgs[Tensor], _gate_check, _gate_reference, _gate_launches, _gate_cost
+    "gate_up_clamped", _GateUpClampedArgs[Tensor], _gate_check, _gate_reference, _gate_launches, _cost
 )
 
 
