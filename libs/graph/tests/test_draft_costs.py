@@ -339,6 +339,21 @@ def test_long_prompts_do_not_hide_what_drafts_bring(chance):
         assert best > (0.95 if chance else 0.98) * us_of_answers(device, chance)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_answer_whose_drafts_are_wrong_does_not_hide_that_the_next_ones_are_right(name):
+    """In the mean, with what the first one taught."""
+    (rows, times), ratios = PUBLISHED[name], []
+    for seed in range(6 if rows == 1 else 2):
+        fixed = [Device(rows, times, seed=seed) for _ in range(4)]
+        for level, device in enumerate(fixed):
+            device.drafting.trials, device.drafting.places = NO_TRIALS, level
+            device.drafting.worth.choose = lambda *args, level=level: level
+        device, plain = Device(rows, times, seed=seed), fixed[0]
+        assert us_of_answers(plain, 0.0) > 0.97 * us_of_answers(device, 0.0)
+        ratios.append(min(us_of_answers(one, 0.8) for one in fixed) / us_of_answers(device, 0.8))
+    assert sum(ratios) / len(ratios) > 0.88
+
+
 def us_by_turn(name, turns, fixed=None):
     """Of answers of rows with these adapters, one after the other in a turn's rows, loaded anew in each turn."""
     (rows, times), found = PUBLISHED[name], []

@@ -143,6 +143,18 @@ def test_the_first_trials_do_not_put_off_the_next_for_long() -> None:
     assert 400 < max(waited) < 500  # DELAY, and what saves up for a trial
 
 
+def test_drafts_are_tried_again_when_other_texts_begin() -> None:
+    worth, cost = Worth((1,)), {0: 1.0, 1: 1.3}.get
+    while worth.choose([1], 1, cost) or worth.idle(cost) < 400:
+        if tried := worth.choose([1], 1, cost):
+            worth.saw({(1, 0): 1})
+        worth.spent(1, 0, cost(tried), 1.0)
+    for part, chosen in ((1 / 16, 0), (1.0, 1)):
+        worth.joined(part)
+        worth.spent(1, 0, 1.0, 1.0)
+        assert worth.choose([1], 1, cost) == chosen
+
+
 def test_a_trial_waits_for_the_result_of_the_one_before() -> None:
     worth, cost = Worth((1, 2)), {0: 1.0, 1: 1.3, 2: 1.5}.get
     worth.waiting = True

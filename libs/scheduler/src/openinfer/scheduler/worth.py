@@ -23,8 +23,9 @@ DELAY = 300
 """The most steps by which losses put off the next trial. The first trials would put it off by a thousand, for a text
 that may have changed."""
 START = 2.0
-"""Plain steps of time that trials may lose while few rows were tried. Where the first draft of one row is wrong, or a
-cost is predicted too high, drafts are tried again within the first answer."""
+"""Plain steps of time that trials may lose while few rows were tried, and again where all rows are new. Where the first
+draft of one row is wrong, or a cost is predicted too high, drafts are tried again within the first answer. A new answer
+may be of another text."""
 LOSS = 0.012
 """The part of the time that drafts may lose."""
 STEPS = 1024
@@ -66,6 +67,7 @@ class Worth:
         self._asked = [self._base]  # of those that drafts were last chosen for
         self._time = self._loss = 0.0
         self._credit = 0.0  # seconds that trials of drafts may lose
+        self._new = 0.0  # the part of the rows that joined since a step was booked
         self.waiting = False
         """Whether drafts are under way whose result is not known. No trial begins then, so one step is a trial."""
 
@@ -177,6 +179,10 @@ class Worth:
             found[0][place] = found[0][place] * kept + tried
             found[1][place] = found[1][place] * kept + accepted
 
+    def joined(self, part: float) -> None:
+        """This part of the rows is new."""
+        self._new = min(self._new + part, 1.0)
+
     def spent(self, rows: int, accepted: int, seconds: float, plain: float, steps: int = 1) -> None:
         """A step is over. rows: all of it. accepted: drafts of its decode rows. seconds: its cost; plain: without
         drafts. steps: the number of such steps, none of which had drafts if there are more than one; below 0: so many
@@ -190,7 +196,8 @@ class Worth:
         debt = START if self._few else PROBING * DELAY
         # A trial that brings tokens pays for the next, so drafts that begin to be right are soon seen.
         credit = max(self._credit + steps * PROBING * plain + worth - seconds, -debt * plain)
-        self._credit = min(credit, PROBING * STEPS * plain)
+        self._credit = min(credit + START * self._new * plain, PROBING * STEPS * plain)
+        self._new = 0.0
 
 
 def _expected(available: Sequence[int], chances: Sequence[float]) -> float:

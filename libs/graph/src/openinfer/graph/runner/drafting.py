@@ -280,9 +280,13 @@ class Drafting:
             self.lagging.difference_update(step.left, slots)
             self.lagging.update(seq.slot for seq in step.drafts)
             self.unsettled = most > 0 and not step.drafts  # with drafts the same rows keep the shape
+        if step.joined:
+            self.worth.joined(len(step.joined) / len(step.rows))
         if (left := self.rest_until - step.index - 1) > 0:
             adapters, plain = {row.seq.owner.adapter_digest for row in step.rows if row.emits}, self._rested
-            if adapters and adapters != self._adapters:  # drafts may pay for the rows that go on
+            if step.joined or (
+                adapters and adapters != self._adapters
+            ):  # drafts may pay for the rows that go on
                 self.rest_until -= left
                 if plain and step.index > self._asked:
                     self.worth.spent(1, 0, plain, plain, -left)
