@@ -213,7 +213,7 @@ def engine_of(args: argparse.Namespace, config: str | None, empty: Path, longest
         path, flags = empty, {"load_format": "dummy"}
         (path / "config.json").write_text(json.dumps(published))
     length = -(-(longest + args.tokens + 16) // 64) * 64
-    cache = None if args.one_engine and args.device != "cpu" else (8 if args.device != "cpu" else 1) << 30
+    cache = 1 << 30 if args.device == "cpu" else None if args.one_engine else 8 << 30
     began = time.perf_counter()
     built = build(
         recipe, path, device=args.device, max_num_seqs=max(args.concurrency), max_model_len=length,

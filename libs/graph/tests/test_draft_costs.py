@@ -48,7 +48,8 @@ SLOW_HOST = {
 class Device:
     """A runner of `rows` sequences: two steps in flight, layers that draft, states that lag where `lags`. right: the
     chance of the first, the second, ... draft. length: of a text, after which the row gets the next prompt. queue:
-    sequences whose prompts are computed one after the other, each in a step."""
+    sequences whose prompts are computed one after the other, each in a step. rights: in the place of `right`, by
+    adapter."""
 
     rows: int
     times: Times
@@ -63,9 +64,7 @@ class Device:
     step: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     queue: list[Seq] = field(default_factory=list)
-    rights: dict[bytes, tuple[float, ...]] = field(
-        default_factory=dict
-    )  # by adapter, in the place of `right`
+    rights: dict[bytes, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self):
         self.rng, self.flight = np.random.default_rng(self.seed), deque()
@@ -257,6 +256,13 @@ PUBLISHED = {  # one H200, bf16, 8,192 tokens: a dense model, a mixture
 }
 
 
+def forced(device, level):
+    """The device, with so many drafts in all steps."""
+    device.drafting.trials, device.drafting.places = NO_TRIALS, level
+    device.drafting.worth.choose = lambda *args: level
+    return device
+
+
 def us_of_a_first_answer(rows, times, chance, fixed=None):
     """Of 200 tokens by an engine that has just started, in the mean. fixed: always so many drafts."""
     found = []
@@ -264,8 +270,7 @@ def us_of_a_first_answer(rows, times, chance, fixed=None):
         device = Device(rows, times, right=(chance,) * 3, length=200, seed=seed)
         device.left = dict.fromkeys(device.seqs, 200)
         if fixed is not None:
-            device.drafting.trials, device.drafting.worth.choose = NO_TRIALS, lambda *args: fixed
-            device.drafting.places = fixed
+            forced(device, fixed)
         while device.tokens < 200 * rows:
             device.launch_and_read()
         found.append(device.now / device.tokens * rows)
@@ -330,10 +335,7 @@ def test_long_prompts_do_not_hide_what_drafts_bring(chance):
     """Neither in the cost of drafts nor in spans, and no rest that begins beside a prompt goes on after it."""
     rows, times = PUBLISHED["27B, 16 rows"]
     times = replace(times, predicted=(*times.predicted[:-1], 666_000), **PROMPTS)
-    fixed = [Device(rows, times) for _ in range(4)]
-    for level, device in enumerate(fixed):
-        device.drafting.trials, device.drafting.places = NO_TRIALS, level
-        device.drafting.worth.choose = lambda *args, level=level: level
+    fixed = [forced(Device(rows, times), level) for level in range(4)]
     best, device = min(us_of_answers(device, chance) for device in fixed), Device(rows, times)
     for _ in range(2):  # what the first requests taught serves the next
         assert best > (0.95 if chance else 0.98) * us_of_answers(device, chance)
@@ -344,10 +346,7 @@ def test_an_answer_whose_drafts_are_wrong_does_not_hide_that_the_next_ones_are_r
     """In the mean, with what the first one taught."""
     (rows, times), ratios = PUBLISHED[name], []
     for seed in range(6 if rows == 1 else 2):
-        fixed = [Device(rows, times, seed=seed) for _ in range(4)]
-        for level, device in enumerate(fixed):
-            device.drafting.trials, device.drafting.places = NO_TRIALS, level
-            device.drafting.worth.choose = lambda *args, level=level: level
+        fixed = [forced(Device(rows, times, seed=seed), level) for level in range(4)]
         device, plain = Device(rows, times, seed=seed), fixed[0]
         assert us_of_answers(plain, 0.0) > 0.97 * us_of_answers(device, 0.0)
         ratios.append(min(us_of_answers(one, 0.8) for one in fixed) / us_of_answers(device, 0.8))
@@ -360,7 +359,7 @@ def us_by_turn(name, turns, fixed=None):
     for seed in range(2 if PUBLISHED[name][0] > 1 else 6):
         device = Device(rows, times, seed=seed, rights={b"good": (0.9,) * 3, b"poor": (0.05,) * 3})
         if fixed is not None:
-            device.drafting.worth.choose, device.drafting.places = lambda *args: fixed, fixed
+            forced(device, fixed)
         found.append([])
         for turn in turns:
             for seq, digest in zip(device.seqs, turn * rows, strict=False):

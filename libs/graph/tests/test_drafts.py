@@ -9,7 +9,7 @@ import pytest
 
 from openinfer.graph import Buckets, Rows
 from openinfer.graph.runner import DraftCounts, Drafting, Sampling
-from openinfer.graph.runner.drafting import ADAPTERS, UNSURE, Spent
+from openinfer.graph.runner.drafting import UNSURE, Spent
 from openinfer.graph.runner.verifying import (
     Proposals,
     draft_fields,
@@ -21,6 +21,7 @@ from openinfer.kernels import CpuPack, apply_writes
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import RowStatus
 from openinfer.scheduler import NGram, Row, Seq, Step
+from openinfer.scheduler.worth import ADAPTERS
 from openinfer.tensor import Arena, Device, Stream, uint8
 
 BUCKETS = Buckets.up_to(8, 64, (1, 2, 4), 3)

@@ -38,7 +38,7 @@ LEAST = 0.1
 ADVANCE = 150
 """Steps of time that losses may draw on at the start."""
 ADAPTERS = 256
-"""Adapters (LoRA) whose chances are kept, those used last. No step has so many."""
+"""Adapters (LoRA) of which something is kept, those used last. No step has so many."""
 Available = Mapping[Any, Sequence[int]]
 """By the adapter of rows."""
 Cost = Callable[[int], float | None]

@@ -13,6 +13,7 @@ from openinfer.graph.runner.model import Constraint
 from openinfer.graph.runner.trials import Trials
 from openinfer.graph.runner.verifying import DraftCounts, kept_tokens, write_drafts
 from openinfer.scheduler import Drafter, Seq, Step, View, Worth
+from openinfer.scheduler.worth import ADAPTERS
 
 if TYPE_CHECKING:
     from openinfer.graph.runner.sampling import Sampling
@@ -28,8 +29,6 @@ load in which rows join in each step has no even ones."""
 LONG = 4.0
 """Prompts that take more than this many plain decode steps are long. Drafts change a small part of such a step, less
 than a prediction is wrong by: they are taken to cost what they cost without prompts, and Trials do not see the step."""
-ADAPTERS = 256
-"""Adapters (LoRA) whose Trials are kept."""
 
 
 class Spent(NamedTuple):
@@ -282,15 +281,17 @@ class Drafting:
             self.unsettled = most > 0 and not step.drafts  # with drafts the same rows keep the shape
         if step.joined:
             self.worth.joined(len(step.joined) / len(step.rows))
-        if (left := self.rest_until - step.index - 1) > 0:
-            adapters, plain = {row.seq.owner.adapter_digest for row in step.rows if row.emits}, self._rested
-            if step.joined or (
-                adapters and adapters != self._adapters
-            ):  # drafts may pay for the rows that go on
-                self.rest_until -= left
-                if plain and step.index > self._asked:
-                    self.worth.spent(1, 0, plain, plain, -left)
+        left, plain = self.rest_until - step.index - 1, self._rested
+        if left > 0 and (step.joined or self._has_others(step)):  # drafts may pay for the rows that go on
+            self.rest_until -= left
+            if plain and step.index > self._asked:
+                self.worth.spent(1, 0, plain, plain, -left)
         return most
+
+    def _has_others(self, step: "Step[Sampling]") -> bool:
+        """Whether the rows that go on have other adapters than those for which drafts were chosen."""
+        adapters = {row.seq.owner.adapter_digest for row in step.rows if row.emits}
+        return bool(adapters) and adapters != self._adapters
 
     def _compare(self, key: Hashable) -> None:
         """Go on with the Trials of steps whose rows have this adapter. Those of one say nothing about another."""

@@ -313,7 +313,7 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
       bf16* to = out + (size_t)token * N + column + quad;
       u32 at = shared_address(SENDS ? inbox + item / QUADS * SENT + quad : (float*)ring + token * PITCH + quad);
       uint2 old = make_uint2(0, 0);
-      if (ADD) asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(old.x), "=r"(old.y) : "l"(to));
+      if (ADD) old = fresh_pair(to);
       float4 value = total<SENDS, SPLIT, PARTS, PART>(at);
 #if CODES == 2
       float of_token = fresh_float(x_scales + token);

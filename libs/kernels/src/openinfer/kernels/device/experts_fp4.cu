@@ -57,25 +57,6 @@ __device__ __forceinline__ void sort_pairs(int* own_starts, unsigned short* orde
     if (found[i] >= 0) order[own_starts[found[i] >> 16] + (found[i] & 0xffff)] = i;
 }
 
-__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 selector) {
-  u32 bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
-  return bytes;
-}
-
-// Two numbers as e4m3, the first one low.
-__device__ __forceinline__ u32 codes_of(float a, float b) {
-  unsigned short codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
-  return codes;
-}
-
-__device__ __forceinline__ uint2 fresh_pair(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-
 __device__ __forceinline__ float clamped_product(float gate, float up, float limit) {
   gate = fminf(gate, limit);
   float small = exp2f(fabsf(gate) * -1.4426950408889634f);  // never overflows
@@ -100,8 +81,8 @@ __device__ __forceinline__ uint2 hidden_codes(const bf16* gates, float factor, f
   scale = __uint_as_float(exponent << 23);
 #pragma unroll
   for (int j = 0; j < 8; j++) value[j] *= shrink;
-  return make_uint2(codes_of(value[0], value[1]) | codes_of(value[2], value[3]) << 16,
-                    codes_of(value[4], value[5]) | codes_of(value[6], value[7]) << 16);
+  return make_uint2(codes_of(value[0], value[1]) | (u32)codes_of(value[2], value[3]) << 16,
+                    codes_of(value[4], value[5]) | (u32)codes_of(value[6], value[7]) << 16);
 }
 
 // A word's even and odd numbers as e4m3, times 2^-6: the exponents have other biases. A shift to the left is a product,
@@ -194,8 +175,8 @@ experts_fp4(bf16* out, const void* x, const void* factors, const __grid_constant
           codes = hidden_codes((const bf16*)x + (size_t)place * 2 * K + column, __ldcg((const float*)factors + pair), limit, scale);
         }
         u32* to = (u32*)(held + block * X_TILE + token * 128) + column / 8 % 4;
-        to[(column / 32 % 4 * 2 ^ token % 8) * 4] = bytes_of(codes.x, codes.y, 0x6420);
-        to[(column / 32 % 4 * 2 + 1 ^ token % 8) * 4] = bytes_of(codes.x, codes.y, 0x7531);
+        to[(column / 32 % 4 * 2 ^ token % 8) * 4] = __byte_perm(codes.x, codes.y, 0x6420);
+        to[(column / 32 % 4 * 2 + 1 ^ token % 8) * 4] = __byte_perm(codes.x, codes.y, 0x7531);
         if (column % 128 == 0) held_scales[block * TOKENS + token] = scale;
       }
       asm volatile("fence.proxy.async.shared::cta;\nbar.sync 15, %0;" ::"n"(THREADS) : "memory");

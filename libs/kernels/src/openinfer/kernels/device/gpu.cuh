@@ -38,6 +38,12 @@ __device__ __forceinline__ uint4 fresh(const void* p) {
   return v;
 }
 
+__device__ __forceinline__ uint2 fresh_pair(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
@@ -67,6 +73,13 @@ __device__ __forceinline__ u64 evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
+}
+
+// Two numbers rounded to e4m3, within its range, the first one low.
+__device__ __forceinline__ unsigned short codes_of(float a, float b) {
+  unsigned short codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+  return codes;
 }
 
 // Two numbers of e4m3 as a pair of f16.

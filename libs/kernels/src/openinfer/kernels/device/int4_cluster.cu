@@ -272,7 +272,7 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       bf16* to = out + (size_t)token * N + row + quad;
       u32 at = shared_address(SENDS ? inbox + item / QUADS * USED + quad : (float*)ring + token * PITCH + quad);
       uint2 old = make_uint2(0, 0);
-      if (ADD) asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(old.x), "=r"(old.y) : "l"(to));
+      if (ADD) old = fresh_pair(to);
       float4 value = total<SENDS, SPLIT, PARTS, PART>(at);
       if (GATED) {
         float4 up = total<SENDS, SPLIT, PARTS, PART>(at + ROWS * 4);

@@ -28,7 +28,7 @@ struct Tile {
 };
 
 // The program's first tile, and how many it has, from own_starts [EXPERTS + 2]: behind the last expert is one with a pair,
-// where walks end. For all threads; own_starts is shared and written, and head [3] is shared.
+// where walks end. For all threads, which see own_starts; it and head [3] are shared.
 __device__ __forceinline__ int first_tile(Tile& tile, const int* own_starts, int* head, int N) {
   int tiles = N / SETS, lane = threadIdx.x;
   if (lane < 32) {

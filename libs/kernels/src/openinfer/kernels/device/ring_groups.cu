@@ -22,13 +22,6 @@ constexpr bool PACKED = GROUP_BYTES == 64, FP4 = PACKED && CODING == 4, INT4 = P
 constexpr int WORDS = FP4 ? GROUPS * 16 + 16 : INT4 ? GROUPS * 4 : 0, STAGE = ROWS * (ROW_BYTES + WORDS);
 static_assert(REPLICAS * PLACES == WARPS && PAIRS * 2 * UNIT * REPLICAS == ROWS, "warps share a stage evenly");
 
-// Two numbers rounded to e4m3, within its range, as a pair of f16.
-__device__ __forceinline__ u32 coded(float a, float b) {
-  unsigned short codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
-  return halves(codes);
-}
-
 // multiply, of bf16 for INT4 and FP4.
 __device__ __forceinline__ void add_product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (PACKED) multiply_bf16(d, a0, a1, a2, a3, b0, b1);
@@ -163,7 +156,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
     of_x = CODING == 3 ? *x_scale : __fdiv_rn(top, 448.0f);
     float factor = CODING == 3 ? __fdiv_rn(1.0f, of_x) : __fdiv_rn(448.0f, top);
 #pragma unroll
-    for (int i = 0; i < 16; i++) held[i] = coded(own[2 * i] * factor, own[2 * i + 1] * factor);
+    for (int i = 0; i < 16; i++) held[i] = halves(codes_of(own[2 * i] * factor, own[2 * i + 1] * factor));
   } else {
 #pragma unroll
     for (int i = 0; i < 32; i++) sum_of_x += own[i];
