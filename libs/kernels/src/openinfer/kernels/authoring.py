@@ -2,7 +2,7 @@
 major version.
 
 An `Op` is its arguments, a contract, a numpy reference, launches and a cost, and runs on a `Pack`, beside others in a
-`fork`. By part:
+`fork`, or `joined` with others to a `Composite`. By part:
 
  - arguments: `T`, which their tensors are, and `tensors`, for a launch; for a pack of your own `leaves`, `mapped`
 
@@ -102,7 +102,20 @@ from openinfer.kernels.op.launch import (
     launch,
     power_of_two,
 )
-from openinfer.kernels.op.op import Cost, DealtPack, Op, Pack, T, Workload, fork, leaves, mapped, tensors
+from openinfer.kernels.op.op import (
+    Composite,
+    Cost,
+    DealtPack,
+    Op,
+    Pack,
+    T,
+    Workload,
+    fork,
+    joined,
+    leaves,
+    mapped,
+    tensors,
+)
 from openinfer.kernels.op.reference import Array, f32, matmul_nt, rms_norm, rotated_pairs, rounded, silu
 from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, e8m0, hadamard, q4, q8, unpack_fp4
 from openinfer.kernels.op.target import CONSUMER_SHARED_BYTES, Target, shared_bytes
@@ -117,14 +130,14 @@ __all__ = [
     "FP8_MADE", "FP8_SCALE_MOST", "MERGED_AT_ONCE", "NCCL", "NEW_PAIRS", "PUBLISHED_SCALES", "SCALE_BLOCK",
     "Adapter", "AdapterSizes", "Adapters", "Aligned", "AnyPacking", "Arg", "Array", "AttentionCall",
     "AttentionChoice", "CacheForm", "CaseRows", "Coded", "Collective", "Command", "Commands", "Communicator",
-    "ContractError", "Cost", "DealtPack", "Fp8", "Int4Groups", "KvCache", "KvLayout", "Launch", "Linear",
+    "Composite", "ContractError", "Cost", "DealtPack", "Fp8", "Int4Groups", "KvCache", "KvLayout", "Launch", "Linear",
     "LinearPlaces", "Matmul", "Memory", "Mx", "Op", "OpCase", "Pack", "Packing", "Plain", "Problem", "Projection",
     "QkvAttentionArgs", "Scratch", "T", "Target", "TensorMap", "WeightPart", "Workload", "aligned",
     "attention_launches", "beside", "cached_bytes", "choose_attention", "code_args", "decoded", "depth", "e8m0",
     "expect", "expect_bf16", "expect_cache", "expect_columns", "expect_cos_sin", "expect_each", "expect_linear",
-    "expect_max_q_len", "expect_q8", "expect_rows", "expect_values", "f32", "fork", "form_of", "hadamard", "launch",
-    "leaves", "linear_launches", "linear_of", "mapped", "matmul_nt", "module_packing", "new_tokens", "packed_in",
-    "packing_of", "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require",
+    "expect_max_q_len", "expect_q8", "expect_rows", "expect_values", "f32", "fork", "form_of", "hadamard", "joined",
+    "launch", "leaves", "linear_launches", "linear_of", "mapped", "matmul_nt", "module_packing", "new_tokens",
+    "packed_in", "packing_of", "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require",
     "require_attention", "rms_norm", "rotated_pairs", "rounded", "scale_blocks", "shared_bytes", "silu",
     "sum_of_ranks", "sum_over", "tensors", "unpack_fp4", "way_of", "without_coding", "without_zero_points",
     "write_launch", "write_values",

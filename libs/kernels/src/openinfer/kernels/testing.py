@@ -163,12 +163,12 @@ def run_on_gpu(
     op: Op[Any], args: Mapping[str, Any], target: Target, driver: CudaDriver, stream: Stream
 ) -> Arrays:
     """Like run_reference, by the op's kernels on the GPU of `stream`, compiled first if `driver.store` lacks them."""
-    sent: list[tuple[Tensor, Array]] = []
+    sent: dict[int, tuple[Tensor, Tensor, Array]] = {}
 
     def upload(array: Array) -> Tensor:
-        flat, tensor = _upload(array, stream)
-        sent.append((flat, array))
-        return tensor
+        if id(array) not in sent:
+            sent[id(array)] = (*_upload(array, stream), array)
+        return sent[id(array)][1]
 
     tensors = mapped(args, np.ndarray, upload)
     plan = NullPack(target)
@@ -182,10 +182,9 @@ def run_on_gpu(
     stream.synchronize()
     _check_scratch(op, scratch.numpy()[plain:], zeros.numpy())
     strided = np.lib.stride_tricks.as_strided
-    names = [name for name, _ in leaves(args, np.ndarray)]
     return {
-        name: strided(flat.numpy(), array.shape, array.strides)
-        for name, (flat, array) in zip(names, sent, strict=True)
+        name: strided(sent[id(array)][0].numpy(), array.shape, array.strides)
+        for name, array in leaves(args, np.ndarray)
     }
 
 
@@ -211,8 +210,14 @@ def _like(array: Array) -> Array:
 
 
 def copied(args: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
-    """Copies of a call's arrays with their strides, and the call's arguments with tensors over the copies."""
-    made = mapped(args, np.ndarray, _like)
+    """Copies of a call's arrays with their strides, and the call's arguments with tensors over the copies. An array
+    that is there twice has one copy."""
+    copies: dict[int, Array] = {}
+
+    def like(array: Array) -> Array:
+        return copies.setdefault(id(array), _like(array))
+
+    made = mapped(args, np.ndarray, like)
     return dict(leaves(made, np.ndarray)), mapped(made, np.ndarray, Tensor.from_numpy)
 
 

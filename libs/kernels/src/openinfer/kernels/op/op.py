@@ -217,6 +217,85 @@ class Op(Generic[P]):
         return f"Op({self.name})"
 
 
+class Composite(Op[P]):
+    """An op that does what others do one after the other: `parts`, by the fields of its arguments, which are theirs.
+
+    Its contract is theirs, its reference their references in turn, and its cost the sum. `whole(target, args)` is the
+    one launch that does it all, or None where no kernel does; then its launches are those of the parts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        args: Callable[P, A],
+        parts: Mapping[str, Op[Any]],
+        whole: Callable[[Target, A], Command | None],
+    ) -> None:
+        collective = any(op.collective for op in parts.values())
+        super().__init__(
+            name, args, self._check_parts, self._refer, self._launch, self._sum, collective=collective
+        )
+        self.__doc__ = f"{name}(pack, {', '.join(self._fields())})\n\n    {self.type.__doc__}"
+        self.parts = parts
+        self.whole: Callable[[Target, Any], Command | None] = whole
+
+    def _of(self, args: Any) -> Iterator[tuple[Op[Any], Any]]:
+        return ((op, getattr(args, name)) for name, op in self.parts.items())
+
+    def _check_parts(self, args: Any) -> None:
+        for op, part in self._of(args):
+            op.check(part)
+
+    def _refer(self, args: Any, *communicator: Any) -> None:
+        for op, part in self._of(args):
+            op.reference(part, *(communicator if op.collective else ()))
+
+    def _launch(self, target: Target, args: Any) -> Iterator[Command]:
+        whole = self.whole(target, args)
+        if whole is not None:
+            yield whole
+            return
+        for op, part in self._of(args):
+            yield from op.launches(target, part)
+
+    def _sum(self, workload: Workload, args: Any) -> Cost:
+        return functools.reduce(operator.add, (op.cost(workload, part) for op, part in self._of(args)))
+
+
+@contextlib.contextmanager
+def joined(pack: Pack, op: Composite[Any]) -> Iterator[Pack]:
+    """A pack for the calls of an op's parts, which become one call of the op where a kernel does it all. Else they run
+    one by one. Either is after the block, unless the pack has no `target`: there each call runs at once.
+
+        with joined(pack, attention_sublayer) as one:
+            norm_linear(one, ...)
+            norm_rope_attend(one, ...)
+            linear_add(one, ...)
+    """
+    target = getattr(pack, "target", None)
+    if target is None:
+        yield pack
+        return
+    held = _Held([])
+    yield held
+    names, calls = list(op.parts), held.calls
+    if [part for part, _ in calls] == list(op.parts.values()):
+        args = op.type(**{name: args for name, (_, args) in zip(names, calls, strict=True)})
+        if op.whole(target, args) is not None:
+            calls = [(op, args)]
+    for part, args in calls:
+        pack.run(part, args)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    calls: list[tuple[Op[Any], Any]]
+
+    def run(self, op: Op[Any], args: Any) -> None:
+        op.check(args)
+        self.calls.append((op, args))
+
+
 def tensors(args: Any, *names: str) -> dict[str, Tensor]:
     """The tensors among the arguments of a call by name, as a launch takes them: those of the names in their order, or
     all in the order of the fields. Those that are None are left out."""
