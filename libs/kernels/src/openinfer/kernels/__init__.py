@@ -39,6 +39,7 @@ from openinfer.kernels.op.target import H200, Target
 from openinfer.kernels.ops.add_lora import add_lora
 from openinfer.kernels.ops.apply_writes import apply_writes, copy_words
 from openinfer.kernels.ops.attend import attend
+from openinfer.kernels.ops.attention_sublayer import attention_sublayer
 from openinfer.kernels.ops.collectives import (
     all_gather,
     all_reduce,
@@ -74,10 +75,10 @@ __all__ = [
     "LaunchError", "LaunchPack", "Lines", "LinkSpeed", "Matmul", "MissingExtra", "NullPack", "Op", "Pack",
     "Parts", "Prediction", "Prepared", "RankLost", "Repeated", "Scratch", "SharedMemory", "Spec", "Speed",
     "Store", "Target", "TensorMap", "UnsupportedQuantization", "UntrustedCache", "Workload", "add_lora",
-    "all_gather", "all_reduce", "apply_writes", "attend", "beside", "code_rows", "copy_words", "cublas_available",
-    "embed", "expand_rows", "experts", "experts_add", "gate_up_clamped", "gate_up_silu", "gather_columns",
-    "index_topk", "keep_states", "launch", "launch_cuda", "linear_add", "norm_linear", "norm_rope_attend", "norm_rows",
-    "one_of_each", "place_rope_table", "predictions", "project", "qk_norm_rope_write", "reduce_add",
-    "reduce_scatter", "rope_frequencies", "rope_table", "route", "route_topk", "select_rows", "take_states",
-    "usable_cores", "yarn_frequencies",
+    "all_gather", "all_reduce", "apply_writes", "attend", "attention_sublayer", "beside", "code_rows",
+    "copy_words", "cublas_available", "embed", "expand_rows", "experts", "experts_add", "gate_up_clamped",
+    "gate_up_silu", "gather_columns", "index_topk", "keep_states", "launch", "launch_cuda", "linear_add",
+    "norm_linear", "norm_rope_attend", "norm_rows", "one_of_each", "place_rope_table", "predictions", "project",
+    "qk_norm_rope_write", "reduce_add", "reduce_scatter", "rope_frequencies", "rope_table", "route",
+    "route_topk", "select_rows", "take_states", "usable_cores", "yarn_frequencies",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
-from openinfer.kernels.attention.coded import attend_codes, takes
+from openinfer.kernels.attention.coded import attend_codes, takes_codes
 from openinfer.kernels.attention.long import hopper_tile, in_parts, long_rows, single_tokens
 from openinfer.kernels.attention.tiles import Tile, coded_attention_tile, long_tile, short_tile
 from openinfer.kernels.linear.choices import RING_TOKENS, releases
@@ -75,7 +75,7 @@ def choose_attention(target: Target, call: AttentionCall) -> AttentionChoice:
     assembly = target.arch >= 90 and target.arch // 10 != 10 and not target.interpreted
     pairs = call.form.scaled and assembly
     release = releases(target, call.tokens)
-    decode = attend_codes(target, call) if takes(target, call) else None
+    decode = attend_codes(target, call) if takes_codes(target, call) else None
     return AttentionChoice(
         short, long, codes, *parts, target.num_sms, target.batch_invariant, pairs, release, decode
     )

@@ -15,7 +15,7 @@ MOST_GROUP = 8
 _NAMES = ("out", "q", "kv", "kv_scales", "slots", "q_starts", "seq_lens", "alive", "block_tables")
 
 
-def takes(target: Target, call: AttentionCall) -> bool:
+def takes_codes(target: Target, call: AttentionCall) -> bool:
     """Whether the kernel takes a decode step: all of its rows have one token, and each sees the whole context."""
     return (
         target.nvrtc

@@ -71,7 +71,7 @@ def long_rows(call: AttentionCall, choice: AttentionChoice, *, short: int) -> li
         return [_anywhere(call, tile, choice, short, None)]
     if not call.form.scaled:
         page_rows = call.kv.strides[0] // call.dim
-        return [_by_hopper(call, tile, _matrix(call, tile.bn), page_rows, choice.num_sms, short, {})]
+        return [_by_hopper(call, tile, rows_of_cache(call, tile.bn), page_rows, choice.num_sms, short, {})]
     made = widened(
         call.args, call.kv, call.table_tokens, call.rows, call.tokens, short,
         programs=PROGRAMS * choice.num_sms, pairs=choice.pairs,
@@ -217,7 +217,7 @@ def _by_hopper(
     )
 
 
-def _matrix(call: AttentionCall, bn: int) -> TensorMap:
+def rows_of_cache(call: AttentionCall, bn: int) -> TensorMap:
     """A layer's pages in a matrix of `dim` columns, with other layers' rows between them."""
     page_rows = call.kv.strides[0] // call.dim
     shape = ((call.kv.shape[0] - 1) * page_rows + 2 * call.kv_heads * call.page_size, call.dim)

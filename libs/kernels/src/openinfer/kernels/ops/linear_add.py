@@ -26,7 +26,7 @@ from openinfer.tensor import Tensor, bfloat16, float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Args(Generic[T]):
+class AddArgs(Generic[T]):
     """x += h @ weight^T, in place. With several ranks, h and weight are a rank's part of K, and x gets the sum of all.
 
     x [T, H], h [T, K], weight [H, K] of one float dtype. The product accumulates in float32; the published models round
@@ -54,7 +54,7 @@ class _Args(Generic[T]):
         return linear_of(self.weight).packed
 
 
-def _check(a: _Args[Tensor]) -> None:
+def _check(a: AddArgs[Tensor]) -> None:
     expect("x", a.x, (-1, -1), *FLOATS)
     tokens, hidden = a.x.shape
     expect("h", a.h, (tokens, -1), a.x.dtype)
@@ -68,7 +68,7 @@ def _check(a: _Args[Tensor]) -> None:
     expect_normed(a.normed, a.norm_weight, a.eps, a.x)
 
 
-def _reference(a: _Args[Array], communicator: Communicator | None) -> None:
+def _reference(a: AddArgs[Array], communicator: Communicator | None) -> None:
     own = linear_of(a.weight)
     weight, y = own.values(), np.empty(a.x.shape, np.float32)
 
@@ -83,7 +83,7 @@ def _reference(a: _Args[Array], communicator: Communicator | None) -> None:
         a.normed[:] = normed_of(a.x, a.norm_weight, a.eps)
 
 
-def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+def _launches(target: Target, a: AddArgs[Tensor]) -> Iterator[Command]:
     own = Normed.of(a.normed, a.norm_weight, a.eps)
     y = a.x if a.ranks == 1 else Scratch(a.x.shape, a.x.dtype)
     epilogue: Epilogue = "add" if a.ranks == 1 else "none"
@@ -95,7 +95,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         yield norm(own.out, a.x, own.weight, own.eps, early=target.starts_early)
 
 
-def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
+def _cost(workload: Workload, a: AddArgs[Tensor]) -> Cost:
     n, k = a.weight.shape[0], a.h.shape[1]
     weights = sum(t.nbytes for t in (a.weight, a.norm_weight) if t is not None)
     columns = k + (2 if a.normed is None else 3) * n
@@ -105,7 +105,7 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(weights + workload.tokens * columns * a.x.itemsize, 2 * workload.tokens * numbers, link)
 
 
-linear_add = Op("linear_add", _Args[Tensor], _check, _reference, _launches, _cost, collective=True)
+linear_add = Op("linear_add", AddArgs[Tensor], _check, _reference, _launches, _cost, collective=True)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

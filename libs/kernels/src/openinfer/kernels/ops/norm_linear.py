@@ -22,7 +22,7 @@ from openinfer.tensor import Tensor, float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Args(Generic[T]):
+class LinearArgs(Generic[T]):
     """out = rms_norm(x; norm_weight, eps) @ weight^T.
 
     x [T, H], norm_weight [H], weight [N, H] of one float dtype; out [T, N] of that dtype, or float32 (logits: not
@@ -48,7 +48,7 @@ class _Args(Generic[T]):
         return linear_of(self.weight).packed
 
 
-def _check(a: _Args[Tensor]) -> None:
+def _check(a: LinearArgs[Tensor]) -> None:
     expect("x", a.x, (-1, -1), *FLOATS)
     tokens, hidden = a.x.shape
     expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
@@ -65,7 +65,7 @@ def _check(a: _Args[Tensor]) -> None:
     )
 
 
-def _reference(a: _Args[Array]) -> None:
+def _reference(a: LinearArgs[Array]) -> None:
     own = linear_of(a.weight)
     weight = own.values()
 
@@ -79,7 +79,7 @@ def _reference(a: _Args[Array]) -> None:
     over_rows(len(a.x), some)
 
 
-def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+def _launches(target: Target, a: LinearArgs[Tensor]) -> Iterator[Command]:
     op = "norm_linear" if a.out.dtype == a.x.dtype else "logits"
     norm = Norm.of(a.norm_weight, a.eps)
     yield from linear.launches(
@@ -87,7 +87,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     )
 
 
-def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
+def _cost(workload: Workload, a: LinearArgs[Tensor]) -> Cost:
     n, h = a.weight.shape[0], a.x.shape[1]
     tokens = workload.tokens if a.out.dtype == a.x.dtype else workload.rows
     weights = sum(t.nbytes for t in (a.weight, a.norm_weight) if t is not None)
@@ -97,11 +97,11 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(weights + tokens * columns, 2 * tokens * numbers)
 
 
-norm_linear = Op("norm_linear", _Args[Tensor], _check, _reference, _launches, _cost)
+norm_linear = Op("norm_linear", LinearArgs[Tensor], _check, _reference, _launches, _cost)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _GateArgs(_Args[T], Generic[T]):
+class _GateArgs(LinearArgs[T], Generic[T]):
     """out = silu(g) * u with [g, u] = rms_norm(x; norm_weight, eps) @ weight^T.
 
     x [T, H], norm_weight [H], weight [2 I, H] (the gate's rows, then the up projection's), out [T, I], of one float

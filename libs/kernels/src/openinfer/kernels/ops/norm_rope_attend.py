@@ -88,7 +88,7 @@ class QkvAttentionArgs(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Args(QkvAttentionArgs[T], Generic[T]):
+class RopeAttentionArgs(QkvAttentionArgs[T], Generic[T]):
     """qk_norm_rope_write of qkv [T, (A + 2 G) d] into kv, then attend with its queries to out [T, A * d].
 
     Arguments are those of the two ops; positions and token_slots are made by expand_rows from slots, q_starts, seq_lens
@@ -98,7 +98,7 @@ class _Args(QkvAttentionArgs[T], Generic[T]):
     window: int
 
 
-def _check(a: _Args[Tensor]) -> None:
+def _check(a: RopeAttentionArgs[Tensor]) -> None:
     a.expect(gated=False)
     dim = a.kv.shape[4]
     expect_norms(a.q_norm, a.k_norm, dim, a.out.dtype)
@@ -106,14 +106,14 @@ def _check(a: _Args[Tensor]) -> None:
     require(a.window >= 0, f"window is {a.window}; it must be 0 (none) or positive")
 
 
-def _reference(a: _Args[Array]) -> None:
+def _reference(a: RopeAttentionArgs[Array]) -> None:
     dim = a.kv.shape[-1]
     q = np.empty((a.out.shape[0], a.out.shape[1] // dim, dim), a.out.dtype)
     qk_norm_rope_write.reference(a.writing(q))
     attend.reference(a.attending(q, a.window))
 
 
-def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
+def _launches(target: Target, a: RopeAttentionArgs[Tensor]) -> Iterator[Command]:
     dim, page_size = a.kv.shape[4], a.kv.shape[3]
     require_attention(a.out.dtype, dim, page_size)
     q = Scratch((a.out.shape[0], a.out.shape[1] // dim, dim), a.out.dtype)
@@ -135,4 +135,4 @@ def _cost(workload: Workload, a: QkvAttentionArgs[Tensor]) -> Cost:
     return Cost(cached + moved, 4 * workload.qk_pairs * a.out.shape[1] + 8 * tokens * a.qkv.shape[1])
 
 
-norm_rope_attend = Op("norm_rope_attend", _Args[Tensor], _check, _reference, _launches, _cost)
+norm_rope_attend = Op("norm_rope_attend", RopeAttentionArgs[Tensor], _check, _reference, _launches, _cost)
