@@ -14,13 +14,14 @@ import numpy as np
 from openinfer.graph.runner import Batch, NoStates, States
 from openinfer.kernels import (
     Pack,
+    attention_sublayer,
     embed,
     gate_up_silu,
     linear_add,
     norm_linear,
     norm_rope_attend,
 )
-from openinfer.kernels.authoring import KvCache
+from openinfer.kernels.authoring import KvCache, joined
 from openinfer.tensor import Arena, Stream, Tensor, TensorLoad
 from openinfer_llama.bias import add_bias
 from openinfer_llama.config import Config
@@ -108,14 +109,15 @@ class Model:
         step, tables = batch.step(t, num_rows), batch.rows["block_tables"]
         embed(pack, out=x, token_ids=batch.expand(pack, t, num_rows), table=w.embed)
         for n, layer in enumerate(w.layers):
-            norm_linear(pack, out=qkv, x=x, norm_weight=layer.input_norm, weight=layer.qkv, eps=eps)
-            if layer.bias is not None:
-                add_bias(pack, x=qkv, bias=layer.bias)
-            norm_rope_attend(
-                pack, out=heads, **self.kv.layer(n), qkv=qkv, cos_sin=self.cos_sin, block_tables=tables, **step,
-                eps=eps, scale=c.head_dim**-0.5, window=c.window, max_q_len=max_q_len,
-            )  # fmt: skip
-            linear_add(pack, x=x, h=heads, weight=layer.o)
+            with joined(pack, attention_sublayer) as one:
+                norm_linear(one, out=qkv, x=x, norm_weight=layer.input_norm, weight=layer.qkv, eps=eps)
+                if layer.bias is not None:
+                    add_bias(one, x=qkv, bias=layer.bias)
+                norm_rope_attend(
+                    one, out=heads, **self.kv.layer(n), qkv=qkv, cos_sin=self.cos_sin, block_tables=tables, **step,
+                    eps=eps, scale=c.head_dim**-0.5, window=c.window, max_q_len=max_q_len,
+                )  # fmt: skip
+                linear_add(one, x=x, h=heads, weight=layer.o)
             gate_up_silu(pack, out=mlp, x=x, norm_weight=layer.post_norm, weight=layer.gate_up, eps=eps)
             linear_add(pack, x=x, h=mlp, weight=layer.down)
         self.head(pack, batch.select(pack, x, num_rows, num_drafts))

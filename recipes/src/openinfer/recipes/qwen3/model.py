@@ -13,6 +13,7 @@ import numpy as np
 from openinfer.graph.runner import Batch, NoStates, Read, States, StepRows
 from openinfer.kernels import (
     Pack,
+    attention_sublayer,
     embed,
     experts_add,
     gate_up_silu,
@@ -20,7 +21,7 @@ from openinfer.kernels import (
     norm_rope_attend,
     route_topk,
 )
-from openinfer.kernels.authoring import KvCache, Linear, padded_rows
+from openinfer.kernels.authoring import KvCache, Linear, joined, padded_rows
 from openinfer.recipes.eagle3 import Drafter
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.weights import Layer, Weights
@@ -97,24 +98,25 @@ class Model:
         for n, layer in enumerate(w.layers):
             layers = n + 1
             self.before_layer(pack, n, x)
-            norm_linear(pack, out=qkv, **read, weight=layer.qkv, lora=batch.adapted(layer.qkv, t))
-            norm_rope_attend(
-                pack,
-                out=heads,
-                **self.kv.layer(n),
-                qkv=qkv,
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
-                cos_sin=self.cos_sin,
-                block_tables=block_tables,
-                **step,
-                eps=eps,
-                scale=c.head_dim**-0.5,
-                window=c.windows[n],
-                max_q_len=max_q_len,
-            )
             o, up, down = layer.o, layer.gate_up, layer.down
-            read = batch.add(pack, x, h=heads, weight=o, ranks=c.part.ranks, norm=layer.post_norm, eps=eps)
+            with joined(pack, attention_sublayer) as one:
+                norm_linear(one, out=qkv, **read, weight=layer.qkv, lora=batch.adapted(layer.qkv, t))
+                norm_rope_attend(
+                    one,
+                    out=heads,
+                    **self.kv.layer(n),
+                    qkv=qkv,
+                    q_norm=layer.q_norm,
+                    k_norm=layer.k_norm,
+                    cos_sin=self.cos_sin,
+                    block_tables=block_tables,
+                    **step,
+                    eps=eps,
+                    scale=c.head_dim**-0.5,
+                    window=c.windows[n],
+                    max_q_len=max_q_len,
+                )
+                read = batch.add(one, x, h=heads, weight=o, ranks=c.part.ranks, norm=layer.post_norm, eps=eps)
             if layer.router is not None:
                 read = self._mixture(pack, read, layer, layer.router, t)
                 continue
