@@ -58,6 +58,10 @@ class SteadyDrafts:
         self._worth.saw({(drafts, found): 1})
         return found
 
+    def joined(self, part: float) -> None:
+        """This part of a step's rows is new."""
+        self._worth.joined(part)
+
     def spent(self, rows: int, accepted: int, seconds: float) -> None:
         """A step of decode rows with drafts took so long."""
         self._worth.spent(rows, accepted, seconds, self.cost(rows, 0))
@@ -105,6 +109,8 @@ class SimRunner:
                 finished.append((seq.slot, FinishReason.LENGTH if at_limit else FinishReason.STOP))
                 del self._last[seq]
         seconds = self._cost(work)
+        if self._drafts is not None and step.joined:
+            self._drafts.joined(len(step.joined) / len(step.rows))
         if self._drafts is not None and work.decode_rows and not work.prefill_tokens:
             self._drafts.spent(work.decode_rows, accepted, seconds)
         self.busy_s += seconds
