@@ -30,10 +30,10 @@ from openinfer.cli.bench import step as bench_step
 from openinfer.cli.bench.client import Client, LoadRun, StreamedAnswer, arrivals, run_load
 from openinfer.cli.bench.record import percentile
 from openinfer.cli.bench.serve import OfferedLoad, serve_summary
-from openinfer.cli.explain.ledger import CallRecorder, Machine, grouped, ledger_key
-from openinfer.cli.explain.segments import Outline
+from openinfer.cli.explain.ledger import CallRecorder, Machine, grouped, ledger_key, recorded_calls
+from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.graph.runner import Leader, LoneLeader, Writer
-from openinfer.kernels import H200, Cost, NullPack, Workload
+from openinfer.kernels import H200, Cost, NullPack, Workload, attention_sublayer
 from openinfer.recipes.deepseek_v4 import published as deepseek_v4
 from openinfer.recipes.engine import Source
 from openinfer.recipes.qwen3 import RECIPE
@@ -536,6 +536,18 @@ def test_calls_are_told_apart_by_what_their_time_depends_on() -> None:
     other_context = {k.split()[0] for k in set(two) ^ set(keys(2, 21))}
     assert other_context == {"norm_rope_attend"}
     assert not set(two) & set(keys(1, 20))
+
+
+def test_joined_calls_are_those_that_run_and_are_told_apart_by_their_parts() -> None:
+    keys = set()
+    for size in ("4B", "8B"):
+        outline = Outline(RECIPE, Source(RECIPE.published()[size]), RECIPE.options(max_num_seqs=8), SERVED)
+        (segment, *_), null = outline.decode(1, 20)[0], NullPack(SERVED)
+        segment.run(null)
+        calls = recorded_calls([segment], SERVED)
+        assert [call.op.name for call in calls] == [call.op.name for call in null.calls]
+        keys |= {ledger_key(*call, segment.workload) for call in calls if call.op is attention_sublayer}
+    assert len(keys) == 2
 
 
 def test_prompts_of_as_many_tokens_as_rows_are_told_from_decode_steps() -> None:

@@ -104,7 +104,7 @@ def ledger_entries(
     segment: Segment, pack: Pack, stream: Stream, repeats: int, limits: Machine, seen: set[str]
 ) -> Iterator[dict[str, Any]]:
     """A ledger's entries for the calls of a segment that are not in `seen` yet; their keys are added to `seen`."""
-    calls_of = grouped(recorded_calls([segment]), segment.workload)
+    calls_of = grouped(recorded_calls([segment], getattr(pack, "target", None)), segment.workload)
     groups = {key: calls for key, calls in calls_of.items() if key not in seen}
     progress(f"{segment.name}: {len(groups)} new of its ops and shapes")
     for name, calls in groups.items():

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openinfer.frontend.errors import FlagError
-from openinfer.kernels import GPUS, H200, Cost, Op, Workload
-from openinfer.kernels.authoring import leaves, linear_of
+from openinfer.kernels import GPUS, H200, Cost, Op, Target, Workload
+from openinfer.kernels.authoring import Composite, leaves, linear_of
 from openinfer.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -43,17 +43,19 @@ class OpCall(NamedTuple):
 
 @dataclass(slots=True)
 class CallRecorder:
-    """A pack that only writes the calls down, whatever device the tensors are on."""
+    """A pack that only writes the calls down, whatever device the tensors are on. target: whose kernels may join
+    calls (see kernels.authoring.joined)."""
 
     calls: list[OpCall] = dataclasses.field(default_factory=list)
+    target: Target | None = None
 
     def run(self, op: Op[Any], args: Any) -> None:
         self.calls.append(OpCall(op, args))
 
 
-def recorded_calls(segments: "Iterable[Segment]") -> list[OpCall]:
-    """The calls of these segments."""
-    recorder = CallRecorder()
+def recorded_calls(segments: "Iterable[Segment]", target: Target | None = None) -> list[OpCall]:
+    """The calls of these segments. target: as of CallRecorder."""
+    recorder = CallRecorder(target=target)
     for segment in segments:
         segment.run(recorder)
     return recorder.calls
@@ -63,7 +65,10 @@ def ledger_key(op: Op[Any], args: Any, workload: Workload) -> str:
     """A text of all that the time of a call depends on.
 
     It has the op and the shapes of its output and of its weight. Where they matter it has the rows, the tokens in the
-    cache and the pairs of query and key."""
+    cache and the pairs of query and key. Of an op of several parts it has the keys of the parts."""
+    if isinstance(op, Composite):
+        parts = [ledger_key(part, getattr(args, name), workload) for name, part in op.parts.items()]
+        return f"{op.name}: {'; '.join(parts)}"
     name, first = next(leaves(args, Tensor))
     parts = [f"{op.name} {name}{_shape(first)}"]
     weight = getattr(args, "weight", None)
