@@ -10,6 +10,7 @@ import pytest
 
 from openinfer.graph import Buckets, StepCosts, StepPace
 from openinfer.graph.runner import Drafting, Sampling
+from openinfer.kernels.testing import of_the_day
 from openinfer.sampler import SamplingParams
 from openinfer.scheduler import Row, Seq, Step
 
@@ -196,14 +197,13 @@ def test_texts_of_a_few_tokens_are_hardly_slower_with_drafts():
 
 @pytest.mark.parametrize("predicted", [True, False])
 @pytest.mark.parametrize(
-    ("rows", "length", "join"), [(1, 17, 0), (1, 33, 300), (8, 17, 0), (8, 17, 150), (8, 33, 150)]
-)
+    ("rows", "length", "join"), of_the_day([(8, 17, 0), (1, 17, 0), (8, 17, 150), (1, 33, 300), (8, 33, 150)], 2)
+)  # fmt: skip
 def test_work_of_the_host_for_other_steps_is_not_taken_for_the_cost_of_plain_ones(
     rows, length, join, predicted
 ):
     """The host prepares the next step while one runs, and plain steps among plain ones are rare here."""
-    times = replace(SLOW_HOST[rows], join=(join, join))
-    times = times if predicted else replace(times, predicted=())
+    times = replace(SLOW_HOST[rows], join=(join, join), **{} if predicted else {"predicted": ()})
     lost = np.zeros(2)  # one run or another falls into a bad spell
     for seed in range(4):
         runs = []
@@ -277,7 +277,7 @@ def us_of_a_first_answer(rows, times, chance, fixed=None):
     return sum(found) / len(found)
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("chance", of_the_day([0.0, 0.6, 0.8, 0.95], 2))
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_number_of_drafts_is_found_within_the_first_answer(name, chance):
     rows, times = PUBLISHED[name]
