@@ -23,7 +23,7 @@ from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.op.rounding import FP4_VALUES, coded
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.store.cubins import Store
-from openinfer.kernels.testing import run_reference
+from openinfer.kernels.testing import of_the_day, run_reference
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 RNG = np.random.default_rng(8)
@@ -193,7 +193,7 @@ def calls(arena: Any, target: Target, kind: str, tokens: int) -> NullPack:
     return pack
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", of_the_day(list(KINDS)))
 @pytest.mark.parametrize(
     "arch", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, marks=pytest.mark.slow)]
 )

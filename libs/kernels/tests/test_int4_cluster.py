@@ -142,9 +142,10 @@ def test_each_tile_has_a_warpgroup(tokens, most):
         assert 2 <= sides * parts <= 4
 
 
-@pytest.mark.parametrize("tokens", of_the_day([2, 16, 17, 64, 128]))
-@pytest.mark.parametrize("form", ["INT4", "FP4"])
-def test_clusters_compile_without_spills(arena, cubins, resources, tokens, form):
+@pytest.mark.parametrize(
+    ("form", "tokens"), of_the_day([(form, n) for n in (2, 16, 17, 64, 128) for form in ("INT4", "FP4")])
+)
+def test_clusters_compile_without_spills(arena, cubins, resources, form, tokens):
     specs = {commands(arena, name, tokens, form=form)[-1].spec for name in SHAPES}
     kernels = Store(90, cubins, folders=[])
     kernels.prepare(specs)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from openinfer.kernels.testing import of_the_day
+
 WORKER = """
 import hashlib, json, os, sys, time
 os.environ["TRITON_INTERPRET"] = "1"
@@ -74,10 +76,7 @@ def run_ranks(size, calls, clears=True):
     return [json.loads(out) if p.returncode == 0 else None for p, out in zip(started, outputs, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("size", "calls"),
-    [(2, 8), (3, 10), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 24), (3, 16)))],
-)
+@pytest.mark.parametrize(("size", "calls"), of_the_day([(2, 8), (3, 10), (2, 24), (3, 16)]))
 def test_every_rank_has_the_sum_and_its_norm(size, calls):
     """In one shot and two, of more rows than programs, with ranks that are late, words of zeros among the rows. Columns
     are gathered between sums."""
