@@ -217,7 +217,7 @@ LINES = {
     "sampler": (4721, 3943),
     "scheduler": (4992, 3577),
     "frontend": (13718, 11757),
-    "recipes": (16244, 4046),
+    "recipes": (16244, 4033),
     "cli": (6810, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -1,6 +1,5 @@
 """A wheel with compiled kernels: with it a store without compiler or cache has every kernel of a published size."""
 
-import datetime
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openinfer.kernels import Store, Target
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.engine import Options, Source
 from openinfer.recipes.engine.startup import kernel_specs
 from openinfer.recipes.qwen3 import RECIPE
@@ -22,14 +22,7 @@ def specs_of(config, *, nvrtc=False):
     return kernel_specs(RECIPE, Source(config), Options(), target)
 
 
-def sizes():
-    """The published sizes. A quarter is of the day, the others are slow."""
-    for number, size in enumerate(RECIPE.published()):
-        of_the_day = (number + datetime.date.today().toordinal()) % 4 == 0
-        yield pytest.param(size, marks=() if of_the_day else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("size", [*sizes()])
+@pytest.mark.parametrize("size", of_the_day(list(RECIPE.published()), len(RECIPE.published()) // 4))
 def test_published_sizes_have_a_plan(size):
     specs = specs_of(RECIPE.published()[size])
     assert {"gemv", "gemm_small", "attend_split", "attend_prompt", "advance"} <= {s.function for s in specs}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 
 from openinfer.kernels import Target
 from openinfer.kernels.attention.kv_cache import FP8_CACHE, CacheForm, KvLayout
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.recipes.engine.startup import kernel_specs
 from openinfer.recipes.qwen3_5 import RECIPE
@@ -67,14 +65,8 @@ def test_the_mtp_head_takes_no_memory_unless_it_is_asked_for() -> None:
     assert with_mtp.used - without.used > 200 << 20
 
 
-def plans() -> Iterator[Any]:
-    """All sizes, plain and in FP8. A quarter is of the day, with both of each size; the others are slow."""
-    for fp8, (number, size) in itertools.product((False, True), enumerate(SIZES)):
-        marks = () if (number + datetime.date.today().toordinal()) % 4 == 0 else pytest.mark.slow
-        yield pytest.param(size, fp8, marks=marks)
-
-
-@pytest.mark.parametrize(("size", "fp8"), [*plans()])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("size", of_the_day(list(SIZES), 2))
 def test_published_sizes_have_a_plan_on_a_gpu(size: str, fp8: bool) -> None:
     source, target = Source(config_json(size, fp8=fp8)), Target(90, 132, cublas=True, gpu="NVIDIA H200")
     specs = kernel_specs(RECIPE, source, RECIPE.options(max_num_seqs=32), target)

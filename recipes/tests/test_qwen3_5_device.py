@@ -17,7 +17,7 @@ import pytest
 from openinfer.kernels import H200, InterpDriver, LaunchPack, NullPack, Op, Store, Target
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.packs.null import scratches
-from openinfer.kernels.testing import copied, error, run_interpreted, run_reference
+from openinfer.kernels.testing import copied, error, of_the_day, run_interpreted, run_reference
 from openinfer.recipes.qwen3_5 import delta
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
@@ -131,7 +131,7 @@ def test_a_decode_step(rng: np.random.Generator, heads: tuple[int, int, int, int
     check_delta(delta_step(rng, lengths, before, heads=heads, tokens=7, dead=(1, 3), moved=(0, 4, 5)), STEP)
 
 
-@pytest.mark.parametrize("drafts", [None, [2, 0, 0, 3, 0]])
+@pytest.mark.parametrize("drafts", of_the_day([None, [2, 0, 0, 3, 0]]))
 def test_states_in_bf16(rng: np.random.Generator, drafts: list[int] | None) -> None:
     """Rounded where they are left. A prompt that goes on from a snapshot has the bits of one that is not cut."""
     args = delta_step(
@@ -391,7 +391,7 @@ def by_steps(
     }
 
 
-@pytest.mark.parametrize("dtype", [float32, bfloat16])
+@pytest.mark.parametrize("dtype", of_the_day([float32, bfloat16]))
 def test_batch_invariant_kernels_leave_the_same_bits_however_a_row_is_cut(
     rng: np.random.Generator, dtype: Any
 ) -> None:
@@ -406,7 +406,7 @@ def test_batch_invariant_kernels_leave_the_same_bits_however_a_row_is_cut(
     assert len({*map(str, left.values())}) == 1
 
 
-@pytest.mark.parametrize("drafts", [None, [2, 0, 0, 3, 0, 0, 0]])
+@pytest.mark.parametrize("drafts", of_the_day([None, [2, 0, 0, 3, 0, 0, 0]]))
 def test_batch_invariant_kernels(rng: np.random.Generator, drafts: list[int] | None) -> None:
     """Prompts, decode rows, drafts, snapshots, dead and empty rows and padding by the same three kernels."""
     lengths, before = [3, 100, 1, 4, 70, 0, 20], [9, 30, 12, 62, 0, 3, 1]
