@@ -147,8 +147,8 @@ def test_an_absolute_target_is_its_path(live: Any) -> None:
 
 def test_what_follows_a_refusal_is_not_parsed(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The body of a request that was answered before: 404 here, as 401 and 413."""
-    seen: list[int] = []
-    feed = Framing.feed
+    monkeypatch.setattr(connections, "LINGER_S", 0.5)
+    seen, feed = list[int](), Framing.feed
     monkeypatch.setattr(Framing, "feed", lambda self, data: seen.append(len(data)) or feed(self, data))
     head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
