@@ -4,7 +4,6 @@ interpreter have the same bits on every path."""
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from deepseek_v3_form import write_checkpoint
 from openinfer.cli.selftest import packed
 from openinfer.graph.runner.segments import step_keys
 from openinfer.kernels import H200, InterpDriver, KernelSpec, Launch, LaunchPack, Op, Target, predictions
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes import deepseek_v3, deepseek_v4, qwen3, qwen3_5
 from openinfer.recipes.engine import Source, startup
 from openinfer.recipes.engine.limits import decide
@@ -39,7 +39,6 @@ FAMILIES: dict[str, Any] = {
     "deepseek_v32": deepseek_v3,
     "deepseek_v4": deepseek_v4,
 }
-TODAY = datetime.date.today().toordinal()
 LENGTHS = {
     "qwen3-tiny": 40,
     "qwen3_5-tiny": 70,
@@ -49,10 +48,7 @@ LENGTHS = {
     "deepseek_v4-tiny": 140,
 }
 """Tokens of a prompt that leaves a cached prefix, by the name of a checkpoint. The last takes minutes."""
-OF_THE_DAY = [
-    pytest.param(name, marks=() if TODAY % (len(LENGTHS) - 1) == n else pytest.mark.slow)
-    for n, name in enumerate(LENGTHS)
-]
+OF_THE_DAY = [*of_the_day([*LENGTHS][:-1]), pytest.param("deepseek_v4-tiny", marks=pytest.mark.slow)]
 FLAGS: dict[str, Any] = {
     "device": "cpu", "dtype": "bfloat16", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256,
     "kv_cache_memory_bytes": 32 << 20, "batch_invariant": True, "snapshot_interval": 64,
@@ -182,7 +178,11 @@ CASES: dict[str, tuple[Any, str, tuple[Target, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OF_EACH = [case for n in range(3) for case in [*CASES][n::3]]
+"""CASES in an order in which any six are of all families."""
+
+
+@pytest.mark.parametrize("case", of_the_day(OF_EACH, 6))
 def test_every_step_runs_the_same_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for layers that draft, whose tokens are verified."""
     family, size, targets, flags = CASES[case]

@@ -12,6 +12,7 @@ import pytest
 from golden_rows import last_logits
 
 from openinfer.cli import main
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.engine import SetupError
 from openinfer.recipes.qwen3_5 import RECIPE
 from openinfer.tensor import bfloat16, float32
@@ -53,26 +54,25 @@ def tokens_of(run: Any, prompts: list[list[int]], at_once: bool) -> list[list[in
     return [run.outcomes[one].tokens for one in asked]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"max_num_batched_tokens": 33},
-        {"max_num_seqs": 4, "kv_cache_memory_bytes": 5 << 20},
-        {"scheduling_policy": "openinfer.recipes.engine.testing.restless:fcfs"},
-        {"speculative_config": NGRAM},
-        {"speculative_config": MTP},
-        {"tensor_parallel_size": 2},
-    ],
-    ids=["chunks", "few states", "preemption", "ngram", "mtp", "ranks"],
-)
-def test_tokens_are_those_of_a_request_alone(flags: dict[str, Any], session: Any) -> None:
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 33},
+    "few states": {"max_num_seqs": 4, "kv_cache_memory_bytes": 5 << 20},
+    "preemption": {"scheduling_policy": "openinfer.recipes.engine.testing.restless:fcfs"},
+    "ngram": {"speculative_config": NGRAM},
+    "mtp": {"speculative_config": MTP},
+    "ranks": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("way", of_the_day(list(WAYS), 2))
+def test_tokens_are_those_of_a_request_alone(way: str, session: Any) -> None:
     """The state is rounded after each token, so steps, cached prefixes and drafts change nothing. (It is rounded to
     another value where the last bits of products differ, as they do with the rows of a step.)"""
     rng = np.random.default_rng(5)
     shared = rng.integers(3, 200, 150).tolist()
     prompts = [shared + rng.integers(3, 200, 20 + 9 * n).tolist() for n in range(5)]
     common = {**BF16, "max_model_len": 512, "batch_invariant": True}
-    alone, run = session(TINY, **common, enable_prefix_caching=False), session(TINY, **common, **flags)
+    alone, run = session(TINY, **common, enable_prefix_caching=False), session(TINY, **common, **WAYS[way])
     want = tokens_of(alone, prompts, at_once=False)
     assert tokens_of(run, prompts, at_once=True) == want
     assert tokens_of(run, prompts, at_once=False) == want  # from snapshots

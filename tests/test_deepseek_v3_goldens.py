@@ -30,6 +30,7 @@ from openinfer.cli import recipes
 from openinfer.cli.selftest import gate
 from openinfer.kernels import CpuPack
 from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.deepseek_v3 import RECIPE
 from openinfer.recipes.deepseek_v3.config import Config
 from openinfer.recipes.deepseek_v3.published import config_json
@@ -165,19 +166,18 @@ def test_a_wrong_choice_of_tokens_is_noticed(place: Any, sparse: Any, fault: str
     assert np.abs(wrong).max() > 20 * TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 4},
-        {"max_num_batched_tokens": 16},
-        {"speculative_config": MTP},
-    ],
-    ids=["2 ranks", "4 ranks", "chunks", "drafts"],
-)
-def test_greedy_tokens_of_chosen_tokens(session: Any, sparse: Any, flags: dict[str, Any]) -> None:
+WAYS: dict[str, dict[str, Any]] = {
+    "2 ranks": {"tensor_parallel_size": 2},
+    "chunks": {"max_num_batched_tokens": 16},
+    "4 ranks": {"tensor_parallel_size": 4},
+    "drafts": {"speculative_config": MTP},
+}
+
+
+@pytest.mark.parametrize("way", of_the_day(list(WAYS), 2))
+def test_greedy_tokens_of_chosen_tokens(session: Any, sparse: Any, way: str) -> None:
     """Ranks, cuts of a prompt, a cached prefix and drafts change no token."""
-    asked = session(CHECKPOINTS[sparse.facts["name"]], max_model_len=352, **flags)
+    asked = session(CHECKPOINTS[sparse.facts["name"]], max_model_len=352, **WAYS[way])
     for round in range(2):
         for index in (0, 1):
             expected = sparse.numbers[f"p{index}.greedy_ids"].tolist()
@@ -210,7 +210,7 @@ def in_fp8(folder: Path, more: dict[str, Any]) -> tuple[Path, Path]:
     return source, twin
 
 
-@pytest.mark.parametrize("name", [NAME, "deepseek_v32-tiny"])
+@pytest.mark.parametrize("name", of_the_day([NAME, "deepseek_v32-tiny"]))
 def test_fp8_checkpoints_and_their_ranks(session: Any, tmp_path: Path, name: str) -> None:
     """The absorbed projections are made of codes and scales, and an indexer's rows are reordered: the tokens and
     log-probabilities of a plain twin."""
@@ -333,7 +333,7 @@ def test_a_checkpoint_without_the_layer_that_drafts_is_refused(tmp_path: Path) -
         assert RECIPE.blueprint(Source(CONFIG, checkpoint=checkpoint), RECIPE.options()) is not None
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", of_the_day([1, 2]))
 def test_the_accuracy_gate(ranks: int) -> None:
     """Every path passes, and every control fails."""
     wanted = gate.references(RECIPE, CHECKPOINT)

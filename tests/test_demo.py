@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import io
 import json
 import sys
@@ -17,6 +16,7 @@ import pytest
 
 from openinfer.cli import chat, recipes
 from openinfer.cli.bench import eval as bench_eval
+from openinfer.kernels.testing import of_the_day
 
 DEMO = Path(__file__).parents[1] / "demo"
 FAMILIES = ("qwen3", "qwen3_5", "deepseek_v4")
@@ -42,7 +42,7 @@ PERSON: Any = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=of_the_day(FAMILIES, 2))
 def url(request: pytest.FixtureRequest, start: Callable[..., Any]) -> str:
     return str(start(DEMO / request.param).url)
 
@@ -197,17 +197,7 @@ def test_streamed_as_whole(ask: Callable[..., Any]) -> None:
     assert whole.endswith("The end.")
 
 
-OF_THE_DAY = datetime.date.today().toordinal() % len(FAMILIES)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        pytest.param(family, marks=() if number == OF_THE_DAY else pytest.mark.slow)
-        for number, family in enumerate(FAMILIES)
-    ],
-    indirect=True,
-)
+@pytest.mark.parametrize("url", of_the_day(FAMILIES), indirect=True)
 def test_the_evaluation(url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A part of it: the whole is `openinfer bench eval demo/NAME`."""
     cases = (DEMO / "eval.jsonl").read_text().splitlines()[::40]

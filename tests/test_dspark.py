@@ -21,6 +21,7 @@ from openinfer.graph import Buckets, Shape
 from openinfer.graph.runner import segments
 from openinfer.graph.runner.proposing import draft
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Target
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
 from openinfer.sampler.form import Grammar
@@ -97,7 +98,7 @@ def test_a_drafter_that_reads_other_layers_is_noticed(place: Any, path: Path, de
     assert np.abs(np.stack(proposed(model, tokens)[0].logits) - right).max() > 0.1
 
 
-@pytest.mark.parametrize("rounding", ["off", "on"])
+@pytest.mark.parametrize("rounding", of_the_day(["off", "on"]))
 def test_a_gpus_launches_of_drafts_in_the_interpreter(place: Any, path: Path, rounding: str) -> None:
     """After a step of two rows, one of them dead: the drafter's context, its block and its heads."""
     target = Target(arch=90, num_sms=4, interpreted=True)
@@ -154,7 +155,7 @@ def engine(session: Any, path: Path, config: str | None = DSPARK, **flags: Any) 
     return session(path, speculative_config=config, activation_quantization="off", **flags)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", of_the_day([1, 2]))
 def test_greedy_tokens_are_those_without_drafts(session: Any, path: Path, deepseek: Any, ranks: int) -> None:
     asked = [(deepseek.prompt(n), 32, {"ignore_eos": True}) for n in range(5)]
     made = engine(session, path, tensor_parallel_size=ranks)
@@ -311,7 +312,9 @@ def test_an_engine_that_decodes_for_another_accepts_as_often(session: Any, path:
     assert largest_difference(same, blocks) < 1e-3
 
 
-@pytest.mark.parametrize(("sure", "floor"), [("as trained", 0.4), ("as trained", 2.0), ("NaN", 0.4)])
+@pytest.mark.parametrize(
+    ("sure", "floor"), of_the_day([("as trained", 0.4), ("as trained", 2.0), ("NaN", 0.4)])
+)
 def test_confidence_says_how_many_drafts_are_verified_and_changes_no_token(
     session: Any, path: Path, deepseek: Any, sure: str, floor: float
 ) -> None:

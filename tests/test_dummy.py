@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from openinfer.kernels.testing import of_the_day
+
 GOLDENS = Path(__file__).parent / "goldens"
 
 
 NAMES = ("qwen3-tiny", "qwen3_5-tiny", "qwen3_5-moe-tiny", "deepseek_v4-tiny")
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 1) for name in NAMES), ("qwen3-tiny", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), of_the_day([*((name, 1) for name in NAMES), ("qwen3-tiny", 2)], 2)
+)
 def test_random_weights_give_numbers(tmp_path, session, name, ranks):
     shutil.copy(GOLDENS / name / "config.json", tmp_path)
     run = session(tmp_path, load_format="dummy", tensor_parallel_size=ranks)

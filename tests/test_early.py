@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -85,6 +86,7 @@ def early_arguments(launch: Launch, early: set[str]) -> set[Any]:
     return read
 
 
+@functools.cache
 def early_launches(ranks: int) -> dict[Any, list[Launch]]:
     """The kernels of DeepSeek-V4's segments."""
     options, source = V4.options(**SIZES), Source(config_json("Flash", layers=4))

@@ -13,6 +13,7 @@ from openinfer.graph import Buckets
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target, apply_writes
 from openinfer.kernels.authoring import FP8_CACHE, CacheForm
 from openinfer.kernels.lora.adapters import AdapterSizes
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.startup import make_start_plan
@@ -88,7 +89,7 @@ def two_steps(
 
 @pytest.mark.parametrize(
     ("arch", "adapters", "cache"),
-    [(80, None, "auto"), (90, None, "auto"), (90, ADAPTERS, "auto"), (90, None, "fp8")],
+    of_the_day([(80, None, "auto"), (90, None, "fp8"), (90, None, "auto"), (90, ADAPTERS, "auto")], 2),
 )
 def test_a_whole_forward(place, tiny, arch, adapters, cache):
     form = FP8_CACHE if cache == "fp8" else CacheForm(np.dtype(bfloat16))

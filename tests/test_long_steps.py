@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.recipe import RECIPE, SMALL
 from openinfer.recipes.engine import config_fields
@@ -55,7 +56,7 @@ def answer(run: Session, prompt: list[int], most: int = 4) -> list[float]:
     return [at.logprob for at in found.logprobs if at is not None]
 
 
-@pytest.mark.parametrize(("ranks", "length"), [(2, 1100), (4, 1024), (4, 3000)])
+@pytest.mark.parametrize(("ranks", "length"), of_the_day([(2, 1100), (4, 1024), (4, 3000)]))
 def test_a_long_prompt_has_the_answer_of_one_rank(session, path, dealt, ranks, length):
     wanted = answer(session(path, **FLAGS), prompt_of(length))
     assert not dealt
@@ -107,7 +108,7 @@ def same_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Part, "deal", lambda self, n: slice(n // 2, n) if deal(self, n) else None)
 
 
-@pytest.mark.parametrize("fault", [no_gather, same_part])
+@pytest.mark.parametrize("fault", of_the_day([no_gather, same_part]))
 def test_a_fault_changes_the_answer(session, path, monkeypatch, fault):
     wanted = answer(session(path, **FLAGS), prompt_of(1024))
     made = session(path, tensor_parallel_size=2, **FLAGS)

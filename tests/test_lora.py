@@ -22,6 +22,7 @@ from openinfer.cli.explain.segments import Outline, Placed
 from openinfer.frontend.contract import LoadAdapter, Rejected, UnloadAdapter
 from openinfer.frontend.errors import Unsupported
 from openinfer.kernels import H200
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
@@ -146,6 +147,7 @@ def test_tokens_are_those_of_merged_checkpoints_in_one_batch(made: Made) -> None
     session.engine.close()
 
 
+@pytest.mark.parametrize("made", of_the_day(list(MODELS), 2), indirect=True)
 def test_ranks_have_their_parts_of_adapters(made: Made) -> None:
     """Adapters take turns in one place, and one more is loaded while requests run."""
     session = made.serving("all", "two", max_loras=1, tensor_parallel_size=2)
@@ -185,6 +187,7 @@ def test_an_mtp_layer_has_no_adapter_and_changes_no_token(made: Made) -> None:
     check_drafts(made, '{"method": "mtp", "num_speculative_tokens": 2}')
 
 
+@pytest.mark.parametrize("made", of_the_day(list(MODELS), 2), indirect=True)
 @pytest.mark.parametrize("places", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_more_adapters_than_places_take_turns(made: Made, places: int) -> None:
     session = made.serving(

@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from openinfer.kernels.testing import of_the_day
+
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 FLAGS = ("--tensor-parallel-size", "2", "--max-num-seqs", "4", "--max-num-queued-reqs", "16")
 BODY = {"prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True}
@@ -52,7 +54,7 @@ class Load:
 ENDED = [(True, 1)] * 8
 
 
-@pytest.mark.parametrize("who", ["follower_process", "engine_process"])
+@pytest.mark.parametrize("who", of_the_day(["follower_process", "engine_process"]))
 def test_a_lost_rank_ends_the_server(server, who):
     found = server(TINY, *FLAGS)
     pids = children(found.process.pid, "_process")

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from openinfer.kernels import Launch, NullPack, Store, Target, linear_add
+from openinfer.kernels.testing import of_the_day
 from openinfer.tensor import Arena, Device, bfloat16
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("arch", of_the_day([90, 100]))
 def test_a_fence_is_seen_where_parts_of_a_sum_wait_for_each_other(
     arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from golden_rows import TapPack, last_logits, start_row
 
 from openinfer.kernels import CpuPack
 from openinfer.kernels.op.reference import rms_norm
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.qwen3_5 import RECIPE
 from openinfer.recipes.qwen3_5.model import Model
@@ -244,7 +245,7 @@ def experts_apart(name: str, array: np.ndarray[Any, Any]) -> Iterator[tuple[str,
             )
 
 
-@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("by_row", of_the_day([False, True]))
 def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid, session, tmp_path, by_row):
     write_fp8(hybrid.path, tmp_path / "fp8", tmp_path / "bf16", by_row)
     if by_row and "moe" in hybrid.path.name:

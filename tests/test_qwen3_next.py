@@ -17,6 +17,7 @@ from test_lora import weights_of
 
 from openinfer.cli import main, recipes
 from openinfer.frontend.chat import default_formats
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.engine import SetupError, UnsupportedModel
 from openinfer.recipes.engine.testing import write_random_checkpoint
 from openinfer.recipes.engine.testing.checkpoint import write_tensors
@@ -71,7 +72,7 @@ def test_ranks_give_the_goldens_tokens(same: Any, session: Any, ranks: int) -> N
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-@pytest.mark.parametrize("form", ["plain", "FP8", "W4A16_ASYM", "AWQ"])
+@pytest.mark.parametrize("form", of_the_day(["plain", "FP8", "W4A16_ASYM", "AWQ"]))
 def test_packed_weights_give_the_same_tokens(form: str, session: Any, tmp_path: Path) -> None:
     """Scales and zero points are by rows or by blocks of rows, and are gathered as the rows are. On 4 ranks pairs share
     a key head."""

@@ -20,6 +20,7 @@ import pytest
 
 from openinfer.kernels import CpuPack, RankLost
 from openinfer.kernels.authoring import mapped
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
 from openinfer.recipes.deepseek_v4.config import Config as DeepseekConfig
 from openinfer.recipes.engine import Options, SetupError, UnsupportedModel, follower_process, startup
@@ -165,13 +166,9 @@ def golden_tokens(engine, golden, count: int | None = None) -> bool:
 
 @pytest.mark.parametrize(
     ("recipe", "name", "ranks"),
-    [
-        (RECIPE, "qwen3-tiny", 4),
-        (RECIPE, "qwen3-tiny-untied", 2),
-        (RECIPE, "qwen3-tiny", 2),
-        (QWEN3_5, "qwen3_5-tiny", 2),
-    ],
-)
+    of_the_day([(RECIPE, "qwen3-tiny", 4), (RECIPE, "qwen3-tiny-untied", 2), (RECIPE, "qwen3-tiny", 2),
+                (QWEN3_5, "qwen3_5-tiny", 2)], 2),
+)  # fmt: skip
 def test_ranks_give_the_golden_tokens_and_leave_no_process(recipe, name, ranks, golden_of):
     """Two of four have the same key-value head. The two mixtures on two ranks are below, beside their faults. Four
     ranks cannot share the other models."""
@@ -202,7 +199,9 @@ class Faulty:
         self.inner.run(op, args)
 
 
-@pytest.mark.parametrize(("recipe", "name", "config", "flags"), MIXTURES, ids=[m[1] for m in MIXTURES])
+@pytest.mark.parametrize(
+    ("recipe", "name", "config", "flags"), of_the_day(MIXTURES), ids=[m[1] for m in MIXTURES]
+)
 def test_a_fault_of_one_rank_changes_tokens(recipe, name, config, flags, golden_of, monkeypatch):
     """The comparison with goldens, and its negative controls: few tokens show each."""
     golden, own, pack = golden_of(name), config.of_rank, Faulty(CpuPack(), "none")

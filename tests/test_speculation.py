@@ -23,6 +23,7 @@ from openinfer.graph import Buckets, Shape
 from openinfer.graph.runner import segments
 from openinfer.graph.runner.verifying import write_verified
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.testing import Planted
@@ -453,13 +454,7 @@ def drafting_steps(
     return [*found, rows["drafts"].numpy()[1].copy(), model.batch.sampled.result[:3].numpy()[:, :2].copy()]
 
 
-CONFIGS = [
-    pytest.param(config, marks=() if number == TODAY % 2 else pytest.mark.slow)
-    for number, config in enumerate((MTP, FP8_MTP))
-]
-
-
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", of_the_day([MTP, FP8_MTP]))
 def test_a_gpus_launches_of_drafts_in_the_interpreter(place: Callable[..., Any], config: str) -> None:
     target = Target(arch=90, num_sms=4, interpreted=True)
     regions = (Tensor.from_numpy(np.zeros(64 << 20, uint8)) for _ in range(2))

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from openinfer.frontend.contract import TERMINALS, Finished, Rejected, Request, Sleep, UpdateWeights, WakeUp
 from openinfer.frontend.errors import Unsupported
+from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.startup import build
@@ -296,7 +297,7 @@ def test_ranks_take_weights_and_sleep_together(tmp_path: Path) -> None:
     alone.close()
 
 
-@pytest.mark.parametrize("command", ["wake", "sleep", "update"])
+@pytest.mark.parametrize("command", of_the_day(["wake", "sleep", "update"]))
 def test_ranks_carry_out_a_command_together_or_not_at_all(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
