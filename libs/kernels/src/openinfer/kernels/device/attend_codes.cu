@@ -21,19 +21,10 @@ constexpr int HEAD = BLOCK * D, STAGE = 2 * HEAD + 2 * BLOCK, TILES = D / 16, WO
 constexpr float LOW = -1e30f;
 constexpr float RAISED = 10, LOWERED = 0x1p-10f;  // weights up to 2^10: f16 has more numbers below that than below 1
 
-__device__ __forceinline__ void together() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
-
 __device__ __forceinline__ u32 f16_pair(float a, float b) {
   u32 pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
   return pair;
-}
-
-// An 8 x 8 matrix of f16 pairs, lane / 4 the row, transposed over the warp.
-__device__ __forceinline__ u32 transposed(u32 pair) {
-  u32 other;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
-  return other;
 }
 
 // 16 bytes into shared memory, of which the barrier does not count the bytes. A bulk copy costs the copying unit as much
@@ -45,12 +36,6 @@ __device__ __forceinline__ void copy_16(void* to, const void* from) {
 // Arrive when this thread's copies of 16 bytes have.
 __device__ __forceinline__ void arrive_after_copies(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ float power_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 __device__ __forceinline__ u32 byte_of(const unsigned char* p) { return *p; }
@@ -235,11 +220,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
           }
         }
         float most[2] = {fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])};
-#pragma unroll
-        for (int bit = 4; bit < 32; bit *= 2) {
-          most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], bit));
-          most[1] = fmaxf(most[1], __shfl_xor_sync(~0u, most[1], bit));
-        }
+        largest_of_rows(most);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           float now = fmaxf(top[i], most[i]), decay = power_of(top[i] - now);
@@ -274,11 +255,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
       __syncwarp();
       if (lane == 0) barrier_arrive(&empty[stage]);
     }
-#pragma unroll
-    for (int bit = 4; bit < 32; bit *= 2) {
-      total[0] += __shfl_xor_sync(~0u, total[0], bit);
-      total[1] += __shfl_xor_sync(~0u, total[1], bit);
-    }
+    sum_rows(total);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       int of = 2 * t + i;
@@ -292,7 +269,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
         }
       }
     }
-    together();
+    together<WARPS * 32>();
     Item item = item_of(starts, heads, part, line, programs);
     int began = item.at >= begin, place = 2 * nth + began;
     for (int i = threadIdx.x; i < GROUP * D; i += WARPS * 32) {
@@ -310,7 +287,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
         if (i % D == 0) *(float2*)(weights + (place * GROUP + of) * 2) = make_float2(most, all);
       }
     }
-    together();  // merged is free for the next head
+    together<WARPS * 32>();  // merged is free for the next head
     if (item.first != item.last && threadIdx.x == 0) {
       __threadfence();
       merges[began] = atomicAdd(&arrived[part.row * heads + part.head], 1) == item.last - item.first;
@@ -319,7 +296,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
     at += part.last - part.first;
   }
   // Who has come last to a head merges it. A program shares at most its first head and its last, and ends with both.
-  together();
+  together<WARPS * 32>();
   for (int last = 0; last < 2; last++) {
     Part part = part_at(starts, rows, heads, last ? end - 1 : begin, end);
     Item item = item_of(starts, heads, part, line, programs);

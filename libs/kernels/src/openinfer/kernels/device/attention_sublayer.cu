@@ -39,25 +39,6 @@ static_assert(WARPS * 8 + CHUNKS * WARPS * 8 + HIDDEN / 2 <= PARTS, "squares, ma
 static_assert(TOKENS * D + CHUNKS * WARPS * 4 <= WARPS * PART, "angles and scales of x lie where warps leave sums later");
 static_assert(!CODED || (2 * CHUNKS <= 32 && OUT_TILES / 4 * STEPS <= 64), "lanes have the scales of the weights");
 
-__device__ __forceinline__ void together() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-
-__device__ __forceinline__ void arrivals(u64* barrier, u32 count) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ float power_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// An 8 x 8 matrix of pairs, lane / 4 the row, transposed over the warp.
-__device__ __forceinline__ u32 transposed(u32 pair) {
-  u32 other;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
-  return other;
-}
-
 // Four 8 x 8 matrices, of whose rows each lane has one's address.
 __device__ __forceinline__ uint4 matrices(u32 at) {
   uint4 v;
@@ -71,11 +52,6 @@ __device__ __forceinline__ uint4 matrices_transposed(u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
   return v;
-}
-
-__device__ __forceinline__ void send_pair(u32 to, u32 pair, u32 barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
-               ::"r"(to), "r"(pair), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void store_word(float* to, float value) {
@@ -344,7 +320,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
   square += __shfl_xor_sync(~0u, square, 1);
   square += __shfl_xor_sync(~0u, square, 2);
   if (t == 0) parts[warp * 8 + g] = square;
-  together();
+  together<THREADS>();
   square = 0;
 #pragma unroll
   for (int w = 0; w < WARPS; w++) square += parts[w * 8 + g];
@@ -362,7 +338,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     float top = largest(own[c]);
     if (t == 0) tops[(c * WARPS + warp) * 8 + g] = top;
   }
-  together();
+  together<THREADS>();
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const float *mine = tops + (c * WARPS + warp) * 8, *others = tops + (c * WARPS + (warp ^ 1)) * 8;
@@ -371,7 +347,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     if (t == 0) of_x[(c * WARPS / 2 + warp / 2) * 8 + g] = __fdiv_rn(top, 448.0f);
   }
 #endif
-  together();  // what lies in `parts` has been read
+  together<THREADS>();  // what lies in `parts` has been read
 
   // 1. Queries, keys and values.
   int turn = 0;
@@ -431,7 +407,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
       for (int b = 0; b < BLOCKS / 2; b++) {
         int block = (b * 2 + lane % 2 + rank) % BLOCKS;
-        send_pair(address_in(to, block), pair, address_in(told, block));
+        send(address_in(to, block), __uint_as_float(pair), address_in(told, block));
       }
   }
   int line = starts[8], shares = min(line, BLOCKS), token = 0;
@@ -457,7 +433,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     vector[0] = bf16_pair(value[0] * c.x - value[2] * s.x, value[1] * c.y - value[3] * s.y);
     vector[32] = bf16_pair(value[2] * c.x + value[0] * s.x, value[3] * c.y + value[1] * s.y);
   }
-  together();
+  together<THREADS>();
 
   // 2. Attention. The scores of each token's own key, where its last unit is, and that key and value for the cache.
   for (int of = token; begin < end && of < tokens && starts[of] < end; of++) {
@@ -486,11 +462,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     top[0] = top[1] = LOW, total[0] = total[1] = 0;
   };
   auto end_token = [&] {
-#pragma unroll
-    for (int bit = 4; bit < 32; bit *= 2) {
-      total[0] += __shfl_xor_sync(~0u, total[0], bit);
-      total[1] += __shfl_xor_sync(~0u, total[1], bit);
-    }
+    sum_rows(total);
     float* mine = work + warp * PART;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -500,7 +472,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
       for (int j = 0; j < D / 16; j++) *(float2*)(mine + of * D + 16 * (j ^ t) + 2 * g) = make_float2(out[j][i], out[j][i + 2]);
     }
-    together();
+    together<THREADS>();
 #pragma unroll
     for (int item = threadIdx.x; item < WIDTH / 2; item += THREADS) {
       int of = item * 2 / D;
@@ -548,11 +520,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     for (int i = 0; i < 4; i++)
       score[i] = key + g + i / 2 * 8 < before ? (score[i] + other[i]) * scale : -__uint_as_float(0x7f800000);
     float most[2] = {fmaxf(score[0], score[2]), fmaxf(score[1], score[3])};
-#pragma unroll
-    for (int bit = 4; bit < 32; bit *= 2) {
-      most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], bit));
-      most[1] = fmaxf(most[1], __shfl_xor_sync(~0u, most[1], bit));
-    }
+    largest_of_rows(most);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       float now = fmaxf(top[i], most[i]), decay = power_of(top[i] - now);
@@ -586,7 +554,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
   for (int at = begin; at < end; at = starts[token + 1]) {
     if (at > begin) {
       end_token();
-      together();  // all have read `work`
+      together<THREADS>();  // all have read `work`
     }
     while (starts[token + 1] <= at) token++;
     start_token();
@@ -595,7 +563,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
       barrier_wait(&full[place / 2], round & 1);
       add_unit(ring + place * UNIT, (unit - first) * 16, before);
       __syncwarp();
-      if (lane == 0) arrivals(&empty[place / 2], place % 2 == 0 && unit + 1 == end ? WARPS : WARPS / 2);
+      if (lane == 0) barrier_arrive(&empty[place / 2], place % 2 == 0 && unit + 1 == end ? WARPS : WARPS / 2);
     }
   }
   if (begin < end) end_token();
@@ -637,7 +605,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
         to[0] = to_bf16(value[i].x * by), to[8] = to_bf16(value[i].y * by);
       }
   }
-  together();
+  together<THREADS>();
 
   // 3. The output projection. Warp w has a quarter of the rows, and with warp w + 4, which gives it its sums, their columns.
   u32 mine[STEPS][OF_BOX / 8];

@@ -120,7 +120,7 @@ experts_ring(bf16* out, const bf16* x, const unsigned char* weight, const float*
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&empty[stage]);
-    asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");  // the next tile's sums lie elsewhere
+    together<WARPS * 32>();  // the next tile's sums lie elsewhere
     const float* parts = sums + (i & 1) * PARTS * ROWS * TOKENS;
     for (int item = threadIdx.x; item < SETS * tokens; item += WARPS * 32) {
       int r = item % SETS, place = tile.begin + item / SETS;

@@ -19,6 +19,16 @@ __device__ __forceinline__ void barrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(u64* barrier, u32 count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
+// The first COUNT threads of a block meet.
+template <int COUNT>
+__device__ __forceinline__ void together() {
+  asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"
@@ -106,4 +116,35 @@ __device__ __forceinline__ u32 multiplied(u32 a, u32 b) {
   u32 pair;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
   return pair;
+}
+
+__device__ __forceinline__ float power_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// An 8 x 8 matrix of pairs, lane / 4 the row, transposed over the warp.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+  u32 other;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
+  return other;
+}
+
+// The largest scores of two columns of such a matrix over its rows.
+__device__ __forceinline__ void largest_of_rows(float (&most)[2]) {
+#pragma unroll
+  for (int bit = 4; bit < 32; bit *= 2) {
+    most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], bit));
+    most[1] = fmaxf(most[1], __shfl_xor_sync(~0u, most[1], bit));
+  }
+}
+
+// The sums of two columns over the rows.
+__device__ __forceinline__ void sum_rows(float (&total)[2]) {
+#pragma unroll
+  for (int bit = 4; bit < 32; bit *= 2) {
+    total[0] += __shfl_xor_sync(~0u, total[0], bit);
+    total[1] += __shfl_xor_sync(~0u, total[1], bit);
+  }
 }

@@ -178,7 +178,7 @@ __device__ __forceinline__ void consume(unsigned char* ring, const Words* words,
     wait_for_cluster(sums_there);
     return;
   }
-  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // nobody reads the ring any more
+  together<THREADS>();  // nobody reads the ring any more
   float* mine = (float*)ring + (part * TOKENS + lane % 4 * 2) * PITCH + row;
 #pragma unroll
   for (int t = 0; t < COUNT; t++)
@@ -258,7 +258,7 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       const Words* behind = words + (size_t)(min(row + r % ROWS, N - 1) + r / ROWS * N) * (K / 128 + 1) + K / 128;
       factors[r] = __ldg((const float*)behind);
     }
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    together<THREADS>();
     if (side < SIDES - 1 || LAST == EACH) consume<EACH>(ring, held, factors, full, empty, side * EACH, part, steps, M, inbox, sums_there, rank);
     else consume<LAST>(ring, held, factors, full, empty, side * EACH, part, steps, M, inbox, sums_there, rank);
     if (!SENDS) share_sums<SPLIT, THREADS>(sums_there);

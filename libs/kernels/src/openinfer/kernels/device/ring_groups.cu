@@ -55,8 +55,6 @@ __device__ __forceinline__ int columns_at(int i, int lane) {
 
 __device__ __forceinline__ u32 packed(float a, float b) { return to_bf16(a) | (u32)to_bf16(b) << 16; }
 
-__device__ __forceinline__ void together() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
 gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scale, const unsigned char* weight,
                  const void* scales, int N, float eps) {
@@ -130,7 +128,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
     float one[1] = {square};
     square = sums(one, lane);
     if (lane == 0) squares[warp] = square;
-    together();
+    together<WARPS * 32>();
     square = 0;
     for (int w = 0; w < PLACES; w++) square += squares[w];
     float unit = rsqrtf(square / (UNIT * K) + eps);  // the places have every group UNIT times
@@ -150,7 +148,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
     for (int bit = 1; bit < (CODING == 2 ? 32 : 4); bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
     if (CODING == 2) {
       if (lane == 0) tops[warp] = top;
-      together();
+      together<WARPS * 32>();
       for (int w = 0; w < PLACES; w++) top = fmaxf(top, tops[w]);
     }
     of_x = CODING == 3 ? *x_scale : __fdiv_rn(top, 448.0f);
@@ -217,7 +215,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
     __syncwarp();
     if (lane == 0) barrier_arrive(&empty[stage]);
   }
-  together();
+  together<WARPS * 32>();
   for (int row = threadIdx.x; row < last - first; row += WARPS * 32) {
     const float* sum = partial + (row / SETS * ROWS + row % SETS) * STRIDE;
     float value[4] = {0, 0, 0, 0}, up[4] = {0, 0, 0, 0};

@@ -32,7 +32,7 @@ __device__ __forceinline__ void wait_for_cluster(u64* barrier) {
 // thread tells each block, by `barrier`, which is of BLOCKS arrivals and for one use.
 template <int BLOCKS, int COUNT>
 __device__ __forceinline__ void share_sums(u64* barrier) {
-  asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
+  together<COUNT>();
   if (BLOCKS == 1) return;
   if (threadIdx.x < BLOCKS)
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
