@@ -102,20 +102,10 @@ class Model:
             with joined(pack, attention_sublayer) as one:
                 norm_linear(one, out=qkv, **read, weight=layer.qkv, lora=batch.adapted(layer.qkv, t))
                 norm_rope_attend(
-                    one,
-                    out=heads,
-                    **self.kv.layer(n),
-                    qkv=qkv,
-                    q_norm=layer.q_norm,
-                    k_norm=layer.k_norm,
-                    cos_sin=self.cos_sin,
-                    block_tables=block_tables,
-                    **step,
-                    eps=eps,
-                    scale=c.head_dim**-0.5,
-                    window=c.windows[n],
-                    max_q_len=max_q_len,
-                )
+                    one, out=heads, **self.kv.layer(n), qkv=qkv, q_norm=layer.q_norm, k_norm=layer.k_norm,
+                    cos_sin=self.cos_sin, block_tables=block_tables, **step, eps=eps, scale=c.head_dim**-0.5,
+                    window=c.windows[n], max_q_len=max_q_len,
+                )  # fmt: skip
                 read = batch.add(one, x, h=heads, weight=o, ranks=c.part.ranks, norm=layer.post_norm, eps=eps)
             if layer.router is not None:
                 read = self._mixture(pack, read, layer, layer.router, t)

@@ -23,6 +23,8 @@ from openinfer.kernels.op.launch import Command
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
 
+MOST_KNOWN = 4096
+"""The most answers about calls that a composite op keeps: a step has a few, and there are some hundred steps."""
 FORKED = 256
 """The most tokens of a step whose calls run side by side. The kernels of larger ones fill a GPU by themselves."""
 
@@ -235,9 +237,29 @@ class Composite(Op[P]):
         super().__init__(
             name, args, self._check_parts, self._refer, self._launch, self._sum, collective=collective
         )
-        self.__doc__ = f"{name}(pack, {', '.join(self._fields())})\n\n    {self.type.__doc__}"
         self.parts = parts
         self.whole: Callable[[Target, Any], Command | None] = whole
+        self._known: dict[Any, bool] = {}
+
+    def joins(self, target: Target, args: Any) -> bool:
+        """Whether one kernel does it all. As `allow`, it says so of calls like an earlier one without asking again."""
+        return self._once((target, call_key(self, args)), lambda: self.whole(target, args) is not None)
+
+    def allow(self, part: Op[Any], args: Any) -> None:
+        """Check the contract of a part's call."""
+
+        def check() -> bool:
+            part.check(args)
+            return True
+
+        self._once(call_key(part, args), check)
+
+    def _once(self, key: Any, ask: Callable[[], bool]) -> bool:
+        if key not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = ask()
+        return self._known[key]
 
     def _of(self, args: Any) -> Iterator[tuple[Op[Any], Any]]:
         return ((op, getattr(args, name)) for name, op in self.parts.items())
@@ -276,12 +298,11 @@ def joined(pack: Pack, op: Composite[Any]) -> Iterator[Pack]:
     if target is None:
         yield pack
         return
-    held = _Held([])
-    yield held
-    names, calls = list(op.parts), held.calls
+    calls: list[tuple[Op[Any], Any]] = []
+    yield _Held(op, calls)
     if [part for part, _ in calls] == list(op.parts.values()):
-        args = op.type(**{name: args for name, (_, args) in zip(names, calls, strict=True)})
-        if op.whole(target, args) is not None:
+        args = op.type(**{name: args for name, (_, args) in zip(op.parts, calls, strict=True)})
+        if op.joins(target, args):
             calls = [(op, args)]
     for part, args in calls:
         pack.run(part, args)
@@ -289,10 +310,11 @@ def joined(pack: Pack, op: Composite[Any]) -> Iterator[Pack]:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
+    whole: Composite[Any]
     calls: list[tuple[Op[Any], Any]]
 
     def run(self, op: Op[Any], args: Any) -> None:
-        op.check(args)
+        self.whole.allow(op, args)
         self.calls.append((op, args))
 
 
