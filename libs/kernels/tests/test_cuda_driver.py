@@ -12,6 +12,7 @@ from openinfer.kernels import (
     LaunchError,
     LaunchPack,
     NullPack,
+    Scratch,
     Target,
     TensorMap,
     embed,
@@ -116,28 +117,42 @@ def test_a_kernel_that_does_not_fit_is_refused(arena, cuda, fields, words):
     assert cuda.calls == []
 
 
-def test_tensor_maps_are_encoded_column_first_with_the_compilers_box(cuda, monkeypatch):
+@pytest.mark.parametrize(
+    ("tensor", "box", "size", "pitch"),
+    [
+        (Tensor(0x4000, (10, 128), bfloat16, Device("null"), (512, 1)), [64, 64], [128, 10], [1024]),
+        (Scratch((10, 128), bfloat16), [64, 64], [128, 10], [256]),
+        (
+            Tensor(0x4000, (2, 3, 10, 64), bfloat16, Device("null"), (4096, 64, 256, 1)),
+            [2, 3, 8, 64],
+            [64, 10, 3, 2],
+            [512, 128, 8192],
+        ),
+    ],
+)
+def test_tensor_maps_are_encoded_column_first_with_the_compilers_box(
+    cuda, monkeypatch, tensor, box, size, pitch
+):
     seen = {}
 
     def encode(base, kind, rank, address, size, pitch, box, step, interleave, swizzle, promotion, fill):
         seen.update(kind=kind, rank=rank, address=address, interleave=interleave, swizzle=swizzle, fill=fill)
-        seen["size"] = list((ctypes.c_uint64 * 2).from_address(size))
-        seen["pitch"] = ctypes.c_uint64.from_address(pitch).value
-        seen["box"] = list((ctypes.c_uint32 * 2).from_address(box))
+        seen["size"] = list((ctypes.c_uint64 * rank).from_address(size))
+        seen["pitch"] = list((ctypes.c_uint64 * (rank - 1)).from_address(pitch))
+        seen["box"] = list((ctypes.c_uint32 * rank).from_address(box))
         assert base % 64 == 0
         ctypes.memmove(base, b"\7" * 128, 128)
         return 0
 
     monkeypatch.setattr(cuda_driver, "encoder", lambda: encode)
-    view = Tensor(0x4000, (10, 128), bfloat16, Device("null"), (512, 1))
-    tensor_map = TensorMap(view, (64, 128))
+    tensor_map = TensorMap(tensor, tuple(box))
     spec = launch("m", "f", (1,), {"a": tensor_map}, {}).spec
-    made = make(FakeStore(tensor_maps=({"swizzle": 3, "block_size": [64, 64]},))).encode_tensor_map(
+    made = make(FakeStore(tensor_maps=({"swizzle": 3, "block_size": box},))).encode_tensor_map(
         spec, tensor_map, 0x4000, 0
     )
     assert made == b"\7" * 128
     assert seen == {
-        "kind": 9, "rank": 2, "address": 0x4000, "size": [128, 10], "pitch": 1024, "box": [64, 64],
+        "kind": 9, "rank": len(box), "address": 0x4000, "size": size, "pitch": pitch, "box": box[::-1],
         "interleave": 0, "swizzle": 3, "fill": 0,
     }  # fmt: skip
     monkeypatch.setattr(cuda_driver, "encoder", lambda: lambda *a: 1)

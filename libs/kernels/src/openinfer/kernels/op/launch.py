@@ -53,10 +53,11 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """A 2-D tensor that a kernel reads or writes in tiles of `block` by bulk tensor copies (sm_90 and up)."""
+    """A tensor that a kernel reads or writes in tiles of `block` by bulk tensor copies (sm_90 and up). It has two
+    dimensions, or up to five in a kernel of CUDA C++."""
 
     tensor: Tensor | Scratch
-    block: tuple[int, int]
+    block: tuple[int, ...]
 
 
 class Aligned(NamedTuple):
@@ -353,8 +354,8 @@ def _type_of(name: str, arg: Arg) -> tuple[str, bool]:
             return "*i64", True
         case float():
             return "fp32", False
-        case TensorMap(tensor, (rows, cols)):
-            return f"tensordesc<{_pointer(name, tensor.dtype)[1:]}[{rows}, {cols}]>", False
+        case TensorMap(tensor, block):
+            return f"tensordesc<{_pointer(name, tensor.dtype)[1:]}{list(block)}>", False
     raise LaunchError(
         f"{name} is a {kind.__name__}; a kernel takes tensors, scratch, tensor maps, ints and floats"
     )

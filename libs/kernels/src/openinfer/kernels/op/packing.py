@@ -66,10 +66,10 @@ class Parameters:
                 values.append(arg.value)
             else:
                 tensor = arg.tensor
-                rows, cols = tensor.shape
-                stride = tensor.strides[0] if isinstance(tensor, Tensor) else cols
                 values.append(encode(arg, address(tensor), maps))
-                values += () if self._cuda else (rows, cols, stride, 1)
+                if not self._cuda:
+                    rows, cols = tensor.shape
+                    values += (rows, cols, tensor.strides[0] if isinstance(tensor, Tensor) else cols, 1)
                 maps += 1
         rest = () if self._cuda else (0, 0)
         self._struct.pack_into(self._memory, self._start, *values, *rest)

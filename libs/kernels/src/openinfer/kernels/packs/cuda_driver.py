@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.packs.cublas import CublasLt
 from openinfer.kernels.ranks.gpu_ranks import GpuRanks
 from openinfer.kernels.store.cubins import Compiled, Store
-from openinfer.tensor import Device, Event, Stream, check, driver
+from openinfer.tensor import Device, Event, Stream, Tensor, check, driver
 
 STATIC_SHARED_LIMIT = 48 * 1024
 """Bytes of shared memory a block may have without opting in."""
@@ -115,22 +116,26 @@ class CudaDriver:
     def encode_tensor_map(self, spec: Spec, tensor_map: TensorMap, address: int, index: int) -> bytes:
         meta = self.load(spec).tensor_maps[index]
         tensor = tensor_map.tensor
-        rows, cols = tensor.shape
-        stride = getattr(tensor, "strides", (cols, 1))[0]
+        shape, count = tensor.shape, len(tensor.shape)
+        strides = (
+            tensor.strides
+            if isinstance(tensor, Tensor)
+            else [math.prod(shape[i + 1 :]) for i in range(count)]
+        )
         raw = ctypes.create_string_buffer(256)  # the driver wants the struct 64-byte aligned
         base = (ctypes.addressof(raw) + 127) & ~127
-        size = (ctypes.c_uint64 * 2)(cols, rows)
-        pitch = (ctypes.c_uint64 * 2)(stride * tensor.dtype.itemsize, 0)
-        box = (ctypes.c_uint32 * 2)(*reversed(meta["block_size"]))
-        step = (ctypes.c_uint32 * 2)(1, 1)
+        size = (ctypes.c_uint64 * count)(*reversed(shape))
+        pitch = (ctypes.c_uint64 * count)(*(n * tensor.dtype.itemsize for n in reversed(strides[:-1])))
+        box = (ctypes.c_uint32 * count)(*reversed(meta["block_size"]))
+        step = (ctypes.c_uint32 * count)(*[1] * count)
         status = encoder()(
-            base, MAP_TYPES[TRITON_TYPES[tensor.dtype.name]], 2, address,
+            base, MAP_TYPES[TRITON_TYPES[tensor.dtype.name]], count, address,
             ctypes.addressof(size), ctypes.addressof(pitch), ctypes.addressof(box), ctypes.addressof(step),
             0, meta["swizzle"], L2_PROMOTION_128B, 0,
         )  # fmt: skip
         if status:
             raise LaunchError(
-                f"cuTensorMapEncodeTiled gave {status} for {rows}x{cols} pitch {stride}, {meta}"
+                f"cuTensorMapEncodeTiled gave {status} for {shape} with strides {strides}, {meta}"
             )
         return ctypes.string_at(base, 128)
 

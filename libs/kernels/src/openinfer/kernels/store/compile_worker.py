@@ -86,9 +86,9 @@ def tensor_maps(signature: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
     for _, kind in signature:
         if kind.startswith("tensordesc<"):
             element, _, block = kind[len("tensordesc<") : -len("]>")].partition("[")
-            rows, cols = (int(n) for n in block.split(","))
-            swizzled = cols * ELEMENT_BYTES[element] == 128
-            found.append({"swizzle": 3 if swizzled else 0, "block_size": [rows, cols]})
+            sizes = [int(n) for n in block.split(",")]
+            swizzled = sizes[-1] * ELEMENT_BYTES[element] == 128
+            found.append({"swizzle": 3 if swizzled else 0, "block_size": sizes})
     return found
 
 
