@@ -114,13 +114,13 @@ def of_commands(calls):
     [*((2, n, 8) for n in range(512, 2561, 512)), *((4, n, 8) for n in range(512, 3073, 512)), (4, 4096, 4)],
 )
 def test_a_decode_step_of_few_rows_is_one_launch_that_fits(step, group, hidden, most, coded):
-    for tokens in range(1, min(most, 4) + 1 if coded else most + 1):
+    for tokens in range(1, (8 if coded else most) + 1):
         args = step(tokens, group=group, hidden=hidden, page_size=16 << tokens % 3, coded=coded)
         (call,) = planned(args)
         (command,) = call.commands
         assert (call.op, call.tokens) == (attention_sublayer, tokens)
         assert (command.spec.function, command.early) == ("attention_sublayer", True)
-        assert dict(command.spec.constants)["STAGES"] >= 10
+        assert dict(command.spec.constants)["STAGES"] >= (7 if coded else 10)
         assert command.spec.shared <= shared_bytes(90)
 
 
@@ -141,7 +141,7 @@ OTHER_SIZES = {
     "columns without room for their gains": {"group": 2, "hidden": 3072},
     "large weights": {"hidden": 5120},
     "large weights for five tokens": {"tokens": 5, "hidden": 4096},
-    "codes for five tokens": {"tokens": 5, "coded": True},
+    "codes of 5,120 columns for five tokens": {"tokens": 5, "hidden": 5120, "coded": True},
     "heads of 64": {"dim": 64},
     "pages of eight tokens": {"page_size": 8},
     "rows of 256": {"hidden": 2560 + 256},

@@ -1,7 +1,6 @@
 """A decode step's attention sublayer in one launch: device/attention_sublayer.cu."""
 
 from openinfer.kernels.attention.call import AttentionCall
-from openinfer.kernels.attention.long import rows_of_cache
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.linear import Linear, Plain
 from openinfer.kernels.norms import Norm
@@ -11,12 +10,14 @@ from openinfer.tensor import Tensor, bfloat16, float32
 
 BLOCKS, WARPS, DIM, DEPTH = 8, 8, 128, 512
 """Blocks of a cluster, which has a key head; warps that multiply; elements of a head; columns of a stage."""
-BOXES = {False: ((16, 256), (16, 64)), True: ((16, 128), (16, 128))}
+BOXES = {False: ((16, 256), (64, 64)), True: ((32, 128), (64, 128))}
 """Rows and columns of the projection, and of the output projection, that are copied at once: of bf16, and of codes."""
 HEADS, GROUPS = 8, (2, 4)
 """Key heads, whose clusters all run at once, and query heads that share one (8 of Qwen3-32B are slower)."""
 COLUMNS = 1280
 """The most columns of x for each query head of a group: gains take the room of the group's sums."""
+CODED_COLUMNS = 4096
+"""The most columns of x with codes and more than FEW tokens: sums of more take too many registers."""
 FEW, TOKENS = 4, 8
 """Tokens with which any weights pay, and the most: columns of the tensor cores' operand."""
 MOST_BYTES = {FEW: 96 << 20, TOKENS: 64 << 20}
@@ -35,7 +36,8 @@ def takes(
         and target.arch == 90
         and target.num_sms >= FEWEST_SMS
         and not target.batch_invariant
-        and max(call.tokens, call.rows) <= (TOKENS if _plain(project, output) else FEW)
+        and max(call.tokens, call.rows) <= TOKENS
+        and (call.tokens <= FEW or _plain(project, output) or project.columns <= CODED_COLUMNS)
         and project.nbytes + output.nbytes <= MOST_BYTES[FEW if call.tokens <= FEW else TOKENS]
         and (call.kv_heads, call.dim) == (HEADS, DIM)
         and call.group in GROUPS
@@ -57,6 +59,14 @@ def _coded(*weights: Linear[Tensor]) -> bool:
     return all(w.form == Fp8(by_row=False) and w.coding == "block" for w in weights)
 
 
+def _halves(call: AttentionCall) -> Tensor:
+    """A layer's keys and values in one tensor: keys or values, halves of a row, rows with those of other layers between
+    them, and a half's elements."""
+    kv, page_rows, of_keys = call.kv, call.kv.strides[0] // DIM, call.kv_heads * call.page_size
+    shape = (2, 2, (kv.shape[0] - 1) * page_rows + of_keys, DIM // 2)
+    return Tensor(kv.ptr, shape, kv.dtype, kv.device, (of_keys * DIM, DIM // 2, DIM, 1), kv)
+
+
 def sublayer(
     target: Target,
     call: AttentionCall,
@@ -72,8 +82,13 @@ def sublayer(
     first, second = BOXES[coded]
     width, of_head = call.group * DIM, (call.group + 2) * DIM
     part, stage = width + 2 * call.group, 32 * DEPTH
-    parts = max((BLOCKS + tokens - 1) * part, WARPS * of_head // BLOCKS * tokens)
-    other = 4 * (parts + WARPS * part) + 2 * tokens * of_head + 16 + 8 * (28 + 4 * call.group) + 9 * 4
+    parts = max((BLOCKS + tokens - 1) * part, (2 if coded else WARPS) * of_head // BLOCKS * tokens)
+    work, floats = 4 * WARPS * part, parts
+    if coded:  # codes of x lie where sums do later; scales, and cosines and sines
+        groups, out_blocks = hidden // 128, (hidden // BLOCKS + 191) // 128
+        work = max(work, 1024 * groups)
+        floats += 10 * groups + (out_blocks + 8) * call.group + tokens * DIM
+    other = work + 4 * floats + 2 * tokens * of_head + 16 + 8 * (28 + 4 * call.group) + 10 * 4
     stages = (shared_bytes(target.arch) - other) // (stage + 16)
     named = {"weight_scales": project.scales, "output_scales": output.scales}
     scales = {name: of for name, of in named.items() if of is not None}  # none of bf16
@@ -82,7 +97,7 @@ def sublayer(
         "gain": norm.weight,
         "weight": TensorMap(project.weight, first),
         "output": TensorMap(output.weight, second),
-        "rows_of_kv": rows_of_cache(call, 16),
+        "rows_of_kv": TensorMap(_halves(call), (2, 2, 16, 64)),
         "kv": call.kv,
         **scales,
         **new,

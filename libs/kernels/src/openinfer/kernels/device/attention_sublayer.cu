@@ -1,7 +1,8 @@
 // x += heads @ output^T, where heads are the attention of a decode step's tokens, at most TOKENS, over the norm of x. One
 // launch does it all: the norm, the projection to queries, keys and values, norms of heads, rotation, the write into the
 // cache, attention, the output projection and the residual. Sums are float32, and numbers are bf16. CODED: weights are codes
-// of e4m3 with a scale for each 128 x 128, and what they are multiplied with becomes codes with a scale for each 128.
+// of e4m3 with a scale for each 128 x 128, and what they are multiplied with becomes codes with a scale for each 128. The
+// tensor cores add up codes with some 14 bits, so every 128 columns have a sum of their own, which is added in float32.
 //
 // A cluster of 8 blocks has a key head: its rows of the projection, its keys and values, its columns of the output
 // projection. All blocks must run at once, because clusters wait for each other's sums. They do: a GPU has more SMs than
@@ -17,27 +18,32 @@
 //    the h-th part of the rows of all blocks r, in the order of heads. Sums travel as words that say themselves that they
 //    are there: 0 has not arrived, and -0 is sent for +0. Who reads a word clears it for the next call.
 //
-// A page of the cache is [K heads | V heads, PAGE, D] at kv + page * page_stride; rows_of_kv maps its rows of D. `words`
-// [HEADS * 8, HEADS, TOKENS, HIDDEN / 64] is zero before and after. `scale` holds log2(e).
+// A page of the cache is [K heads | V heads, PAGE, D] at kv + page * page_stride; rows_of_kv maps [K | V, halves of rows,
+// rows of D, D / 2]. `words` [HEADS * 8, HEADS, TOKENS, HIDDEN / 64] is zero before and after. `scale` holds log2(e).
 
 #include "gpu.cuh"
 #include "tensor_cores.cuh"
 
 constexpr int D = 128, BLOCKS = 8, WARPS = 8, THREADS = WARPS * 32, DEPTH = 512, CHUNKS = HIDDEN / DEPTH;
-// A stage is eight boxes of 16 rows and 128 bytes, swizzled, or two of 512 bytes.
-constexpr int HALF = 16 * 128, STAGE = 8 * HALF, UNIT = 4 * HALF, BOX = 256, PITCH = BOX * 2;
-constexpr int OF_BOX = CODED ? 128 : 64;  // columns
-constexpr int WIDTH = GROUP * D, OF_HEAD = WIDTH + 2 * D, ROWS = OF_HEAD / BLOCKS, TILES = ROWS / 16;
-constexpr int OUT_ROWS = HIDDEN / BLOCKS, OUT_TILES = OUT_ROWS / 16, OWNED = OUT_ROWS / HEADS;
-constexpr int PLACES = BLOCKS + TOKENS - 1, PART = WIDTH + 2 * GROUP;
-constexpr int AT_ONCE = CODED ? 2 : 1, FIRST_STAGES = TILES / AT_ONCE * CHUNKS, STEPS = WIDTH / (2 * OF_BOX);
-constexpr int PARTS = PLACES * PART > WARPS * ROWS * TOKENS ? PLACES * PART : WARPS * ROWS * TOKENS;
+// A stage is of the projection: 16 rows of 1,024 bytes in bf16, ROWS of 128 of codes; or two units of 16 keys and their
+// values; or of the output projection: 64 rows of 256 bytes. Boxes are of 4 KB and more, because smaller ones take longer than
+// their bytes. Those with rows of 128 bytes are swizzled.
+constexpr int STAGE = 16384, UNIT = STAGE / 2, HALF = UNIT / 4, BOX = 256, PITCH = BOX * 2;
+constexpr int OF_BOX = CODED ? 128 : 64, GROUPS = HIDDEN / 128;  // columns of 128 bytes; groups of x
+constexpr int WIDTH = GROUP * D, OF_HEAD = WIDTH + 2 * D, ROWS = OF_HEAD / BLOCKS, ROW_TILES = (ROWS + 63) / 64;
+constexpr int OUT_ROWS = HIDDEN / BLOCKS, OUT_TILES = OUT_ROWS / 64, OWNED = OUT_ROWS / HEADS, OUT_BLOCKS = (OUT_ROWS + 191) / 128;
+constexpr int PLACES = BLOCKS + TOKENS - 1, PART = WIDTH + 2 * GROUP, STEPS = WIDTH / (2 * OF_BOX), LAST_STAGES = OUT_TILES * STEPS;
+constexpr int FIRST_STAGES = CODED ? GROUPS : ROWS / 16 * CHUNKS, PIECES = CODED ? 2 : WARPS;  // of the projection's sums
+constexpr int PARTS = PLACES * PART > PIECES * ROWS * TOKENS ? PLACES * PART : PIECES * ROWS * TOKENS;
 constexpr float LOW = -1e30f;
-static_assert(CHUNKS * DEPTH == HIDDEN && OUT_TILES % 4 == 0 && OUT_TILES * 16 == OUT_ROWS && OWNED * HEADS == OUT_ROWS);
-static_assert(GROUP % 2 == 0 && GROUP <= 8 && TOKENS <= 8 && TILES % AT_ONCE == 0 && STEPS * 2 * OF_BOX == WIDTH);
-static_assert(WARPS * 8 + CHUNKS * WARPS * 8 + HIDDEN / 2 <= PARTS, "squares, maxima and gains lie where parts come later");
-static_assert(TOKENS * D + CHUNKS * WARPS * 4 <= WARPS * PART, "angles and scales of x lie where warps leave sums later");
-static_assert(!CODED || (2 * CHUNKS <= 32 && OUT_TILES / 4 * STEPS <= 64), "lanes have the scales of the weights");
+static_assert(CHUNKS * DEPTH == HIDDEN && OUT_TILES * 64 == OUT_ROWS && OWNED * HEADS == OUT_ROWS && ROWS % 32 == 0);
+static_assert(GROUP % 2 == 0 && GROUP <= 8 && TOKENS <= 8 && STEPS * 2 * OF_BOX == WIDTH);
+constexpr int CODES = CODED ? GROUPS * 1024 : 0, WORK = CODES > WARPS * PART * 4 ? CODES : WARPS * PART * 4;  // bytes
+constexpr int PIECES_OF_X = HIDDEN / 16 * TOKENS, OWN_PIECES = (PIECES_OF_X + THREADS - 1) / THREADS;
+static_assert(CODED || WARPS * 8 + HIDDEN / 2 <= PARTS, "squares and gains lie where parts come later");
+static_assert(CODED || TOKENS * D <= WARPS * PART, "angles lie where warps leave sums later");
+static_assert(CODED * GROUP * 1024 + OUT_TILES * 2048 <= WORK + PARTS * 4, "sums of the output lie behind codes of heads");
+static_assert(!CODED || 2 * GROUPS <= 128, "threads have the scales of the weights");
 
 // Four 8 x 8 matrices, of whose rows each lane has one's address.
 __device__ __forceinline__ uint4 matrices(u32 at) {
@@ -84,49 +90,41 @@ __device__ __forceinline__ void add_columns(float (&sum)[4], const unsigned char
   }
 }
 
-// sums of 16 rows and 32 bytes of a swizzled box, of which `at` is this lane's row, from 16 bytes `chunk` of it on.
+// sums of 16 rows and 16 columns of a swizzled box, of which `at` is this lane's row, from 16 bytes `chunk` of it on.
 __device__ __forceinline__ void add_chunks(float (&sum)[4], u32 at, int chunk, const u32* x, int lane) {
   uint4 a = matrices(at + ((chunk + lane / 16) ^ lane % 8) * 16);
-  if (CODED) {
-    multiply(sum, halves(a.x), halves(a.y), halves(a.x >> 16), halves(a.y >> 16), x[0], x[1]);
-    multiply(sum, halves(a.z), halves(a.w), halves(a.z >> 16), halves(a.w >> 16), x[2], x[3]);
-  } else {
-    multiply_bf16(sum, a.x, a.y, a.z, a.w, x[0], x[1]);
-  }
+  multiply_bf16(sum, a.x, a.y, a.z, a.w, x[0], x[1]);
 }
 
 // This lane's 16 of 64 columns, from x or from shared memory.
 template <bool SHARED>
 __device__ __forceinline__ void load_columns(u32 (&to)[8], const bf16* from, int t) {
 #pragma unroll
-  for (int i = 0; i < (CODED ? 4 : 2); i++)
-    if constexpr (CODED) {
-      const bf16* at = from + i * 16 + t * 4;
-      uint2 v = SHARED ? *(const uint2*)at : fresh_pair(at);
-      to[2 * i] = v.x, to[2 * i + 1] = v.y;
-    } else {
-      const bf16* at = from + i * 32 + t * 8;
-      uint4 v = SHARED ? *(const uint4*)at : fresh(at);
-      to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
-    }
+  for (int i = 0; i < 2; i++) {
+    const bf16* at = from + t * 8 + i * 32;
+    uint4 v = SHARED ? *(const uint4*)at : fresh(at);
+    to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+  }
 }
 
-template <int COUNT>
+// The largest of this lane's numbers and of those of the lanes that differ from it in the lowest BITS bits.
+template <int BITS, int COUNT>
 __device__ __forceinline__ float largest(const u32 (&pairs)[COUNT]) {
   float top = 1e-10f;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) top = fmaxf(top, fmaxf(fabsf(low(pairs[i])), fabsf(high(pairs[i]))));
-  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-  return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+#pragma unroll
+  for (int bit = 1; bit < 1 << BITS; bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+  return top;
 }
 
-// Pairs of bf16 as the values of their codes, in f16, where the largest of the group is `top`.
-template <int COUNT>
-__device__ __forceinline__ void code(u32 (&pairs)[COUNT], float top) {
-  float factor = __fdiv_rn(448.0f, top);
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) pairs[i] = halves(codes_of(low(pairs[i]) * factor, high(pairs[i]) * factor));
+// Two pairs of bf16 as four codes.
+__device__ __forceinline__ u32 code(u32 a, u32 b, float factor) {
+  return codes_of(low(a) * factor, high(a) * factor) | (u32)codes_of(low(b) * factor, high(b) * factor) << 16;
 }
+
+// What threads wrote to shared memory is there for products after they have met.
+__device__ __forceinline__ void for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The first of the channels, 8 apart, of a pair of a part.
 __device__ __forceinline__ int channel_of(int pair) { return 16 * (pair / 8 % 8 ^ pair / 128) + pair % 8; }
@@ -148,36 +146,44 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
                    const int* block_tables, float* words, int table_width, int page_stride, float scale, float eps, int rows,
                    int tokens) {
   extern __shared__ __align__(1024) unsigned char ring[];
-  float* parts = (float*)(ring + STAGES * STAGE);            // [PLACES, PART]: sums, maxima, totals; first sums of rows
-  float* work = parts + PARTS;                               // [WARPS, PART]: the same by warp; first cosines and sines, scales of x
-  bf16* inbox = (bf16*)(work + WARPS * PART);                // [TOKENS, OF_HEAD]; then heads
+  unsigned char* codes = ring + STAGES * STAGE;              // [GROUPS, 8, 128], swizzled: of x, then of heads
+  float* work = (float*)codes;                               // [WARPS, PART]: sums, maxima, totals by warp
+  float* parts = (float*)(codes + WORK);                     // [PLACES, PART]: the same by block; first sums of rows
+  float* angles = CODED ? parts + PARTS : work;              // [TOKENS, 2, D / 2]: cosines and sines
+  bf16* inbox = (bf16*)(parts + PARTS + CODED * TOKENS * D);  // [TOKENS, OF_HEAD]; then heads
   u64 *full = (u64*)(inbox + TOKENS * OF_HEAD), *empty = full + STAGES, *rows_there = empty + STAGES, *parts_there = rows_there + 1;
   long long* own_places = (long long*)(parts_there + 1);     // [8]: of the key that each token has itself
   float* own_scores = (float*)(own_places + 8);              // [8, GROUP]
   Token* of_tokens = (Token*)(own_scores + 8 * GROUP);       // [8]
   int* starts = (int*)(of_tokens + 8);                       // [9]: units before each token
+  float *of_rows = (float*)(starts + 10), *of_output = of_rows + 2 * GROUPS;  // scales [2, GROUPS], [OUT_BLOCKS, GROUP]
+  float *of_heads = of_output + OUT_BLOCKS * GROUP, *of_x = of_heads + GROUP * 8;  // [GROUP, 8], [GROUPS, 8]
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int head = blockIdx.x / BLOCKS, rank = blockIdx.x % BLOCKS;
   // Ahead of the weights, behind which they would wait.
+#if CODED
+  uint4 gains[OWN_PIECES][2];
+#pragma unroll
+  for (int k = 0; k < OWN_PIECES; k++)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      gains[k][i] = *((const uint4*)gain + (threadIdx.x + k * THREADS) % (HIDDEN / 16) * 2 + i);
+  float own_scale = 0;
+  if (threadIdx.x < 2 * GROUPS) {
+    int block = rank * ROWS / 128 + threadIdx.x / GROUPS;
+    block += block < GROUP ? head * GROUP : (HEADS - 1) * GROUP + head + (block < GROUP + 1 ? 0 : HEADS - 1);
+    own_scale = __ldg(weight_scales + (size_t)min(block, HEADS * (GROUP + 2) - 1) * GROUPS + threadIdx.x % GROUPS);
+  }
+  int nth_scale = threadIdx.x - 128;
+  if (nth_scale >= 0 && nth_scale < OUT_BLOCKS * GROUP) {
+    int block = min(rank * OUT_ROWS / 128 + nth_scale / GROUP, (HIDDEN - 1) / 128);
+    own_scale = __ldg(output_scales + (size_t)block * (HEADS * GROUP) + head * GROUP + nth_scale % GROUP);
+  }
+#else
   uint4 gains[(HIDDEN / 8 + THREADS - 1) / THREADS];
 #pragma unroll
   for (int i = 0; i < sizeof gains / 16; i++)
     gains[i] = *((const uint4*)gain + min((int)threadIdx.x + i * THREADS, HIDDEN / 8 - 1));
-#if CODED
-  // A lane has a scale of the projection, of 128 rows and a chunk's 128 columns of this warp, and one of the output's.
-  constexpr int HELD = (OUT_TILES / 4 * STEPS + 31) / 32;
-  float of_weight, of_output[HELD];
-  {
-    int block = rank * ROWS / 128 + lane / CHUNKS;
-    block += block < GROUP ? head * GROUP : (HEADS - 1) * GROUP + head + (block < GROUP + 1 ? 0 : HEADS - 1);
-    block = min(block, HEADS * (GROUP + 2) - 1);
-    of_weight = __ldg(weight_scales + (size_t)block * (HIDDEN / 128) + min(lane % CHUNKS * 4 + warp % WARPS / 2, HIDDEN / 128 - 1));
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-      int at = lane + i * 32, row = min(rank * OUT_ROWS + warp % 4 * (OUT_ROWS / 4) + at / STEPS * 16, HIDDEN - 1);
-      of_output[i] = __ldg(output_scales + (size_t)(row / 128) * (HEADS * GROUP) + head * GROUP + at % STEPS * 2 + warp / 4 % 2);
-    }
-  }
 #endif
 #if NORMED
   u32 of_query[2], of_key[2];
@@ -208,12 +214,13 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     auto copy_projection = [&](int from, int to) {
 #pragma unroll 1
       for (; from < to; from++) {
-        int row = rank * ROWS + (from / CHUNKS * AT_ONCE + lane / 4 % AT_ONCE) * 16;  // of this head's
+        constexpr int BOXES = CODED ? ROWS / 32 : 2;
+        int row = rank * ROWS + (CODED ? lane % BOXES * 32 : from / CHUNKS * 16);  // of this head's
         row += row < WIDTH ? head * WIDTH : (HEADS - 1) * WIDTH + head * D + (row < WIDTH + D ? 0 : (HEADS - 1) * D);
-        int stage = claim(STAGE), boxes = CODED ? 8 : 2;
-        if (lane < boxes)
-          copy_tile(ring + stage * STAGE + lane * (STAGE / boxes), &weight, &full[stage], row,
-                    from % CHUNKS * DEPTH + (CODED ? lane % 4 * 128 : lane * BOX), policy);
+        int stage = claim(CODED ? ROWS * 128 : STAGE);
+        if (lane < BOXES)
+          copy_tile(ring + stage * STAGE + lane * (CODED ? 32 * 128 : STAGE / 2), &weight, &full[stage], row,
+                    CODED ? from * 128 : from % CHUNKS * DEPTH + lane * BOX, policy);
       }
     };
     constexpr int AHEAD = STAGES < FIRST_STAGES ? STAGES : FIRST_STAGES;
@@ -253,7 +260,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     }
 #pragma unroll
     for (int i = 0; i < TOKENS; i++)
-      if (i < tokens) ((float4*)(work + i * D))[lane] = ((const float4*)(cos_sin + (size_t)of_tokens[i].before * D))[lane];
+      if (i < tokens) ((float4*)(angles + i * D))[lane] = ((const float4*)(cos_sin + (size_t)of_tokens[i].before * D))[lane];
     int begin = min(rank, shares) * line / max(shares, 1), end = min(rank + 1, shares) * line / max(shares, 1);
     auto row_of = [&](int unit) {
       if (unit >= end) return 0;
@@ -270,37 +277,50 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     for (int unit = begin, of = 0; unit < end; unit += 2, of += 2) {
       if (of == 32) place = next, next = row_of(unit + 32 + lane), of = 0;
       int count = min(2, end - unit), stage = claim(count * UNIT);
-      int row = __shfl_sync(~0u, place, of + lane / 4 % 2);
-      if (lane < 4 * count)  // a unit's halves of keys, and then of values
-        copy_tile(ring + stage * STAGE + lane * HALF, &rows_of_kv, &full[stage], row + lane / 2 % 2 * HEADS * PAGE, lane % 2 * 64, policy);
+      int row = __shfl_sync(~0u, place, of + lane % 2);
+      if (lane < count) copy_tiles(ring + stage * STAGE + lane * UNIT, &rows_of_kv, &full[stage], row, policy);
     }
 #pragma unroll 1
-    for (int i = 0; i < OUT_TILES / 4 * STEPS; i++) {
+    for (int i = 0; i < LAST_STAGES; i++) {
       // The kernel behind fills its ring on the other SMs, with little of the bandwidth that these still need.
-      if (i == OUT_TILES / 4 * STEPS * 2 / 5) asm volatile("griddepcontrol.launch_dependents;");
-      int stage = claim(STAGE), row = rank * OUT_ROWS + lane % 4 * (OUT_ROWS / 4) + i / STEPS * 16;
-      if (lane < WARPS)
-        copy_tile(ring + stage * STAGE + lane * HALF, &output, &full[stage], row,
-                  head * WIDTH + (i % STEPS * 2 + lane / 4) * OF_BOX, policy);
+      if (i == LAST_STAGES * 2 / 5) asm volatile("griddepcontrol.launch_dependents;");
+      int stage = claim(STAGE);
+      if (lane < 2)
+        copy_tile(ring + stage * STAGE + lane * UNIT, &output, &full[stage], rank * OUT_ROWS + i / STEPS * 64,
+                  head * WIDTH + (i % STEPS * 2 + lane) * OF_BOX, policy);
     }
     asm volatile("barrier.cluster.wait;" ::: "memory");
     return;
   }
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  float *tops = parts + WARPS * 8, *of_x = work + TOKENS * D;  // [CHUNKS, WARPS, 8]; scales [CHUNKS, WARPS / 2, 8]
-  uint4* held_gains = (uint4*)(tops + CHUNKS * WARPS * 8);
+#if CODED
+  if (threadIdx.x < 2 * GROUPS) of_rows[threadIdx.x] = own_scale;
+  if (nth_scale >= 0 && nth_scale < OUT_BLOCKS * GROUP) of_output[nth_scale] = own_scale;
+#else
+  uint4* held_gains = (uint4*)(parts + WARPS * 8);
 #pragma unroll
   for (int i = 0; i < sizeof gains / 16; i++)
     if (threadIdx.x + i * THREADS < HIDDEN / 8) held_gains[threadIdx.x + i * THREADS] = gains[i];
+#endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#if CODED
+  uint4 loaded[OWN_PIECES][2];
+#pragma unroll
+  for (int k = 0; k < OWN_PIECES; k++) {
+    int piece = threadIdx.x + k * THREADS;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      loaded[k][i] = piece < tokens * (HIDDEN / 16) ? fresh((const uint4*)x + piece * 2 + i) : make_uint4(0, 0, 0, 0);
+  }
+#else
   u32 own[CHUNKS][8];
-  float square = 0;
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
 #pragma unroll
     for (int i = 0; i < 8; i++) own[c][i] = 0;
     if (g < tokens) load_columns<false>(own[c], x + (size_t)g * HIDDEN + c * DEPTH + warp * 64, t);
   }
+#endif
   // What this thread adds up at the end: rows of tokens.
   constexpr int ITEMS = (OWNED * TOKENS + THREADS - 1) / THREADS;
   float old[ITEMS];
@@ -313,6 +333,42 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
                    : "l"(x + (size_t)(item / OWNED) * HIDDEN + rank * OUT_ROWS + head * OWNED + item % OWNED));
     old[i] = low(bits);
   }
+#if CODED
+  // A thread has pieces of 16 columns, and eight neighbours have a group.
+  u32 own[OWN_PIECES][8];
+#pragma unroll
+  for (int k = 0; k < OWN_PIECES; k++) {
+    u32 pairs[8] = {loaded[k][0].x, loaded[k][0].y, loaded[k][0].z, loaded[k][0].w,
+                    loaded[k][1].x, loaded[k][1].y, loaded[k][1].z, loaded[k][1].w};
+    float square = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) own[k][i] = pairs[i], square += low(pairs[i]) * low(pairs[i]) + high(pairs[i]) * high(pairs[i]);
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) square += __shfl_xor_sync(~0u, square, bit);
+    if (lane == 0) parts[warp + k * WARPS] = square;  // of the row's 512 columns
+  }
+  together<THREADS>();
+#pragma unroll
+  for (int k = 0; k < OWN_PIECES; k++) {
+    int piece = threadIdx.x + k * THREADS, token = piece / (HIDDEN / 16);
+    if (piece >= PIECES_OF_X) break;
+    float square = 0;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) square += parts[token * CHUNKS + c];
+    float unit_of = rsqrtf(square / HIDDEN + eps);
+    u32 by[8] = {gains[k][0].x, gains[k][0].y, gains[k][0].z, gains[k][0].w, gains[k][1].x, gains[k][1].y, gains[k][1].z, gains[k][1].w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) own[k][i] = multiplied(bf16_pair(low(own[k][i]) * unit_of, high(own[k][i]) * unit_of), by[i]);
+    float top = largest<3>(own[k]), factor = __fdiv_rn(448.0f, top);
+    int nth = piece % (HIDDEN / 16);
+    *(uint4*)(codes + nth / 8 * 1024 + token * 128 + (nth % 8 ^ token) * 16) =
+        make_uint4(code(own[k][0], own[k][1], factor), code(own[k][2], own[k][3], factor),
+                   code(own[k][4], own[k][5], factor), code(own[k][6], own[k][7], factor));
+    if (nth % 8 == 0) of_x[nth / 8 * 8 + token] = __fdiv_rn(top, 448.0f);
+  }
+  for_products();
+#else
+  float square = 0;
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
@@ -332,20 +388,6 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
     for (int i = 0; i < 8; i++) own[c][i] = multiplied(bf16_pair(low(own[c][i]) * unit_of, high(own[c][i]) * unit_of), by[i]);
   }
-#if CODED
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    float top = largest(own[c]);
-    if (t == 0) tops[(c * WARPS + warp) * 8 + g] = top;
-  }
-  together<THREADS>();
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    const float *mine = tops + (c * WARPS + warp) * 8, *others = tops + (c * WARPS + (warp ^ 1)) * 8;
-    float top = fmaxf(mine[g], others[g]);
-    code(own[c], top);
-    if (t == 0) of_x[(c * WARPS / 2 + warp / 2) * 8 + g] = __fdiv_rn(top, 448.0f);
-  }
 #endif
   together<THREADS>();  // what lies in `parts` has been read
 
@@ -356,41 +398,56 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     barrier_wait(&full[stage], turn / STAGES & 1);
     return stage;
   };
-  auto read = [&] {
+  auto free = [&](int turn) {
     __syncwarp();
     if (lane == 0) barrier_arrive(&empty[turn % STAGES]);
   };
+#if CODED
+  // The two warpgroups have alternate groups of columns.
+  float sum[ROW_TILES][4] = {};
+  for (; turn < FIRST_STAGES; turn++) {
+    u32 rows = shared_address(ring + filled() * STAGE), of_group = shared_address(codes + turn * 1024);
+    if (turn % 2 == warp / 4) {
+      float part[ROW_TILES][4];
+      products_begin();
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; i++) multiply_codes(part[i], operand(rows + i * 8192 + k * 32), operand(of_group + k * 32), k != 0);
+      products_commit();
+      products_wait<0>();
+      float2 by = *(const float2*)(of_x + turn * 8 + 2 * t);
+#pragma unroll
+      for (int i = 0; i < ROW_TILES; i++) {
+        results(part[i]);
+        float of = of_rows[min((rank * ROWS % 128 + i * 64 + warp % 4 * 16) / 128, 1) * GROUPS + turn];
+#pragma unroll
+        for (int r = 0; r < 4; r++) sum[i][r] += part[i][r] * (of * (r % 2 ? by.y : by.x));
+      }
+    }
+    free(turn);
+  }
+#pragma unroll
+  for (int i = 0; i < ROW_TILES; i++)
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      int row = i * 64 + warp % 4 * 16 + g + r / 2 * 8, nth = 2 * t + r % 2;
+      if (nth < TOKENS && row < ROWS) parts[(warp / 4 * TOKENS + nth) * ROWS + row] = sum[i][r];
+    }
+#else
 #pragma unroll 1
-  for (int i = 0; i < TILES; i += AT_ONCE) {
-    float sum[AT_ONCE][4] = {};
+  for (int i = 0; i < ROWS / 16; i++) {
+    float sum[4] = {};
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++, turn++) {
-#if CODED
-      u32 at = shared_address(ring + filled() * STAGE + warp / 2 * HALF) + lane % 16 * 128;
-      float part[2][4] = {};
-#pragma unroll
-      for (int j = 0; j < 2; j++)
-#pragma unroll
-        for (int k = 0; k < 2; k++) add_chunks(part[j], at + j * 4 * HALF, warp % 2 * 4 + k * 2, own[c] + 4 * k, lane);
-      read();
-      float2 by = *(const float2*)(of_x + (c * WARPS / 2 + warp / 2) * 8 + 2 * t);
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float of = __shfl_sync(~0u, of_weight, ((rank * ROWS + (i + j) * 16) / 128 - rank * ROWS / 128) * CHUNKS + c);
-#pragma unroll
-        for (int r = 0; r < 4; r++) sum[j][r] += part[j][r] * (of * (r % 2 ? by.y : by.x));
-      }
-#else
-      add_columns(sum[0], ring + filled() * STAGE + warp / 4 * 16 * PITCH + warp % 4 * 128, own[c], lane);
-      read();
-#endif
+      add_columns(sum, ring + filled() * STAGE + warp / 4 * 16 * PITCH + warp % 4 * 128, own[c], lane);
+      free(turn);
     }
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; j++)
-#pragma unroll
-      for (int r = 0; r < 4; r++)
-        if (2 * t + r % 2 < TOKENS) parts[(warp * TOKENS + 2 * t + r % 2) * ROWS + (i + j) * 16 + g + r / 2 * 8] = sum[j][r];
+    for (int r = 0; r < 4; r++)
+      if (2 * t + r % 2 < TOKENS) parts[(warp * TOKENS + 2 * t + r % 2) * ROWS + i * 16 + g + r / 2 * 8] = sum[r];
   }
+#endif
   asm volatile("bar.sync 2, %0;" ::"n"(THREADS + 32) : "memory");
   asm volatile("barrier.cluster.wait;" ::: "memory");  // no block sends before the other's barrier is there
 #pragma unroll
@@ -399,7 +456,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     bool real = item < tokens * ROWS;
     float value = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) value += real ? parts[w * TOKENS * ROWS + item] : 0;
+    for (int w = 0; w < PIECES; w++) value += real ? parts[w * TOKENS * ROWS + item] : 0;
     float other = __shfl_xor_sync(~0u, value, 1);
     u32 pair = lane % 2 ? bf16_pair(other, value) : bf16_pair(value, other);
     u32 to = shared_address(inbox + item / ROWS * OF_HEAD + rank * ROWS + item % ROWS / 2 * 2), told = shared_address(rows_there);
@@ -429,7 +486,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     b = multiplied(bf16_pair(value[2] * by, value[3] * by), nth < GROUP ? of_query[1] : of_key[1]);
     value[0] = low(a), value[1] = high(a), value[2] = low(b), value[3] = high(b);
 #endif
-    float2 c = ((const float2*)(work + of * D))[lane], s = ((const float2*)(work + of * D))[32 + lane];
+    float2 c = ((const float2*)(angles + of * D))[lane], s = ((const float2*)(angles + of * D))[32 + lane];
     vector[0] = bf16_pair(value[0] * c.x - value[2] * s.x, value[1] * c.y - value[3] * s.y);
     vector[32] = bf16_pair(value[2] * c.x + value[0] * s.x, value[3] * c.y + value[1] * s.y);
   }
@@ -607,58 +664,87 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
   }
   together<THREADS>();
 
-  // 3. The output projection. Warp w has a quarter of the rows, and with warp w + 4, which gives it its sums, their columns.
-  u32 mine[STEPS][OF_BOX / 8];
+  // 3. The output projection. Warp w and warp w + 4, which gives it its sums, have the same rows, and each half of the columns.
+  int wg = warp / 4;
+  float4* given = (float4*)(codes + (CODED ? GROUP * 1024 : 0)) + warp % 4 * 32 + lane;
+  auto add_up = [&](int i, float (&value)[4]) {
+    float4 others = given[i * 128];
+    value[0] += others.x, value[1] += others.y, value[2] += others.z, value[3] += others.w;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      int row = i * 64 + warp * 16 + g + r / 2 * 8, nth = 2 * t + r % 2;
+      if (nth < tokens)  // block `rank` of cluster row / OWNED adds it up
+        store_word(words + ((size_t)((row / OWNED * BLOCKS + rank) * HEADS + head) * TOKENS + nth) * OWNED + row % OWNED, value[r]);
+    }
+  };
+#if CODED
+  for (int item = threadIdx.x / 16; item < TOKENS * GROUP; item += THREADS / 16) {
+    int token = item / GROUP, nth = item % GROUP, lane = threadIdx.x % 16;
+    uint4 v = *((const uint4*)(heads + token * OF_HEAD + nth * 128) + lane);
+    u32 pairs[4] = {v.x, v.y, v.z, v.w};
+    float top = largest<4>(pairs), factor = __fdiv_rn(448.0f, top);
+    *(uint2*)(codes + nth * 1024 + token * 128 + (lane / 2 ^ token) * 16 + lane % 2 * 8) =
+        make_uint2(code(v.x, v.y, factor), code(v.z, v.w, factor));
+    if (lane == 0) of_heads[nth * 8 + token] = __fdiv_rn(top, 448.0f);
+  }
+  for_products();
+  together<THREADS>();
+  float part[LAST_STAGES][4];
+#pragma unroll
+  for (int n = 0; n < LAST_STAGES; n++, turn++) {
+    u32 rows = shared_address(ring + filled() * STAGE) + wg * UNIT, of_group = shared_address(codes) + (n % STEPS * 2 + wg) * 1024;
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < 4; k++) multiply_codes(part[n], operand(rows + k * 32), operand(of_group + k * 32), k != 0);
+    products_commit();
+    products_wait<1>();
+    if (n > 0) free(turn - 1);
+  }
+  products_wait<0>();
+  float value[OUT_TILES][4] = {};
+#pragma unroll
+  for (int n = 0; n < LAST_STAGES; n++) {
+    results(part[n]);
+    int i = n / STEPS, nth = n % STEPS * 2 + wg;
+    float of = of_output[(rank * OUT_ROWS % 128 + i * 64 + warp % 4 * 16) / 128 * GROUP + nth];
+    float2 by = *(const float2*)(of_heads + nth * 8 + 2 * t);
+#pragma unroll
+    for (int r = 0; r < 4; r++) value[i][r] += part[n][r] * (of * (r % 2 ? by.y : by.x));
+  }
+#pragma unroll
+  for (int i = 0; i < OUT_TILES; i++)
+    if (wg) given[i * 128] = make_float4(value[i][0], value[i][1], value[i][2], value[i][3]);
+  asm volatile("bar.sync %0, 64;" ::"r"(3 + warp % 4) : "memory");
+#pragma unroll
+  for (int i = 0; i < OUT_TILES; i++)
+    if (!wg) add_up(i, value[i]);
+#else
+  u32 mine[STEPS][8];
 #pragma unroll
   for (int c = 0; c < STEPS; c++)
 #pragma unroll
-    for (int i = 0; i < OF_BOX / 8; i++) {
-      int column = (c * 2 + warp / 4) * OF_BOX + i / 2 * 16 + (CODED ? 4 * t + i % 2 * 2 : 2 * t + i % 2 * 8);
+    for (int i = 0; i < 8; i++) {
+      int column = (c * 2 + wg) * OF_BOX + i / 2 * 16 + 2 * t + i % 2 * 8;
       mine[c][i] = g < tokens ? *(const u32*)(heads + g * OF_HEAD + column) : 0;
     }
-#if CODED
-  float of_heads[STEPS][2];  // the scales of tokens 2 t and 2 t + 1
-#pragma unroll
-  for (int c = 0; c < STEPS; c++) {
-    float top = largest(mine[c]);
-    code(mine[c], top);
-#pragma unroll
-    for (int i = 0; i < 2; i++) of_heads[c][i] = __fdiv_rn(__shfl_sync(~0u, top, (2 * t + i) * 4), 448.0f);
-  }
-#endif
 #pragma unroll 1
-  for (int i = 0; i < OUT_TILES / 4; i++) {
+  for (int i = 0; i < OUT_TILES; i++) {
     float value[4] = {};
 #pragma unroll
     for (int c = 0; c < STEPS; c++, turn++) {
       u32 at = shared_address(ring + filled() * STAGE + warp * HALF) + lane % 16 * 128;
       float of[2][4] = {};
 #pragma unroll
-      for (int k = 0; k < 4; k++) add_chunks(of[k % 2], at, k * 2, mine[c] + k * (OF_BOX / 32), lane);
-      read();
-#if CODED
-      int at_scale = i * STEPS + c;
-      float by = __shfl_sync(~0u, of_output[HELD > 1 && at_scale >= 32], at_scale % 32);
-#pragma unroll
-      for (int r = 0; r < 4; r++) value[r] += (of[0][r] + of[1][r]) * (by * of_heads[c][r % 2]);
-#else
+      for (int k = 0; k < 4; k++) add_chunks(of[k % 2], at, k * 2, mine[c] + k * 2, lane);
+      free(turn);
 #pragma unroll
       for (int r = 0; r < 4; r++) value[r] += of[0][r] + of[1][r];
-#endif
     }
-    float4* given = (float4*)work + (i % 2 * 4 + warp % 4) * 32 + lane;
-    if (warp >= 4) *given = make_float4(value[0], value[1], value[2], value[3]);
+    if (wg) given[i * 128] = make_float4(value[0], value[1], value[2], value[3]);
     asm volatile("bar.sync %0, 64;" ::"r"(3 + warp % 4) : "memory");
-    if (warp >= 4) continue;
-    float4 others = *given;
-    value[0] += others.x, value[1] += others.y, value[2] += others.z, value[3] += others.w;
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      int row = warp * (OUT_ROWS / 4) + i * 16 + g + r / 2 * 8, nth = 2 * t + r % 2;
-      if (nth < tokens)  // block `rank` of cluster row / OWNED adds it up
-        store_word(words + ((size_t)((row / OWNED * BLOCKS + rank) * HEADS + head) * TOKENS + nth) * OWNED + row % OWNED, value[r]);
-    }
+    if (!wg) add_up(i, value);
   }
+#endif
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) {
     int item = threadIdx.x + i * THREADS;

@@ -102,6 +102,14 @@ __device__ __forceinline__ void copy_tile(void* to, const TensorMap* map, u64* b
       ::"r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "l"(policy) : "memory");
 }
 
+// The same of a tensor of four dimensions, whose tile begins at `row` of the second one.
+__device__ __forceinline__ void copy_tiles(void* to, const TensorMap* map, u64* barrier, int row, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %3, %3}], [%2], %5;"
+      ::"r"(shared_address(to)), "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(row), "l"(policy) : "memory");
+}
+
 // A tile into the blocks of `mask`, at the same place of their shared memory; each block's barrier is told.
 __device__ __forceinline__ void copy_tile_to(unsigned short mask, void* to, const TensorMap* map, u64* barrier, int row,
                                              int column) {
@@ -136,7 +144,7 @@ __device__ __forceinline__ void results(float (&d)[COUNT]) {
 }
 
 // multiply: d [64, N] (+)= a [64, 16] @ b [N, 16]^T, of bf16; without `add` what was there is forgotten. N is a multiple of
-// 8 from 40 to 160. multiply_codes: the same of 32 numbers of e4m3. PLACES and NUMBERS are the N / 2 registers of d; A, B
+// 8 from 40 to 160, or 8. multiply_codes: the same of 32 numbers of e4m3. PLACES and NUMBERS are the N / 2 registers of d; A, B
 // and ADDS the numbers of what follows.
 #define PRODUCT_OF(NAME, KINDS, MAJOR, N, A, B, ADDS, NUMBERS, ...)                                                        \
   __device__ __forceinline__ void NAME(float (&d)[N / 2], u64 a, u64 b, int add) {                                        \
@@ -148,6 +156,7 @@ __device__ __forceinline__ void results(float (&d)[COUNT]) {
   PRODUCT_OF(multiply, "k16.f32.bf16.bf16", ", 0, 0", N, A, B, ADDS, NUMBERS, PLACES)        \
   PRODUCT_OF(multiply_codes, "k32.f32.e4m3.e4m3", "", N, A, B, ADDS, NUMBERS, PLACES)
 #define PLACES_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+PRODUCT(8, 4, 5, 6, PLACES_4(0), "%0, %1, %2, %3")
 #define PLACES_20 PLACES_4(0), PLACES_4(4), PLACES_4(8), PLACES_4(12), PLACES_4(16)
 #define NUMBERS_20 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
 PRODUCT(40, 20, 21, 22, PLACES_20, NUMBERS_20)
