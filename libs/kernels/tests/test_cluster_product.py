@@ -87,6 +87,9 @@ def test_codes_of_few_tokens_take_clusters_too(arena, tokens, coding):
         assert product.early
         constants = dict(product.spec.constants)
         assert constants["CODES"] == (1 if coding == "block" else 2)
+        weights = constants["COLUMNS"] * (1 + constants["GATED"]) * 128  # of a stage
+        few = min(constants["STAGES"], max(1, (40 << 10) // weights))
+        assert constants["UNDER_WAY"] == (few if tokens == 2 else constants["STAGES"])
         assert constants["COLUMNS"] <= 128  # the rows of a block have two scales
         assert product.grid[0] <= (112 if chosen(name, tokens, codes=True).split == 4 else 132)
     for found in launches(arena, 129, coding=coding).values():

@@ -80,6 +80,20 @@ def test_a_layer_of_qwen3_4b_takes_four_rings(arena, tokens):
     assert all(launch.spec.shared <= shared_bytes(90) for launch in launches)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_ring_of_one_token_has_few_bytes_under_way_and_one_of_several_all(arena, model):
+    for tokens in (1, 2, 4):
+        pack = NullPack(RINGS)
+        layer(pack, arena, *model, tokens)
+        for spec in pack.specs():
+            sizes = dict(spec.constants) if isinstance(spec, CudaSpec) else {}
+            if spec.function == "gemv_ring":
+                stage = sizes["ROWS"] * sizes["WARPS"] * sizes["CHUNKS"] * 512
+                assert sizes["UNDER_WAY"] == min(sizes["STAGES"], max(2, (80 << 10) // stage))
+            elif spec.function == "gemv_ring_tokens":
+                assert sizes["UNDER_WAY"] == sizes["STAGES"]
+
+
 @pytest.mark.parametrize(
     "target",
     [
@@ -143,7 +157,7 @@ def test_rings_of_published_sizes_compile(layers, arena, cubins, resources):
 
 def small(**changes):
     given = {"threads": 64, "shared": 4096, "early": True, **changes}
-    constants = dict.fromkeys(("TOKENS", "PADDED", "WARPS", "CHUNKS", "ROWS", "STAGES", "TURNS"), 1)
+    constants = dict.fromkeys(("UNDER_WAY", "WARPS", "CHUNKS", "ROWS", "STAGES", "TURNS"), 1)
     constants |= dict.fromkeys(("NORM", "ADD", "GATED", "FLOAT", "WIDE"), False)
     return launch_cuda(
         "openinfer.kernels.device", "ring.cu", "gemv_ring", (1,), {"N": 16}, constants, **given

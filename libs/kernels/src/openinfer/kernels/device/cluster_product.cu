@@ -62,7 +62,7 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
                 int M, int N, int K) {
   extern __shared__ __align__(1024) unsigned char ring[];
   float* inbox = (float*)(ring + ROOM);
-  u64 *full = (u64*)(ring + ROOM + INBOX), *empty = full + STAGES, *sums_there = empty + STAGES;
+  u64 *full = (u64*)(ring + ROOM + INBOX), *empty = full + STAGES, *sums_there = empty + STAGES, *x_there = sums_there + 1;
 #if CODES == 1
   float *of_weight = (float*)(sums_there + 2), *of_x = of_weight + HALVES * 2 * STEPS;  // [HALVES, 2, STEPS], [STEPS, ROWS]
 #endif
@@ -70,7 +70,8 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
   int rank = blockIdx.x % SPLIT, steps = K / DEPTH, first = steps * rank / SPLIT;
   steps = steps * (rank + 1) / SPLIT - first;
   u64 policy = evict_first();
-  int ahead = min(STAGES, steps - (PROJECTIONS ? 1 : 0));  // steps whose stages are free at first
+  // Steps whose stages are free at first. If the weight waits for what is on its way, their x has a barrier of its own.
+  int ahead = min(STAGES, steps - (PROJECTIONS ? 1 : 0)), round = UNDER_WAY < STAGES ? ahead : 0;
 #if PROJECTIONS
   Lora lora = {a, b, adapters, token_slots, low_sums, state, a_stride, b_stride, places, workers, {end0, end1, end2}, columns};
   using Columns = Block<HALVES, COLUMNS>;
@@ -84,7 +85,7 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
 #endif
   auto copy_weight = [&](int step, int place) {
     int stage = place % STAGES;
-    barrier_expect(&full[stage], STAGE);
+    barrier_expect(&full[stage], step < round ? STAGE - X_BYTES : STAGE);
 #pragma unroll
     for (int h = 0; h < HALVES; h++)
       copy_tile(ring + stage * STAGE + X_BYTES + h * WEIGHT_BYTES, &weight, &full[stage], column + h * N, (first + step) * DEPTH,
@@ -92,13 +93,13 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
   };
   if (threadIdx.x == 256) {
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], 2);
-    barrier_init(sums_there, SENDS ? 1 : SPLIT);
+    barrier_init(sums_there, SENDS ? 1 : SPLIT), barrier_init(x_there, 1);
 #if PROJECTIONS
     barrier_init(ready, 1);
 #endif
     asm volatile("fence.mbarrier_init.release.cluster;");
     if (SENDS) barrier_expect(sums_there, SPLIT * PARTS * ((M - rank + SPLIT - 1) / SPLIT) * SENT * 4);
-    for (int step = 0; step < ahead; step++) copy_weight(step, step);
+    for (int step = 0; step < min(UNDER_WAY, ahead); step++) copy_weight(step, step);
   }
   if (SPLIT > 1) cluster_meet();  // no block is told of sums before its barrier is there
   else __syncthreads();
@@ -117,13 +118,14 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     if (self == 0) {
-      for (int step = ahead; step < steps; step++) {
+      for (int step = min(UNDER_WAY, ahead); step < steps; step++) {
 #if PROJECTIONS
         if (step == last) {
           learn();
           for (int i = 0; used; i++, used &= used - 1) {
             int place = last + i / PER, stage = place % STAGES;
             if (i % PER == 0) {
+              wait_for_landing<STAGES>(full, place - UNDER_WAY);
               barrier_wait(&empty[stage], (place / STAGES & 1) ^ 1);
               barrier_expect(&full[stage], own_columns.bytes(min(PER, __popc(used))));
             }
@@ -133,6 +135,7 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
         }
 #endif
         int place = place_of(step);
+        wait_for_landing<STAGES>(full, place - UNDER_WAY);
         barrier_wait(&empty[place % STAGES], (place / STAGES & 1) ^ 1);
         copy_weight(step, place);
       }
@@ -140,13 +143,14 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
       asm volatile("griddepcontrol.launch_dependents;");
     } else if (self == 32) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
+      barrier_expect(x_there, round * X_BYTES);
       for (int step = 0; step < steps; step++) {
 #if PROJECTIONS
         if (step == last) learn();
 #endif
         int place = place_of(step), stage = place % STAGES;
         barrier_wait(&empty[stage], (place / STAGES & 1) ^ 1);
-        copy_tile(ring + stage * STAGE, &x, &full[stage], 0, (first + step) * DEPTH);
+        copy_tile(ring + stage * STAGE, &x, step < round ? x_there : &full[stage], 0, (first + step) * DEPTH);
       }
     }
 #if PROJECTIONS
@@ -194,6 +198,7 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
     }
     asm volatile("bar.sync 1, 256;" ::: "memory");
 #endif
+    barrier_wait(x_there, 0);
     auto multiply_steps = [&](int from, int to) {
       for (int step = from; step < to; step++) {
         int place = place_of(step), stage = place % STAGES;

@@ -35,6 +35,13 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
       ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
+// Wait until the copies of the turn-th stage have landed. A copying warp that waits for those UNDER_WAY stages before has no
+// more of them on their way. So what the block reads of the kernel ahead does not queue up behind a whole ring.
+template <int RING>
+__device__ __forceinline__ void wait_for_landing(u64* full, int turn) {
+  if (turn >= 0) barrier_wait(&full[turn % RING], turn / RING & 1);
+}
+
 __device__ __forceinline__ void copy_rows(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"

@@ -26,6 +26,8 @@ typedef u32 Words;
 constexpr int DEPTH = 256, HALVES = GATED ? 2 : 1, USED = HALVES * ROWS, TILES = (USED + 63) / 64;
 constexpr int X_TILE = TOKENS * 128, CODES = USED * DEPTH / 2;  // x: tiles of 64 columns
 constexpr int STAGE = CODES + DEPTH / 64 * X_TILE, HELD = TILES * 64 * WORDS * sizeof(Words);
+// Steps whose x has a barrier of its own, if codes wait for what is on its way.
+constexpr int ROUND = UNDER_WAY < STAGES ? STAGES : 0;
 constexpr int PITCH = USED + (20 - USED % 16) % 16;  // sums that a warp stores at once have different banks
 constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int EACH = (TILES + SIDES - 1) / SIDES, LAST = TILES - (SIDES - 1) * EACH;  // tiles of a warpgroup
@@ -100,7 +102,7 @@ __device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsi
 // Multiply `COUNT` tiles from `tile` on, and leave the sums in the ring, or send them.
 template <int COUNT>
 __device__ __forceinline__ void consume(unsigned char* ring, const Words* words, const float* factors, u64* full, u64* empty, int tile,
-                                        int part, int steps, int M, float* inbox, u64* sums_there, int rank) {
+                                        int part, int steps, int M, float* inbox, u64* x_there, u64* sums_there, int rank) {
   int lane = threadIdx.x % 32, row = tile * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const Words* of_row = words + row * WORDS + part;
   int at[4];  // of a group's runs of 32 columns
@@ -111,6 +113,7 @@ __device__ __forceinline__ void consume(unsigned char* ring, const Words* words,
   for (int t = 0; t < COUNT; t++)
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) sum[t][i] = product[i] = 0;
+  barrier_wait(x_there, 0);
   for (int step = 0; step < steps; step++) {
     int stage = step % STAGES;
     barrier_wait(&full[stage], step / STAGES & 1);
@@ -197,14 +200,14 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
   M = min(M - before, TOKENS), out += (size_t)before * N;
   Words* held = (Words*)(ring + ROOM);  // of the block's rows and part of K
   float *factors = (float*)(held + TILES * 64 * WORDS), *inbox = factors + FP4 * TILES * 64;
-  u64 *full = (u64*)(inbox + INBOX / 4), *empty = full + STAGES, *sums_there = empty + STAGES;
+  u64 *full = (u64*)(inbox + INBOX / 4), *empty = full + STAGES, *sums_there = empty + STAGES, *x_there = sums_there + 1;
   int group = threadIdx.x / 128, self = threadIdx.x % 128, row = blockIdx.x / SPLIT * ROWS;
   int rank = blockIdx.x % SPLIT, steps = K / DEPTH, first = steps * rank / SPLIT;
   steps = steps * (rank + 1) / SPLIT - first;
   u64 policy = evict_first();
   auto copy_codes = [&](int step) {
     int stage = step % STAGES;
-    barrier_expect(&full[stage], STAGE);
+    barrier_expect(&full[stage], step < ROUND ? CODES : STAGE);
 #pragma unroll
     for (int h = 0; h < HALVES; h++)
       copy_tile(ring + stage * STAGE + h * ROWS * 128, &weight, &full[stage], row + h * N, (first + step) * DEPTH / 2,
@@ -212,17 +215,18 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
   };
   if (threadIdx.x == THREADS) {
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], THREADS / 32);
-    barrier_init(sums_there, SENDS ? 1 : SPLIT);
+    barrier_init(sums_there, SENDS ? 1 : SPLIT), barrier_init(x_there, 1);
     asm volatile("fence.mbarrier_init.release.cluster;");
     if (SENDS) barrier_expect(sums_there, SPLIT * PARTS * ((M - rank + SPLIT - 1) / SPLIT) * USED * 4);
-    for (int step = 0; step < min(STAGES, steps); step++) copy_codes(step);
+    for (int step = 0; step < min(UNDER_WAY, steps); step++) copy_codes(step);
   }
   if (SPLIT > 1) cluster_meet();  // no block is told of sums before its barrier is there
   else __syncthreads();
   if (group == THREADS / 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     if (self == 0) {
-      for (int step = STAGES; step < steps; step++) {
+      for (int step = UNDER_WAY; step < steps; step++) {
+        wait_for_landing<STAGES>(full, step - UNDER_WAY);
         barrier_wait(&empty[step % STAGES], (step / STAGES & 1) ^ 1);
         copy_codes(step);
       }
@@ -230,11 +234,12 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       asm volatile("griddepcontrol.launch_dependents;");
     } else if (self == 32) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
+      barrier_expect(x_there, min(ROUND, steps) * (STAGE - CODES));
       for (int step = 0; step < steps; step++) {
         int stage = step % STAGES;
         barrier_wait(&empty[stage], (step / STAGES & 1) ^ 1);
         for (int i = 0; i < DEPTH / 64; i++)
-          copy_tile(ring + stage * STAGE + CODES + i * X_TILE, &x, &full[stage], before, (first + step) * DEPTH + i * 64);
+          copy_tile(ring + stage * STAGE + CODES + i * X_TILE, &x, step < ROUND ? x_there : &full[stage], before, (first + step) * DEPTH + i * 64);
       }
     }
   } else {
@@ -259,8 +264,8 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       factors[r] = __ldg((const float*)behind);
     }
     together<THREADS>();
-    if (side < SIDES - 1 || LAST == EACH) consume<EACH>(ring, held, factors, full, empty, side * EACH, part, steps, M, inbox, sums_there, rank);
-    else consume<LAST>(ring, held, factors, full, empty, side * EACH, part, steps, M, inbox, sums_there, rank);
+    if (side < SIDES - 1 || LAST == EACH) consume<EACH>(ring, held, factors, full, empty, side * EACH, part, steps, M, inbox, x_there, sums_there, rank);
+    else consume<LAST>(ring, held, factors, full, empty, side * EACH, part, steps, M, inbox, x_there, sums_there, rank);
     if (!SENDS) share_sums<SPLIT, THREADS>(sums_there);
   }
   if (group < THREADS / 128) {

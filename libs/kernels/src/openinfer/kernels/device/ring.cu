@@ -37,6 +37,7 @@ gemv_ring(void* out, const bf16* x, const void* gain, const bf16* weight, int N,
       u64 policy = evict_first();
       for (int turn = 0; turn < turns; turn++) {
         int stage = turn % STAGES, row = first + turn * SETS;
+        wait_for_landing<STAGES>(full, turn - UNDER_WAY);
         barrier_wait(&empty[stage], (turn / STAGES & 1) ^ 1);
         u32 bytes = min(SETS, last - row) * K * 2;
         barrier_expect(&full[stage], HALVES * bytes);

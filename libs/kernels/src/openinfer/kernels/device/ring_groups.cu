@@ -73,6 +73,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
       for (int turn = 0; turn < turns; turn++) {
         int stage = turn % STAGES, row = first + turn * SETS;
         u32 rows = min(SETS, last - row);
+        wait_for_landing<STAGES>(full, turn - UNDER_WAY);
         barrier_wait(&empty[stage], (turn / STAGES & 1) ^ 1);
         barrier_expect(&full[stage], HALVES * rows * (ROW_BYTES + WORDS));
         unsigned char* to = ring + stage * STAGE;

@@ -40,6 +40,7 @@ gemv_ring_tokens(void* out, const bf16* x, const void* gain, const bf16* weight,
     for (int step = 0; step < turns * PARTS; step++) {
       int stage = step % STAGES, turn = step / PARTS, part = step % PARTS;
       if (lane == 0) {
+        wait_for_landing<STAGES>(full, step - UNDER_WAY);
         barrier_wait(&empty[stage], (step / STAGES & 1) ^ 1);
         barrier_expect(&full[stage], HALVES * min(SETS, last - first - turn * SETS) * PART * 2);
       }

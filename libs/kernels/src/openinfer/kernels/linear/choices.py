@@ -72,6 +72,19 @@ RING_PART = 0.7
 it (docs/lessons/products.md)."""
 
 
+UNDER_WAY = {True: 40 << 10, False: 80 << 10}
+"""The most bytes of a weight, of codes or not, that a block has under way. More do not come sooner, and what the block
+reads of the kernel ahead comes behind them (docs/lessons/products.md)."""
+
+
+def under_way(stages: int, stage: int, tokens: int, *, codes: bool) -> int:
+    """The most of a ring's stages that are under way, each of `stage` bytes: two at least in bf16, and all of them with
+    many tokens, whose x is as many bytes."""
+    if tokens > FEW_CLUSTER_TOKENS:
+        return stages
+    return min(stages, max(1 if codes else 2, UNDER_WAY[codes] // stage))
+
+
 def ring_choice(target: Target, op: str, m: int, n: int, k: int) -> ProductChoice | None:
     """The ring for a product of few tokens, or None where its kernel does not take it. The head's rows are too many for
     the sums that a program keeps."""

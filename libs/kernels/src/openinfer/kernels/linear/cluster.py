@@ -11,6 +11,7 @@ from openinfer.kernels.linear.choices import (
     copied_tokens,
     planned,
     sent_bytes,
+    under_way,
 )
 from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.lora.low_rank import Lora
@@ -69,6 +70,7 @@ def cluster_product(c: ProductChoice, p: Problem) -> Launch:
             "COLUMNS": c.bn,
             "SPLIT": c.split,
             "STAGES": c.stages,
+            "UNDER_WAY": under_way(c.stages, row * ROW_BYTES, rows, codes=codes > 0),
             "GATED": p.gated,
             "ADD": p.add,
             "CODES": codes,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from openinfer.kernels.formats.fp4 import Fp4
 from openinfer.kernels.formats.int4 import Int4Groups
-from openinfer.kernels.linear.choices import CLUSTERED, sent_bytes
+from openinfer.kernels.linear.choices import CLUSTERED, sent_bytes, under_way
 from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.op.launch import Command, Launch, TensorMap, launch_cuda, power_of_two
 from openinfer.kernels.op.target import shared_bytes
@@ -127,6 +127,7 @@ def int4_cluster(c: Clusters, p: Problem) -> Launch:
             "ROWS": c.columns,
             "SPLIT": c.split,
             "STAGES": c.stages,
+            "UNDER_WAY": under_way(c.stages, DEPTH * rows // 2, c.tokens, codes=True),
             "SIDES": sides,
             "PARTS": parts,
             "WORDS": pitch,

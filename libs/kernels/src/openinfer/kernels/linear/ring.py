@@ -7,7 +7,7 @@ from openinfer.kernels.formats.fp4 import FP4_TAIL, Fp4
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Plain
-from openinfer.kernels.linear.choices import RING_COLUMNS, group_ring_choice, planned
+from openinfer.kernels.linear.choices import RING_COLUMNS, group_ring_choice, planned, under_way
 from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, launch_cuda
 from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, Coding
@@ -28,7 +28,9 @@ def _plain(p: Problem) -> Iterator[Command]:
         row = 2 * k // c.split
         row += 0 if row % 128 else 64  # see ring_tokens.cu
         kernel, sums = "ring_tokens", (p.m * (c.warps | 1), p.m * c.warps)
-    yield _ring(kernel, c, p, {"weight": p.weight.weight}, constants, stage=c.bn * row, sums=sums)
+    # Of several tokens a stage takes longer than the next ones to come.
+    most = under_way(c.stages, c.bn * row, 1, codes=False) if p.m == 1 else c.stages
+    yield _ring(kernel, c, p, {"weight": p.weight.weight}, constants, c.bn * row, most, sums)
 
 
 def _ring(
@@ -37,12 +39,12 @@ def _ring(
     p: Problem,
     weights: Mapping[str, Arg],
     constants: Mapping[str, int],
-    *,
     stage: int,
+    most_under_way: int,
     sums: tuple[int, int],
 ) -> Launch:
-    """The launch of a ring. weights, constants: its own arguments; stage: bytes; sums: float32 numbers for each row of
-    a program's stages, and besides."""
+    """The launch of a ring. weights, constants: its own arguments; stage: bytes; most_under_way: stages; sums: float32
+    numbers for each row of a program's stages, and besides."""
     gain, eps = p.norm or (p.x, 0.0)
     programs, rows = min(p.target.num_sms, p.n), c.bn // 2 if p.gated else c.bn
     most = -(-p.n // programs)
@@ -51,6 +53,7 @@ def _ring(
         "WARPS": c.warps,
         "ROWS": c.bn,
         "STAGES": c.stages,
+        "UNDER_WAY": most_under_way,
         "TURNS": turns,
         "NORM": p.norm is not None,
         "WIDE": gain.dtype == float32,
@@ -103,7 +106,8 @@ def _of_codes(p: Problem) -> Iterator[Command]:
     x_scale = scales if p.weight.x_scale is None else p.weight.x_scale
     weights: dict[str, Arg] = {"x_scale": x_scale, "weight": weight, "scales": scales}
     stage = c.bn * (weight.shape[1] + words)
-    yield _ring("ring_groups", c, p, weights, constants, stage=stage, sums=(groups | 1, 2 * c.warps))
+    most = under_way(c.stages, stage, 1, codes=True)
+    yield _ring("ring_groups", c, p, weights, constants, stage, most, (groups | 1, 2 * c.warps))
 
 
 PLAIN = Kernel("ring", lambda p: p.form == Plain() and planned(p).kind == "ring", _plain)
