@@ -9,6 +9,7 @@ import pytest
 
 from openinfer.kernels import (
     H200,
+    ContractError,
     Cost,
     CudaDriver,
     LaunchError,
@@ -20,7 +21,7 @@ from openinfer.kernels import (
     embed,
     launch,
 )
-from openinfer.kernels.op.op import FORKED, fork
+from openinfer.kernels.op.op import FORKED, fork, overlap
 from openinfer.kernels.packs import cuda_driver
 from openinfer.kernels.store.cubins import Compiled
 from openinfer.tensor import Device, Tensor, bfloat16, check, driver
@@ -249,6 +250,74 @@ def test_branches_of_a_fork_have_scratch_memory_of_their_own():
     step(LaunchPack(H200, device, *memory))
     assert found[:5] == [[4096], [4096], [4096 + 512, 4096 + 768], [4096], [8192]]
     assert found[9:11] == [[4096], [4096, 4096 + 256]]
+
+
+copy = Op(
+    "copy", dataclasses.make_dataclass("CopyArgs", ["out", "x"]),
+    lambda _: None, lambda _: None, lambda *_: [], lambda *_: Cost(0, 0),
+)  # fmt: skip
+
+
+def copies(memory, first, second):
+    """The branches of two copies, each in a branch of a fork, between columns of a matrix."""
+    plan = NullPack(H200)
+    with fork(plan, 8) as branches:
+        for pack, (x, out) in zip(branches, (first, second), strict=True):
+            copy(pack, out=memory[:, out], x=memory[:, x])
+    return [call.branch for call in plan.calls]
+
+
+A, B, C, D = (slice(n, n + 64) for n in (0, 64, 128, 192))
+
+
+def test_branches_of_a_fork_may_read_the_same_and_write_columns_of_one_matrix(arena):
+    assert copies(arena.alloc((8, 256), bfloat16), (A, B), (A, C)) == [1, 2]
+
+
+@pytest.mark.parametrize("second", [(B, D), (C, A), (C, B), (C, slice(112, 176))])
+def test_a_fork_whose_branches_need_each_other_is_refused(arena, second):
+    """The second copy reads what the first writes, writes what it reads, or what it writes, or some of that."""
+    with pytest.raises(ContractError, match="copy and copy are in two branches of a fork"):
+        copies(arena.alloc((8, 256), bfloat16), (A, B), second)
+
+
+def test_an_op_that_does_not_say_what_it_writes_may_write_all(arena):
+    x, y, z = (arena.alloc((8,), bfloat16) for _ in range(3))
+    unknown = Op(
+        "turn", dataclasses.make_dataclass("TurnArgs", ["x", "y"]),
+        lambda _: None, lambda _: None, lambda *_: [], lambda *_: Cost(0, 0),
+    )  # fmt: skip
+    with fork(NullPack(H200), 8) as (main, side):
+        copy(main, out=z, x=x)
+        with pytest.raises(ContractError, match="copy and turn"):
+            unknown(side, x=x, y=y)
+
+
+def test_calls_of_one_branch_may_need_each_other_and_so_may_two_forks(arena):
+    plan = NullPack(H200)
+    x, y = (arena.alloc((8, 64), bfloat16) for _ in range(2))
+    for _ in range(2):
+        with fork(plan, 8) as (main, _):
+            copy(main, out=y, x=x)
+            copy(main, out=x, x=y)
+    with fork(plan, FORKED + 1) as (main, side):
+        copy(main, out=y, x=x)
+        copy(side, out=x, x=y)
+    assert [(call.fork, call.branch) for call in plan.calls] == [(1, 1)] * 2 + [(2, 1)] * 2 + [(0, 0)] * 2
+
+
+def test_tensors_that_share_memory_overlap(rng):
+    """Of pairs of views of an array; and columns that are apart do not."""
+    matrix, apart = np.zeros((6, 40), np.int32), 0
+    for _ in range(400):
+        rows, columns = (np.sort(rng.integers(0, n + 1, (2, 2)), axis=1) for n in matrix.shape)
+        a, b = (matrix[slice(*r), slice(*c)] for r, c in zip(rows, columns, strict=True))
+        found = overlap(Tensor.from_numpy(a), Tensor.from_numpy(b))
+        assert found or not np.shares_memory(a, b)
+        if columns[0, 1] <= columns[1, 0] and min(len(a), len(b)) > 1:
+            assert not found
+            apart += a.size > 0 < b.size
+    assert apart > 10
 
 
 @pytest.mark.gpu

@@ -142,9 +142,15 @@ def workspace(op: Op[Any], args: Mapping[str, Any], target: Target) -> tuple[int
 
 
 def run_reference(op: Op[Any], args: Mapping[str, Any]) -> Arrays:
-    """The arrays of a call after its reference has run. `args` has numpy arrays for tensors; they are not changed."""
+    """The arrays of a call after its reference has run, which changes only what the op says. `args` has numpy arrays
+    for tensors; they are not changed."""
     arrays, tensors = copied(args)
     op(CpuPack(batch_invariant=True), **tensors)
+    written = op.written(op.args(**tensors))
+    for name, before in leaves(args, np.ndarray):
+        kept = arrays[name].tobytes() == before.tobytes()
+        address = arrays[name].__array_interface__["data"][0]
+        assert kept or address in {t.ptr for t in written}, f"{op.name} does not say that it writes {name}"
     return arrays
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, get_origin
 
@@ -89,7 +89,8 @@ class Pack(Protocol):
 
 @contextlib.contextmanager
 def fork(pack: Pack, tokens: int) -> Iterator[tuple[Pack, Pack]]:
-    """Two packs for calls of a step of `tokens`, none of which reads or writes what a call of the other pack writes.
+    """Two packs for calls of a step of `tokens`, none of which reads or writes what a call of the other pack writes. A
+    plan refuses others by ContractError (see Op.written).
 
     On a GPU and with few tokens their calls run side by side: those of both packs come after the calls before the
     block, and what follows the block comes after both. Else they run as they are made. The second pack is for the calls
@@ -145,7 +146,8 @@ class Op(Generic[P]):
     float32, and rounds to the tensors' dtype where the published models do. `launches(target, args)` gives the
     commands for a GPU. `cost(workload, args)` is the call's floor. The first axis of the first tensor
     has the tokens or rows of the call. An op whose argument `ranks` may exceed 1 sets
-    `collective`: its reference also gets the communicator, which is None where `ranks` is 1.
+    `collective`: its reference also gets the communicator, which is None where `ranks` is 1. `writes`: the arguments
+    that it writes; by default `out`, or any where it has none.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class Op(Generic[P]):
         cost: Callable[[Workload, A], Cost],
         *,
         collective: bool = False,
+        writes: Sequence[str] | None = None,
     ) -> None:
         self.name = name
         self.type: Any = get_origin(args) or args
@@ -166,6 +169,7 @@ class Op(Generic[P]):
         self.cost: Callable[[Workload, Any], Cost] = cost
         self.collective = collective
         self._check = check
+        self.writes = ("out",) if writes is None and "out" in _field_names(self.type) else writes
         documented = check.__doc__ or self.type.__doc__
         self.__doc__ = f"{name}(pack, {', '.join(self._fields())})\n\n    {documented}"
 
@@ -197,6 +201,12 @@ class Op(Generic[P]):
         missing = dataclasses.MISSING
         optional = [f.default is not missing or f.default_factory is not missing for f in fields(self.type)]
         return [field.name + "?" * may for field, may in zip(fields(self.type), optional, strict=True)]
+
+    def written(self, args: Any) -> list[Tensor]:
+        """The tensors that a call may write."""
+        if self.writes is None:
+            return tensors_in(args)
+        return [tensor for name in self.writes for tensor in tensors_in(getattr(args, name))]
 
     def plan(self, target: Target, args: Any) -> list[Command]:
         """Check the contract and return the commands a device of this kind would run."""
@@ -260,6 +270,10 @@ class Composite(Op[P]):
                 self._known.clear()
             self._known[key] = ask()
         return self._known[key]
+
+    def written(self, args: Any) -> list[Tensor]:
+        """See Op."""
+        return [tensor for op, part in self._of(args) for tensor in op.written(part)]
 
     def _of(self, args: Any) -> Iterator[tuple[Op[Any], Any]]:
         return ((op, getattr(args, name)) for name, op in self.parts.items())
@@ -364,6 +378,23 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif value.__class__ not in PLAIN:
         for part in values_of(value):
             _collect(part, found)
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share memory. Columns of one matrix, or layers of one cache, are known to be apart."""
+    if min(a.numel, b.numel) == 0 or a.ptr + _extent(a) <= b.ptr or b.ptr + _extent(b) <= a.ptr:
+        return False
+    pitch, other = (t.strides[0] * t.dtype.itemsize if t.ndim > 1 else 0 for t in (a, b))
+    if not pitch or pitch != other:
+        return True
+    between, own, its = (b.ptr - a.ptr) % pitch, *(_extent(t, axis=1) for t in (a, b))
+    return between < own or pitch - between < its
+
+
+def _extent(tensor: Tensor, axis: int = 0) -> int:
+    """Bytes from a tensor's first element to its last one's end, of one place on the axes before `axis`."""
+    sizes = zip(tensor.shape[axis:], tensor.strides[axis:], strict=True)
+    return (1 + sum((n - 1) * stride for n, stride in sizes)) * tensor.dtype.itemsize
 
 
 PLAIN = {int, float, str, bool, type(None)}

@@ -159,5 +159,6 @@ all_gather = _op("all_gather", _all_gather, "all_gather")
 reduce_scatter = _op("reduce_scatter", _reduce_scatter, "reduce_scatter")
 gather_columns = _op("gather_columns", _gather_columns, "all_gather")
 reduce_add = Op(
-    "reduce_add", _AddArgs[Tensor], _check_add, _add_reference, _add_launches, _add_cost, collective=True
-)
+    "reduce_add", _AddArgs[Tensor], _check_add, _add_reference, _add_launches, _add_cost, collective=True,
+    writes=("x", "y", "normed"),
+)  # fmt: skip

@@ -142,7 +142,7 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(weights + norm_bytes + activations, 6 * tokens * chosen * hidden * inter * experts // every)
 
 
-experts_add = Op("experts_add", _Args[Tensor], _check, _reference, _launches, _cost)
+experts_add = Op("experts_add", _Args[Tensor], _check, _reference, _launches, _cost, writes=("x", "out"))
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

@@ -200,4 +200,4 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(held + tokens, 2 * int(workload.qk_pairs / a.window) * heads * dim)
 
 
-index_topk = Op("index_topk", _Args[Tensor], _check, _reference, _launches, _cost)
+index_topk = Op("index_topk", _Args[Tensor], _check, _reference, _launches, _cost, writes=("selected",))

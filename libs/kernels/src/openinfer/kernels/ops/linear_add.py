@@ -105,7 +105,10 @@ def _cost(workload: Workload, a: AddArgs[Tensor]) -> Cost:
     return Cost(weights + workload.tokens * columns * a.x.itemsize, 2 * workload.tokens * numbers, link)
 
 
-linear_add = Op("linear_add", AddArgs[Tensor], _check, _reference, _launches, _cost, collective=True)
+linear_add = Op(
+    "linear_add", AddArgs[Tensor], _check, _reference, _launches, _cost, collective=True,
+    writes=("x", "normed"),
+)  # fmt: skip
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

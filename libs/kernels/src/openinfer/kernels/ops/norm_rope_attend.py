@@ -135,4 +135,7 @@ def _cost(workload: Workload, a: QkvAttentionArgs[Tensor]) -> Cost:
     return Cost(cached + moved, 4 * workload.qk_pairs * a.out.shape[1] + 8 * tokens * a.qkv.shape[1])
 
 
-norm_rope_attend = Op("norm_rope_attend", RopeAttentionArgs[Tensor], _check, _reference, _launches, _cost)
+norm_rope_attend = Op(
+    "norm_rope_attend", RopeAttentionArgs[Tensor], _check, _reference, _launches, _cost,
+    writes=("out", "kv", "kv_scales"),
+)  # fmt: skip

@@ -169,4 +169,7 @@ def _cost(workload: Workload, a: WriteArgs[Tensor]) -> Cost:
     return Cost(workload.tokens * moved, 8 * workload.tokens * a.qkv.shape[1])
 
 
-qk_norm_rope_write = Op("qk_norm_rope_write", WriteArgs[Tensor], _check, _reference, _launches, _cost)
+qk_norm_rope_write = Op(
+    "qk_norm_rope_write", WriteArgs[Tensor], _check, _reference, _launches, _cost,
+    writes=("q", "kv", "kv_scales"),
+)  # fmt: skip

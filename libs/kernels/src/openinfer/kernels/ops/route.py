@@ -140,7 +140,9 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(workload.tokens * (4 * experts + 12 * chosen), workload.tokens * 8 * experts)
 
 
-route = Op("route", _Args[Tensor], _check, _reference, _launches, _cost)
+route = Op(
+    "route", _Args[Tensor], _check, _reference, _launches, _cost, writes=("expert_ids", "expert_weights")
+)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:
@@ -252,4 +254,7 @@ def _topk_cost(workload: Workload, a: _TopkArgs[Tensor]) -> Cost:
     return Cost(workload.tokens * bytes_per_token, workload.tokens * 4 * experts)
 
 
-route_topk = Op("route_topk", _TopkArgs[Tensor], _topk_check, _topk_reference, _topk_launches, _topk_cost)
+route_topk = Op(
+    "route_topk", _TopkArgs[Tensor], _topk_check, _topk_reference, _topk_launches, _topk_cost,
+    writes=("expert_ids", "expert_weights", "shared"),
+)  # fmt: skip

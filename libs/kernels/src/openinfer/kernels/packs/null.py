@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from openinfer.kernels.errors import ContractError
 from openinfer.kernels.op.launch import (
     Collective,
     Command,
@@ -15,7 +16,7 @@ from openinfer.kernels.op.launch import (
     Spec,
     TensorMap,
 )
-from openinfer.kernels.op.op import Cost, Op, Workload, call_key, leaves, tensors_in
+from openinfer.kernels.op.op import Cost, Op, Workload, call_key, leaves, overlap, tensors_in
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
 
@@ -82,6 +83,8 @@ class NullPack:
     times: int = 1
     _branch: int = 0
     _forks: int = 0
+    _beside: list[tuple[int, Op[Any], Any]] = field(default_factory=list)
+    """The calls of the fork so far, with their branches."""
     _bytes: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """The most scratch memory of a call, ordinary and zeroed, by its fork and branch."""
     _planned: dict[Any, tuple[tuple[Command, ...], "Placement"]] = field(default_factory=dict)
@@ -89,7 +92,9 @@ class NullPack:
 
     def branch(self, number: int) -> None:
         """See op.Pack."""
-        self._forks += bool(number) and not self._branch
+        if not self._branch:
+            self._forks += bool(number)
+            self._beside = []
         self._branch = number
 
     def run(self, op: Op[Any], args: Any) -> None:
@@ -99,10 +104,29 @@ class NullPack:
             self._planned[key] = commands, place(commands)
         commands, placed = self._planned[key]
         at = self._forks if self._branch else 0, self._branch
+        if self._branch:
+            self._keep_apart(op, args)
         self.calls.append(Call(op, args, commands, self.times, *at))
         if placed.offsets:
             plain, zeroed = self._bytes.get(at, (0, 0))
             self._bytes[at] = max(plain, placed.plain_bytes), max(zeroed, placed.zeroed_bytes)
+
+    def _keep_apart(self, op: Op[Any], args: Any) -> None:
+        """Refuse a call of a fork that shares with one of the other branch what either writes."""
+        for branch, other, theirs in self._beside:
+            if branch == self._branch:
+                continue
+            for written, used in (
+                (op.written(args), tensors_in(theirs)),
+                (other.written(theirs), tensors_in(args)),
+            ):
+                shared = next((a for a in written for b in used if overlap(a, b)), None)
+                if shared is not None:
+                    raise ContractError(
+                        f"{other.name} and {op.name} are in two branches of a fork, and one writes {shared!r}, "
+                        "which the other uses"
+                    )
+        self._beside.append((self._branch, op, args))
 
     def traced(self, work: Callable[[], None]) -> list[Call]:
         """Do the work; the calls that it made."""

@@ -295,4 +295,7 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(states + tokens + a.ape.nbytes, 8 * workload.tokens * columns)
 
 
-compress = Op("compress", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost)
+compress = Op(
+    "compress", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost,
+    writes=("entries", "state", "recent"),
+)  # fmt: skip

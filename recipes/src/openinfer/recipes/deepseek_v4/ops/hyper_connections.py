@@ -189,6 +189,7 @@ def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
 hc_pre = Op(
     "hc_pre", _PreArgs[Tensor],
     check=_pre_check, reference=_pre_reference, launches=_pre_launches, cost=_pre_cost,
+    writes=("out", "rounded_out", "mix"),
 )  # fmt: skip
 
 

@@ -147,8 +147,9 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
 
 
 q_kv_write = Op(
-    "q_kv_write", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost
-)
+    "q_kv_write", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost,
+    writes=("qr", "kv"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,5 +199,5 @@ def _place_cost(workload: Workload, a: _PlaceArgs[Tensor]) -> Cost:
 
 place_vectors = Op(
     "place_vectors", _PlaceArgs[Tensor],
-    check=_place_check, reference=_place_reference, launches=_place_launches, cost=_place_cost,
+    check=_place_check, reference=_place_reference, launches=_place_launches, cost=_place_cost, writes=("kv",),
 )  # fmt: skip

@@ -145,4 +145,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     yield from sigmoid_gate.launches(target, gates)
 
 
-gated_attention = Op("gated_attention", _Args[Tensor], _check, _reference, _launches, norm_rope_attend.cost)
+gated_attention = Op(
+    "gated_attention", _Args[Tensor], _check, _reference, _launches, norm_rope_attend.cost,
+    writes=("out", "kv", "kv_scales"),
+)  # fmt: skip

@@ -203,7 +203,10 @@ def _cost(workload: Workload, a: DeltaArgs[Tensor]) -> Cost:
     )
 
 
-gated_delta_net = Op("gated_delta_net", DeltaArgs[Tensor], _check, _reference, _launches, _cost)
+gated_delta_net = Op(
+    "gated_delta_net", DeltaArgs[Tensor], _check, _reference, _launches, _cost,
+    writes=("out", "conv_state", "state", "recent"),
+)  # fmt: skip
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:
