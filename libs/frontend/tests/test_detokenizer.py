@@ -153,7 +153,7 @@ def test_stop_strings_do_not_depend_on_the_cuts() -> None:
 
 def test_only_a_possible_stop_is_held_back() -> None:
     watch = StopStrings(["STOP"], False)
-    assert watch.push("go S").text == "go "
-    assert watch.push("T").text == ""
-    assert watch.push("art").text == "START"[0:2] + "art"
-    assert watch.push("x").text == "x"
+    assert watch.push("go S")[0] == "go "
+    assert watch.push("T")[0] == ""
+    assert watch.push("art")[0] == "START"[0:2] + "art"
+    assert watch.push("x")[0] == "x"

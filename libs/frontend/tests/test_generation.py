@@ -49,6 +49,7 @@ def plan_of(**options: Any) -> Plan:
         priority=0,
         tenant="",
         cache_salt="",
+        new_parser=options.pop("parser", None),
     )
     assert not options
     return plan
@@ -157,8 +158,8 @@ def test_a_chunk_of_a_chat_has_the_log_probability_of_one_token_and_its_text(
     """However many came at once: a client may take the text of several from their log-probabilities."""
     core = tokenizer._core
     ids = [*core.encode("<think>\nhm\n</think>\n\nfour it is, 漢字!", add_special_tokens=False).ids, 2]
-    choice = make(tokenizer, metrics, [], skip=skip)
-    shape = ChatShape("m", plan_of(skip=skip), tokenizer, lambda: OutputParser(reasoning=True))
+    choice = make(tokenizer, metrics, [], skip=skip, parser=lambda: OutputParser(reasoning=True))
+    shape = ChatShape(plan_of(skip=skip), tokenizer)
     sent = b""
     for at in (0, 9):  # the second time in the middle of the answer
         tokens = ids[at : at + 9] if not at else ids[at:]

@@ -5,7 +5,6 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -28,9 +27,8 @@ from openinfer.frontend.http.openai.responses_body import (
     responses_common,
 )
 from openinfer.frontend.http.openai.responses_shape import ResponsesShape
-from openinfer.frontend.http.params import Plan, max_tokens_for, prompt_ids
-from openinfer.frontend.http.service import Service, json_response
-from openinfer.frontend.http.text.chat_format import ParserFactory
+from openinfer.frontend.http.params import prompt_ids
+from openinfer.frontend.http.service import PreparedRequest, Service, json_response
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 MAX_TOKENS_SHOWN = 32768
@@ -70,23 +68,16 @@ class Dialects:
         """POST /v1/responses."""
         arrival, service = time.monotonic(), self._service
         body = await read_json_body(request, ResponsesBody, responses_body.REFUSED)
-        model, plan, ids, limit, new_parser = await self.prepare_response(request, body)
-        shape = ResponsesShape(model, body, plan, service.tokenizer, new_parser, self._kept)
-        return service.answer(request, plan, [ids], [limit], arrival, shape)
+        asked = await self.prepare_response(request, body)
+        shape = ResponsesShape(body, asked.plan, service.tokenizer, self._kept)
+        return service.answer(request, asked, arrival, shape)
 
-    async def prepare_response(
-        self, request: Request, body: ResponsesBody
-    ) -> tuple[str, Plan, list[int], int, ParserFactory | None]:
+    async def prepare_response(self, request: Request, body: ResponsesBody) -> PreparedRequest:
         """Do the work of Service.prepare_answer for this dialect."""
-        service, field = self._service, "max_output_tokens"
-        model, plan = service.check(responses_common(body), None, "text")
-        ids, plan, new_parser = await service.prepare_chat(
-            request, responses_chat(body, self._kept, service.template_variables), plan, "input"
-        )
-        limit = max_tokens_for(
-            len(ids), body.max_output_tokens, None, plan, service.client.info, field, "input"
-        )
-        return model, plan, ids, limit, new_parser
+        service, limit = self._service, "max_output_tokens"
+        plan = service.check(responses_common(body), None, "text")
+        chat = responses_chat(body, self._kept, service.template_variables)
+        return await service.prepare_chat(request, chat, plan, "input", limit, body.max_output_tokens)
 
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages."""
@@ -94,22 +85,22 @@ class Dialects:
         body = await read_json_body(request, MessagesBody, messages_body.REFUSED)
         if body.max_tokens is None:
             raise APIError("max_tokens is missing", param="max_tokens")
-        model, plan = service.check(messages_common(body), None, "output_format")
-        chat = messages_chat(body, service.template_variables, service.chat_format.options)
-        ids, plan, new_parser = await service.prepare_chat(request, chat, plan, "messages")
-        info = service.client.info
-        limit = max_tokens_for(len(ids), body.max_tokens, None, plan, info, "max_tokens", "messages")
-        shape = MessagesShape(model, new_parser, service.tokenizer)
-        return service.answer(request, plan, [ids], [limit], arrival, shape)
+        asked = await self._prepare_messages(request, body, body.max_tokens)
+        return service.answer(request, asked, arrival, MessagesShape(asked.plan, service.tokenizer))
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
         body = await read_json_body(request, MessagesBody, messages_body.REFUSED)
+        asked = await self._prepare_messages(request, body, None)
+        return json_response({"input_tokens": len(asked.prompts[0])})
+
+    async def _prepare_messages(
+        self, request: Request, body: MessagesBody, max_tokens: int | None
+    ) -> PreparedRequest:
         service = self._service
-        _, plan = service.check(messages_common(body), None)
+        plan = service.check(messages_common(body), None, "output_format")
         chat = messages_chat(body, service.template_variables, service.chat_format.options)
-        ids, _, _ = await service.prepare_chat(request, chat, plan, "messages")
-        return json_response({"input_tokens": len(ids)})
+        return await service.prepare_chat(request, chat, plan, "messages", "max_tokens", max_tokens)
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
@@ -168,21 +159,19 @@ class Dialects:
     async def render_chat(self, request: Request) -> Response:
         """POST /v1/chat/completions/render."""
         body = await read_json_body(request, ChatBody, CHAT_REFUSED)
-        model, plan, ids, limit, _ = await self._service.prepare_answer(request, body)
-        return json_response(_rendered("chatcmpl", model, plan, ids, limit))
+        (rendered,) = _rendered("chatcmpl", await self._service.prepare_answer(request, body))
+        return json_response(rendered)
 
     async def render_completions(self, request: Request) -> Response:
         """POST /v1/completions/render: one for each prompt."""
         body = await read_json_body(request, CompletionBody, REFUSED)
-        model, plan, prompts, limits = await self._service.prepare_completions(request, body)
-        found = zip(prompts, limits, strict=True)
-        return json_response([_rendered("cmpl", model, plan, ids, limit) for ids, limit in found])
+        return json_response(_rendered("cmpl", await self._service.prepare_completions(request, body)))
 
     async def render_responses(self, request: Request) -> Response:
         """POST /v1/responses/render."""
         body = await read_json_body(request, ResponsesBody, responses_body.REFUSED)
-        model, plan, ids, limit, _ = await self.prepare_response(request, body)
-        return json_response(_rendered("resp", model, plan, ids, limit))
+        (rendered,) = _rendered("resp", await self.prepare_response(request, body))
+        return json_response(rendered)
 
     def _tokenizer(self) -> Tokenizer:
         if self._service.tokenizer is None:
@@ -190,26 +179,30 @@ class Dialects:
         return self._service.tokenizer
 
 
-def _rendered(prefix: str, model: str, plan: Plan, ids: Sequence[int], limit: int) -> dict[str, Any]:
-    sampling = dataclasses.asdict(plan.sampling)
+def _rendered(prefix: str, asked: PreparedRequest) -> list[dict[str, Any]]:
+    """The request to generate for each prompt."""
+    plan, sampling = asked.plan, dataclasses.asdict(asked.plan.sampling)
     sampling |= {"logit_bias": {str(token): bias for token, bias in plan.sampling.logit_bias} or None}
-    return {
-        "request_id": f"{prefix}-{uuid.uuid4().hex}",
-        "token_ids": ids,
-        "features": None,
-        "sampling_params": {
-            **sampling,
-            "n": plan.n,
-            "max_tokens": limit,
-            "stop": plan.stop,
-            "include_stop_str_in_output": plan.include_stop,
-            "skip_special_tokens": plan.skip_special_tokens,
-            "prompt_logprobs": plan.wanted_of_prompt,
-        },
-        "model": model,
-        "stream": plan.stream,
-        "stream_options": None,
-        "cache_salt": plan.cache_salt or None,
-        "priority": plan.priority,
-        "kv_transfer_params": plan.kv_transfer,
-    }
+    return [
+        {
+            "request_id": f"{prefix}-{uuid.uuid4().hex}",
+            "token_ids": ids,
+            "features": None,
+            "sampling_params": {
+                **sampling,
+                "n": plan.n,
+                "max_tokens": limit,
+                "stop": plan.stop,
+                "include_stop_str_in_output": plan.include_stop,
+                "skip_special_tokens": plan.skip_special_tokens,
+                "prompt_logprobs": plan.wanted_of_prompt,
+            },
+            "model": plan.model,
+            "stream": plan.stream,
+            "stream_options": None,
+            "cache_salt": plan.cache_salt or None,
+            "priority": plan.priority,
+            "kv_transfer_params": plan.kv_transfer,
+        }
+        for ids, limit in zip(asked.prompts, asked.limits, strict=True)
+    ]

@@ -30,9 +30,9 @@ class Choice:
     The response takes text, token_ids and logprobs (parallel to token_ids, if asked for). It reads finish_reason,
     stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens and cached_tokens. It also reads
     prompt_logprobs (of prompt_token_ids[1:], if asked for), which are complete with the first token. The reader of the
-    text sets reasoning_tokens, the number of tokens that were thoughts. `drafts` and `kv_transfer` come with the
-    engine's terminal, so a choice that a stop string ended has none. Where stop strings are looked for in the content
-    of an answer that has other parts, `read` has the parts, and there is no text to take.
+    text has `parser`, and sets reasoning_tokens, the number of tokens that were thoughts. `drafts` and `kv_transfer`
+    come with the engine's terminal, so a choice that a stop string ended has none. Where stop strings are looked for in
+    the content of an answer that has other parts, `read` has the parts, and there is no text to take.
     """
 
     def __init__(
@@ -47,18 +47,16 @@ class Choice:
     ) -> None:
         self.index = index
         self.request = request
-        self._include_stop = plan.include_stop
-        self._more_stop_ids = plan.more_stop_ids
+        self._plan = plan
         self._detokenizer = tokenizer.detokenizer(plan.skip_special_tokens) if tokenizer else None
         self._stops: StopStrings | None = None
+        self.parser = plan.new_parser() if plan.new_parser else None
         self.read: ContentStops | None = None
-        if plan.stop and plan.new_parser is not None:
-            self.read = ContentStops(plan.new_parser(), plan.stop, plan.include_stop)
+        if plan.stop and self.parser is not None:
+            self.read = ContentStops(self.parser, plan.stop, plan.include_stop)
         elif plan.stop:
             self._stops = StopStrings(plan.stop, plan.include_stop)
         self._metrics = metrics
-        self._stream = plan.stream
-        self._only_echo = plan.only_echo
         self._wake = wake
         self._abort = abort
         self._scheduled_time = self._first_time = self._last_time = 0.0
@@ -86,7 +84,7 @@ class Choice:
         """The sink of the request."""
         if self.done:  # a stop string matched, or it was cancelled: what overshot is dropped
             return
-        if self._more_stop_ids:
+        if self._plan.more_stop_ids:
             delta = self._stopped(delta)
         self.started = True
         if delta.scheduled is not None:
@@ -96,7 +94,7 @@ class Choice:
             self.prompt_logprobs += delta.prompt_logprobs
         if delta.token_ids:
             self._observe_tokens()
-            if not self._only_echo:
+            if not self._plan.only_echo:
                 self._take_tokens(delta)
         terminal = delta.terminal
         if terminal is not None and not self.done:
@@ -105,7 +103,7 @@ class Choice:
             else:
                 self.error = terminal
                 self._metrics.rejected(terminal, self.request, self.num_tokens, self._times)
-        if self._stream or self.done:
+        if self._plan.stream or self.done:
             self._wake()
 
     def has_text(self) -> bool:
@@ -133,7 +131,7 @@ class Choice:
         first = max(self.request.sampling.min_tokens - self.num_tokens, 0)
         for position in range(first, len(delta.token_ids)):
             token_id = delta.token_ids[position]
-            if token_id in self._more_stop_ids:
+            if token_id in self._plan.more_stop_ids:
                 self._abort(self.request.id)
                 return OutputDelta(
                     delta.token_ids[: position + 1],
@@ -153,7 +151,7 @@ class Choice:
         if self._detokenizer is None:
             return
         ending = delta.terminal.stop_token_id if isinstance(delta.terminal, Finished) else None
-        if ids[-1] == ending and not self._include_stop:
+        if ids[-1] == ending and not self._plan.include_stop:
             ids = ids[:-1]
         if self._stops is None and self.read is None:
             self._undecoded += ids
@@ -224,7 +222,7 @@ class Choice:
                 return
         if self.finish_reason is None:
             self.finish_reason = terminal.reason
-            if terminal.stop_token_id in (*self.request.sampling.stop_token_ids, *self._more_stop_ids):
+            if terminal.stop_token_id in (*self.request.sampling.stop_token_ids, *self._plan.more_stop_ids):
                 self.stop_reason = terminal.stop_token_id
         self._observe_end()
 

@@ -122,6 +122,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Fields of the request that change nothing here, in words for the answer's headers."""
     new_parser: Callable[[], OutputParser] | None = None
     """Makes the readers of a chat's answers: stop strings are looked for in the content that they find."""
+    model: str = ""
+    """The model's name in the answer."""
 
     def sampling_of(self, index: int) -> SamplingParams:
         """The parameters of the index-th of n choices: seed + index, within 64 bits."""

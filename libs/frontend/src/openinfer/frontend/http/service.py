@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -34,7 +34,7 @@ from openinfer.frontend.http.params import (
     with_echo,
 )
 from openinfer.frontend.http.shapes import AnswerShape, fingerprint, package_version
-from openinfer.frontend.http.text.chat_format import ChatFormat, ParserFactory
+from openinfer.frontend.http.text.chat_format import ChatFormat
 from openinfer.frontend.http.text.prompt_text import encode_prompt
 from openinfer.frontend.http.text.thoughts import budgeted, without_idle_budget
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -46,6 +46,14 @@ MAX_TRACE_PARENT_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 
 _log = logging.getLogger(__name__)
+
+
+class PreparedRequest(NamedTuple):
+    """What a request asks for. limits: the most tokens to generate for each of the prompts."""
+
+    plan: Plan
+    prompts: list[list[int]]
+    limits: list[int]
 
 
 class Service:
@@ -82,25 +90,22 @@ class Service:
         """POST /v1/completions."""
         arrival = time.monotonic()
         body = await read_json_body(request, CompletionBody, REFUSED)
-        model, plan, prompts, limits = await self.prepare_completions(request, body)
-        echoes = self._echoes(body, prompts) if plan.echo else ()
-        shape = CompletionShape(model, plan, self.tokenizer, echoes, self.mark)
-        return self.answer(request, plan, prompts, limits, arrival, shape)
+        asked = await self.prepare_completions(request, body)
+        echoes = self._echoes(body, asked.prompts) if asked.plan.echo else ()
+        shape = CompletionShape(asked.plan, self.tokenizer, echoes, self.mark)
+        return self.answer(request, asked, arrival, shape)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
         body = await read_json_body(request, ChatBody, CHAT_REFUSED)
-        model, plan, ids, limit, new_parser = await self.prepare_answer(request, body)
+        asked = await self.prepare_answer(request, body)
         shown = body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude)
-        shape = ChatShape(model, plan, self.tokenizer, new_parser, shown, self.mark)
-        return self.answer(request, plan, [ids], [limit], arrival, shape)
+        return self.answer(request, asked, arrival, ChatShape(asked.plan, self.tokenizer, shown, self.mark))
 
-    async def prepare_completions(
-        self, request: Request, body: CompletionBody
-    ) -> tuple[str, Plan, list[list[int]], list[int]]:
-        """The model's name in the answer, what to generate, the prompts and the most tokens to generate for each."""
-        model, plan = self.check(body, body.logprobs)
+    async def prepare_completions(self, request: Request, body: CompletionBody) -> PreparedRequest:
+        """Raises APIError."""
+        plan = self.check(body, body.logprobs)
         prompts = await self._prompts(request, body)
         if len(prompts) * plan.n > MAX_SEQUENCES:
             raise APIError(
@@ -116,44 +121,42 @@ class Service:
             max_tokens_for(len(ids), asked, COMPLETION_MAX_TOKENS, plan, info, "max_tokens", "prompt")
             for ids in prompts
         ]
-        return model, plan, prompts, limits
+        return PreparedRequest(plan, prompts, limits)
 
-    async def prepare_answer(
-        self, request: Request, body: ChatBody
-    ) -> tuple[str, Plan, list[int], int, ParserFactory | None]:
-        """The model's name in the answer, what to generate, the prompt, the most tokens to generate, the parsers."""
-        model, plan = self.check(body, top_logprobs(body))
-        chat = chat_of(body, self.template_variables)
-        ids, plan, new_parser = await self.prepare_chat(request, chat, plan, "messages")
-        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        limit = max_tokens_for(
-            len(ids), getattr(body, field), None, plan, self.client.info, field, "messages"
-        )
-        return model, plan, ids, limit, new_parser
+    async def prepare_answer(self, request: Request, body: ChatBody) -> PreparedRequest:
+        """Raises APIError."""
+        plan, chat = self.check(body, top_logprobs(body)), chat_of(body, self.template_variables)
+        limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        return await self.prepare_chat(request, chat, plan, "messages", limit, getattr(body, limit))
 
     async def prepare_chat(
-        self, request: Request, chat: Chat, plan: Plan, field: str
-    ) -> tuple[list[int], Plan, ParserFactory | None]:
-        """The prompt's ids, the plan with what the parsers need, and the parsers. Raises APIError."""
-        if self.tokenizer is None:
+        self, request: Request, chat: Chat, plan: Plan, field: str, limit: str, max_tokens: int | None
+    ) -> PreparedRequest:
+        """field, limit: where the endpoint has the chat and max_tokens. Raises APIError."""
+        info, tokenizer = self.client.info, self.tokenizer
+        if tokenizer is None:
             raise APIError("this server has no tokenizer; use /v1/completions", param=field)
         parts = await self.chat_format.prompt(chat)
-        text = "".join(parts)
+        text, grammar = "".join(parts), plan.grammar
         if chat.tool_choice not in ("auto", "none"):
-            check_grammars("tool_choice", self.client.info, self.tokenizer)
-        if "grammar" in self.client.info.features:  # elsewhere `strict` is a wish
-            plan = msgspec.structs.replace(plan, grammar=self.chat_format.grammar(chat, text, plan.grammar))
-        where, variables = self.chat_format.where(chat, text), self.template_variables
-        grammar = budgeted(chat, where, plan.grammar, variables, self.client.info, self.tokenizer)
-        plan = msgspec.structs.replace(plan, grammar=grammar)
-        ids = await encode_prompt(
-            self.tokenizer, parts, False, self.client.info, field, request.is_disconnected
-        )
+            check_grammars("tool_choice", info, tokenizer)
+        if "grammar" in info.features:  # elsewhere `strict` is a wish
+            grammar = self.chat_format.grammar(chat, text, grammar)
+        where = self.chat_format.where(chat, text)
+        grammar = budgeted(chat, where, grammar, self.template_variables, info, tokenizer)
+        ids = await encode_prompt(tokenizer, parts, False, info, field, request.is_disconnected)
         new_parser = self.chat_format.parser(chat, text, plan.stream)
-        if new_parser is not None and self.tokenizer.has_special_in(self.chat_format.markers()):
-            plan = msgspec.structs.replace(plan, skip_special_tokens=False)
-        warnings = (*plan.warnings, *chat.warnings)
-        return ids, msgspec.structs.replace(plan, warnings=warnings, new_parser=new_parser), new_parser
+        reads_special = new_parser is not None and tokenizer.has_special_in(self.chat_format.markers())
+        plan = msgspec.structs.replace(
+            plan,
+            grammar=grammar,
+            skip_special_tokens=plan.skip_special_tokens and not reads_special,
+            warnings=(*plan.warnings, *chat.warnings),
+            new_parser=new_parser,
+        )
+        return PreparedRequest(
+            plan, [ids], [max_tokens_for(len(ids), max_tokens, None, plan, info, limit, field)]
+        )
 
     async def prepare(self) -> None:
         """Start the renderer, and tell the engine what it needs for grammars. The client must have been started.
@@ -267,17 +270,15 @@ class Service:
             )
         return model or names[0]
 
-    def check(
-        self, body: CommonBody, logprobs: int | None, format_field: str = "response_format"
-    ) -> tuple[str, Plan]:
-        """The model's name in the answer, and what to generate. Raises APIError naming the field."""
+    def check(self, body: CommonBody, logprobs: int | None, format_field: str = "response_format") -> Plan:
+        """What to generate. Raises APIError naming the field."""
         if self.draining:
             raise APIError("the server is shutting down", status=503, code="shutting_down")
         if why := self.client.stats().refusal:
             raise APIError(why, status=503, code="sleeping")
         model = self.known(body.model)
         plan = make_plan(body, logprobs, self.defaults, self.client.info, self.tokenizer, format_field)
-        return model, msgspec.structs.replace(plan, adapter="" if model in self.names() else model)
+        return msgspec.structs.replace(plan, model=model, adapter="" if model in self.names() else model)
 
     async def _prompts(self, request: Request, body: CompletionBody) -> list[list[int]]:
         """str | list[str] | list[int] | list[list[int]] to lists of ids."""
@@ -323,14 +324,9 @@ class Service:
         )
 
     def answer(
-        self,
-        request: Request,
-        plan: Plan,
-        prompts: list[list[int]],
-        limits: list[int],
-        arrival: float,
-        shape: AnswerShape,
+        self, request: Request, asked: PreparedRequest, arrival: float, shape: AnswerShape
     ) -> GenerationResponse:
+        plan, prompts, limits = asked
         check_size(prompts, limits, plan, self.client.info)
         plan = without_idle_budget(plan, limits)
         self.metrics.n.observe(plan.n)

@@ -3,7 +3,7 @@
 import functools
 import importlib.metadata
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -55,6 +55,6 @@ def error_body(error: APIError) -> bytes:
     return encode({"error": fields})
 
 
-def named_event(name: str, data: object) -> bytes:
-    """An event that has a name, as the newer APIs write them."""
-    return b"event: " + name.encode() + b"\ndata: " + encode(data) + b"\n\n"
+def named_event(name: str, /, **fields: Any) -> bytes:
+    """An event that has a name, as the newer APIs write them; its data begin with it."""
+    return b"event: " + name.encode() + b"\ndata: " + encode({"type": name, **fields}) + b"\n\n"

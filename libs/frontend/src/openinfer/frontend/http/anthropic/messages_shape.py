@@ -8,16 +8,11 @@ from typing import Any
 from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
 from openinfer.frontend.errors import APIError, TooLong
 from openinfer.frontend.http.generation import Choice, Usage
+from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, named_event
-from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-_EMPTY: dict[str, tuple[str, Any]] = {
-    "tool_use": ("input", {}),
-    "text": ("text", ""),
-    "thinking": ("thinking", ""),
-}
 SIGNATURE = "b3BlbmluZmVy"
 """The signature of all thoughts: clients send back only those that have one. It is not checked."""
 _KINDS = {
@@ -31,10 +26,10 @@ _KINDS = {
 class MessagesShape:
     """A Shape, for one choice."""
 
-    def __init__(self, model: str, new_parser: ParserFactory | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, plan: Plan, tokenizer: Tokenizer | None) -> None:
         self._id = f"msg_{uuid.uuid4().hex}"
-        self._model = model
-        self._reader = Reader(new_parser, tokenizer)
+        self._model = plan.model
+        self._reader = Reader(tokenizer)
         self._open: type[Part] | None = None
         self._count = 0  # blocks begun
         self._called = False
@@ -47,20 +42,14 @@ class MessagesShape:
         said = b""
         if not self._begun:
             self._begun = True
-            usage = _usage(Usage([choice], 1))
-            message = self._message([], None, None) | {"usage": usage}
-            said = named_event("message_start", {"type": "message_start", "message": message})
+            said = named_event("message_start", message=self._message([], (None, None), Usage([choice], 1)))
         return said + b"".join([self._grow(part) for part in parts])
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         reason, stop = self._reason(choices[0])
         delta = {"stop_reason": reason, "stop_sequence": stop}
-        last = {"type": "message_delta", "delta": delta, "usage": _usage(usage)}
-        return (
-            self._close()
-            + named_event("message_delta", last)
-            + named_event("message_stop", {"type": "message_stop"})
-        )
+        last = named_event("message_delta", delta=delta, usage=_usage(usage))
+        return self._close() + last + named_event("message_stop")
 
     def broken(self, error: APIError) -> bytes:
         return b"event: error\ndata: " + messages_error(error) + b"\n\n"
@@ -80,8 +69,7 @@ class MessagesShape:
                 if isinstance(part, ToolCall):
                     self._called = True
                     blocks[-1]["input"] = json.loads(part.arguments)
-        reason, stop = self._reason(choice)
-        return encode(self._message(blocks, reason, stop) | {"usage": _usage(usage)})
+        return encode(self._message(blocks, self._reason(choice), usage))
 
     def refusal(self, error: APIError) -> bytes:
         return messages_error(error)
@@ -92,56 +80,54 @@ class MessagesShape:
         if begins and not isinstance(part, Arguments):
             said = self._close()
             self._open = type(part)
-            block = _block(part)
-            name, empty = _EMPTY[block["type"]]
-            block[name] = empty
+            self._called = self._called or isinstance(part, ToolCall)
+            block = _block(part if isinstance(part, ToolCall) else type(part)(""))
             if "signature" in block:
                 block["signature"] = ""
-            begin = {"type": "content_block_start", "index": self._count, "content_block": block}
-            said += named_event("content_block_start", begin)
+            said += named_event("content_block_start", index=self._count, content_block=block)
             self._count += 1
         match part:
-            case ToolCall(_, arguments):
-                self._called = True
-                delta = {"type": "input_json_delta", "partial_json": arguments}
-            case Arguments(text):
+            case ToolCall(_, text) | Arguments(text):
                 delta = {"type": "input_json_delta", "partial_json": text}
             case Content(text):
                 delta = {"type": "text_delta", "text": text}
             case Reasoning(text):
                 delta = {"type": "thinking_delta", "thinking": text}
-        grown = {"type": "content_block_delta", "index": self._count - 1, "delta": delta}
-        return said + named_event("content_block_delta", grown)
+        return said + self._delta(delta)
+
+    def _delta(self, delta: dict[str, str]) -> bytes:
+        """Of the block that was begun last."""
+        return named_event("content_block_delta", index=self._count - 1, delta=delta)
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
         said = b""
         if self._open is Reasoning:
-            delta = {"type": "signature_delta", "signature": SIGNATURE}
-            signed = {"type": "content_block_delta", "index": self._count - 1, "delta": delta}
-            said = named_event("content_block_delta", signed)
+            said = self._delta({"type": "signature_delta", "signature": SIGNATURE})
         self._open = None
-        return said + named_event(
-            "content_block_stop", {"type": "content_block_stop", "index": self._count - 1}
-        )
+        return said + named_event("content_block_stop", index=self._count - 1)
 
     def _reason(self, choice: Choice) -> tuple[str, str | None]:
+        """stop_reason and stop_sequence."""
         if choice.finish_reason == "length":
             return "max_tokens", None
         if isinstance(choice.stop_reason, str):
             return "stop_sequence", choice.stop_reason
         return ("tool_use" if self._called else "end_turn"), None
 
-    def _message(self, blocks: list[dict[str, Any]], reason: str | None, stop: str | None) -> dict[str, Any]:
+    def _message(
+        self, blocks: list[dict[str, Any]], reason: tuple[str | None, str | None], usage: Usage
+    ) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
             "content": blocks,
-            "stop_reason": reason,
-            "stop_sequence": stop,
+            "stop_reason": reason[0],
+            "stop_sequence": reason[1],
+            "usage": _usage(usage),
         }
 
 

@@ -12,16 +12,11 @@ from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.openai.completions import (
     OpenAIShape,
     UsageBody,
-    event,
-    has_news,
-    prompt_logprobs,
     token_text,
     usage_body,
-    usage_so_far,
 )
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, fingerprint
-from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader, TextPiece, new_call_id, said
 from openinfer.frontend.http.tokenizer import Tokenizer
 
@@ -72,41 +67,37 @@ class ChatResponse(msgspec.Struct):
 
 
 class ChatShape(OpenAIShape):
-    """A Shape. new_parser: makes a parser of the text; None: all text is content. show_reasoning: send the thoughts."""
+    """A Shape. show_reasoning: send the thoughts."""
 
     def __init__(
         self,
-        model: str,
         plan: Plan,
         tokenizer: Tokenizer | None,
-        new_parser: ParserFactory | None = None,
         show_reasoning: bool = True,
         mark: Callable[[], str] = fingerprint,
     ) -> None:
-        super().__init__("chatcmpl", "chat.completion.chunk", model, plan, tokenizer, mark)
-        self._reader = Reader(new_parser, tokenizer)
+        kind = "chat.completion.chunk" if plan.stream else "chat.completion"
+        super().__init__(ChatResponse, "chatcmpl", kind, plan, tokenizer, mark)
+        self._reader = Reader(tokenizer)
         self._show_reasoning = show_reasoning
         self._calls: dict[int, int] = {}
 
     def events(self, choice: Choice) -> bytes:
-        if not has_news(choice, self._plan):
+        if not self._has_news(choice):
             return b""
         chunks = b""
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             role = _Choice(choice.index, delta=_Message("assistant", "", refusal=None))
             prompt = choice.request.prompt_token_ids if self._plan.return_token_ids else UNSET
-            chunks = event(self._chunk([role], prompt_token_ids=prompt))
+            chunks = self._event([role], prompt_token_ids=prompt)
         for piece in self._reader.each(choice, self._plan.skip_special_tokens):
             delta = self._message(choice.index, piece.parts)
             shown = piece.parts or piece.logprobs or self._plan.return_token_ids or choice.finish_reason
             if shown:  # or all of it is held back until it is clear what it becomes
                 body = self._choice(choice, UNSET, delta, piece)
-                chunks += event(self._chunk([body], usage=usage_so_far(choice, self._plan)))
+                chunks += self._event([body], usage=self._usage_so_far(choice))
         return chunks
-
-    def _chunk(self, bodies: Sequence[_Choice], **fields: Any) -> ChatResponse:
-        return ChatResponse(*self._head, bodies, system_fingerprint=self._mark(), **fields)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         bodies = []
@@ -119,15 +110,15 @@ class ChatShape(OpenAIShape):
             for call in message.tool_calls or ():
                 call.index = UNSET
             bodies.append(self._choice(choice, message, UNSET, piece))
-        ids, asked = choices[0].request.prompt_token_ids, self._plan.prompt_logprobs
-        scores: list[dict[str, Any] | None] | UnsetType = UNSET
-        if asked is not None:
-            scores = prompt_logprobs(self._names, ids, choices[0].prompt_logprobs, asked)
-        prompt = ids if self._plan.return_token_ids else UNSET
-        identity, _, created, model = self._head
-        head = (identity, "chat.completion", created, model)
-        left = choices[0].kv_transfer or UNSET
-        return encode(ChatResponse(*head, bodies, usage_body(usage), prompt, scores, self._mark(), left))
+        first = choices[0]
+        answer = self._chunk(
+            bodies,
+            usage=usage_body(usage),
+            prompt_token_ids=first.request.prompt_token_ids if self._plan.return_token_ids else UNSET,
+            prompt_logprobs=self._prompt_logprobs(first),
+            kv_transfer_params=first.kv_transfer or UNSET,
+        )
+        return encode(answer)
 
     def _message(self, index: int, parts: list[Part]) -> _Message:
         if not parts:

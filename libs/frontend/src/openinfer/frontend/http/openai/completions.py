@@ -75,27 +75,58 @@ class CompletionResponse(msgspec.Struct):
 
 
 class OpenAIShape:
-    """What completions and chats share. prefix: of ids; kind: the `object`. mark: the system_fingerprint."""
+    """What completions and chats share. response: makes a whole answer or a chunk; prefix: of ids; kind: the `object`.
+    mark: the system_fingerprint."""
 
     def __init__(
         self,
+        response: Callable[..., msgspec.Struct],
         prefix: str,
         kind: str,
-        model: str,
         plan: Plan,
         tokenizer: Tokenizer | None,
         mark: Callable[[], str],
     ) -> None:
-        self._head = (f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
+        self._response = response
+        self._head = (f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), plan.model)
         self._plan, self._tokenizer, self._mark = plan, tokenizer, mark
         self._names = None if plan.tokens_as_ids else tokenizer
         self._begun: set[int] = set()
 
-    def _chunk(self, bodies: Sequence[Any], **fields: Any) -> msgspec.Struct:
-        raise NotImplementedError
+    def _chunk(self, bodies: Sequence[msgspec.Struct], **fields: Any) -> msgspec.Struct:
+        return self._response(*self._head, bodies, system_fingerprint=self._mark(), **fields)
+
+    def _event(self, bodies: Sequence[msgspec.Struct], **fields: Any) -> bytes:
+        return b"data: " + encode(self._chunk(bodies, **fields)) + b"\n\n"
+
+    def _has_news(self, choice: Choice) -> bool:
+        ids = choice.token_ids if self._plan.return_token_ids else choice.logprobs
+        return bool(ids) or choice.finish_reason is not None or choice.has_text()
+
+    def _usage_so_far(self, choice: Choice) -> UsageBody | UnsetType:
+        """The usage in an event of a choice, if the request asks for it."""
+        return usage_body(Usage([choice], 1)) if self._plan.continuous_usage else UNSET
+
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | UnsetType:
+        """vLLM's prompt_logprobs: None for the first token; for the others, by id, its own and the most likely."""
+        count = self._plan.prompt_logprobs
+        if count is None:
+            return UNSET
+
+        def entry(token_id: int, value: float, rank: int | None) -> dict[str, Any]:
+            return {"logprob": value, "rank": rank, "decoded_token": token_text(self._names, token_id)}
+
+        found: list[dict[str, Any] | None] = [None]
+        for token_id, score in zip(choice.request.prompt_token_ids[1:], choice.prompt_logprobs, strict=True):
+            of_token = {str(token_id): entry(token_id, score.logprob, score.rank)}
+            tops = zip(score.top_token_ids[:count], score.top_logprobs[:count], strict=True)
+            for rank, (top_id, value) in enumerate(tops, start=1):
+                of_token.setdefault(str(top_id), entry(top_id, value, rank))
+            found.append(of_token)
+        return found
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        last = event(self._chunk([], usage=usage_body(usage))) if self._plan.include_usage else b""
+        last = self._event([], usage=usage_body(usage)) if self._plan.include_usage else b""
         return last + DONE_EVENT
 
     def broken(self, error: APIError) -> bytes:
@@ -109,25 +140,16 @@ class CompletionShape(OpenAIShape):
     """/v1/completions. echoes: the text of each prompt, where the plan echoes."""
 
     def __init__(
-        self,
-        model: str,
-        plan: Plan,
-        tokenizer: Tokenizer | None,
-        echoes: Sequence[str],
-        mark: Callable[[], str],
+        self, plan: Plan, tokenizer: Tokenizer | None, echoes: Sequence[str], mark: Callable[[], str]
     ) -> None:
-        super().__init__("cmpl", "text_completion", model, plan, tokenizer, mark)
+        super().__init__(CompletionResponse, "cmpl", "text_completion", plan, tokenizer, mark)
         self._echoes = echoes
         self._offsets: dict[int, _Offsets] = {}
 
     def events(self, choice: Choice) -> bytes:
-        if not has_news(choice, self._plan):
+        if not self._has_news(choice):
             return b""
-        body = self._choice(choice)
-        return event(self._chunk([body], usage=usage_so_far(choice, self._plan)))
-
-    def _chunk(self, bodies: Sequence[_Completion], **fields: Any) -> CompletionResponse:
-        return CompletionResponse(*self._head, bodies, system_fingerprint=self._mark(), **fields)
+        return self._event([self._choice(choice)], usage=self._usage_so_far(choice))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         bodies = [self._choice(choice) for choice in choices]
@@ -149,7 +171,6 @@ class CompletionShape(OpenAIShape):
             token_ids = prompt + token_ids
             if self._plan.sampling.logprobs is not None:
                 logprobs = [None, *scores, *logprobs]
-        asked = self._plan.prompt_logprobs
         return _Completion(
             choice.index,
             text,
@@ -158,7 +179,7 @@ class CompletionShape(OpenAIShape):
             choice.stop_reason,
             ids,
             prompt if is_first and self._plan.return_token_ids else UNSET,
-            UNSET if asked is None else prompt_logprobs(self._names, prompt, scores, asked),
+            self._prompt_logprobs(choice),
         )
 
     def _logprobs(
@@ -221,35 +242,8 @@ def likeliest(entry: TokenLogprobs, count: int, text: Callable[[int], str]) -> d
     return found
 
 
-def has_news(choice: Choice, plan: Plan) -> bool:
-    ids = choice.token_ids if plan.return_token_ids else choice.logprobs
-    return bool(ids) or choice.finish_reason is not None or choice.has_text()
-
-
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
     return tokenizer.token_text(token_id) if tokenizer else f"token_id:{token_id}"
-
-
-def prompt_logprobs(
-    tokenizer: Tokenizer | None, prompt: list[int], scores: Sequence[TokenLogprobs], count: int
-) -> list[dict[str, Any] | None]:
-    """vLLM's prompt_logprobs: None for the first token; for the others, by id, its own and the `count` most likely."""
-
-    def entry(token_id: int, value: float, rank: int | None) -> dict[str, Any]:
-        return {"logprob": value, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
-
-    found: list[dict[str, Any] | None] = [None]
-    for token_id, score in zip(prompt[1:], scores, strict=True):
-        of_token = {str(token_id): entry(token_id, score.logprob, score.rank)}
-        tops = zip(score.top_token_ids[:count], score.top_logprobs[:count], strict=True)
-        for rank, (top_id, value) in enumerate(tops, start=1):
-            of_token.setdefault(str(top_id), entry(top_id, value, rank))
-        found.append(of_token)
-    return found
-
-
-def event(response: msgspec.Struct) -> bytes:
-    return b"data: " + encode(response) + b"\n\n"
 
 
 def usage_body(usage: Usage) -> UsageBody:
@@ -270,8 +264,3 @@ def _completion_details(usage: Usage) -> CompletionDetails:
         return CompletionDetails(usage.reasoning_tokens)
     accepted = sum(drafts.accepted)
     return CompletionDetails(usage.reasoning_tokens, accepted, drafts.tokens - accepted, drafts.accepted)
-
-
-def usage_so_far(choice: Choice, plan: Plan) -> UsageBody | UnsetType:
-    """The usage in an event of a choice, if the request asks for it."""
-    return usage_body(Usage([choice], 1)) if plan.continuous_usage else UNSET

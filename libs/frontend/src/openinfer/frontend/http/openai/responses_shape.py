@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
@@ -17,7 +17,6 @@ from openinfer.frontend.http.openai.responses_body import (
 )
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body, named_event
-from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.reader import Reader, new_call_id
 from openinfer.frontend.http.tokenizer import Tokenizer
 
@@ -25,21 +24,9 @@ from openinfer.frontend.http.tokenizer import Tokenizer
 class ResponsesShape:
     """A Shape, for one choice."""
 
-    def __init__(
-        self,
-        model: str,
-        body: ResponsesBody,
-        plan: Plan,
-        tokenizer: Tokenizer | None,
-        new_parser: ParserFactory | None,
-        kept: KeptItems,
-    ) -> None:
-        self._id = f"resp_{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._body = body
-        self._plan = plan
-        self._kept = kept
+    def __init__(self, body: ResponsesBody, plan: Plan, tokenizer: Tokenizer | None, kept: KeptItems) -> None:
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._body, self._plan, self._kept = body, plan, kept
         self._summarizes = body.reasoning is not None and body.reasoning.summary not in (None, "none")
         self._carries = ENCRYPTED in (body.include or ())
         # The model calls a tool of a namespace by one name, and the client knows it by two.
@@ -47,7 +34,8 @@ class ResponsesShape:
             tool.name: {"name": name} if space is None else {"name": name, "namespace": space}
             for (space, name), tool in flattened(body.tools or (), []).items()
         }
-        self._reader = Reader(new_parser, tokenizer)
+        self._reader = Reader(tokenizer)
+        self._cut: Container[int] = ()  # calls that ended before they were whole
         self._items: list[dict[str, Any]] = []
         self._open: type[Part] | None = None
         self._text: list[str] = []
@@ -55,7 +43,7 @@ class ResponsesShape:
         self._sequence = 0
 
     def events(self, choice: Choice) -> bytes:
-        parts = self._reader.take(choice).parts
+        parts = self._taken(choice)
         begun = b""
         if self._sequence == 0:
             response = self._response("in_progress", None)
@@ -79,7 +67,7 @@ class ResponsesShape:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         (choice,) = choices
-        for part in self._reader.take(choice).parts:
+        for part in self._taken(choice):
             self._grow(part)
         self._close(_status(choice))
         self._keep()
@@ -87,6 +75,11 @@ class ResponsesShape:
 
     def refusal(self, error: APIError) -> bytes:
         return error_body(error)
+
+    def _taken(self, choice: Choice) -> list[Part]:
+        if choice.parser is not None:
+            self._cut = choice.parser.cut
+        return self._reader.take(choice).parts
 
     def _keep(self) -> None:
         if self._body.store is not False:
@@ -154,7 +147,7 @@ class ResponsesShape:
         item["status"] = status
         if kind is ToolCall:
             # A call may be whole in an answer that is cut, and cut in one that is not.
-            cut = broken or self._reader.is_cut(0, self._calls)
+            cut = broken or self._calls in self._cut
             item["status"] = "incomplete" if cut else "completed"
             self._calls += 1
             said = self._event(
@@ -187,7 +180,7 @@ class ResponsesShape:
     def _event(self, kind: str, **fields: Any) -> bytes:
         if not self._plan.stream:
             return b""
-        said = named_event(kind, {"type": kind, "sequence_number": self._sequence, **fields})
+        said = named_event(kind, sequence_number=self._sequence, **fields)
         self._sequence += 1
         return said
 
@@ -204,7 +197,7 @@ class ResponsesShape:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._model,
+            "model": self._plan.model,
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,

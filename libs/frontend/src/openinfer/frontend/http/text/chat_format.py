@@ -19,10 +19,6 @@ from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.form import Grammar
 from openinfer.sampler.lark import Lark
 
-ParserFactory = Callable[[], OutputParser]
-"""A new parser for each choice."""
-
-
 SMALL_SIZE = 16384
 """Larger chats, in characters and items, are rendered apart from the others."""
 RENDER_TIMEOUT_S = 10.0
@@ -70,7 +66,7 @@ class ChatFormat:
             )
         return before.split(cut)
 
-    def parser(self, chat: Chat, prompt: str, streams: bool) -> ParserFactory | None:
+    def parser(self, chat: Chat, prompt: str, streams: bool) -> Callable[[], OutputParser] | None:
         """Makes the parsers for what follows `prompt`; None when all of it is content. streams: calls as they come."""
         tools = self.tools if self._tools_on_offer(chat) else None
         reasoning = self.reasoning and chat.separate

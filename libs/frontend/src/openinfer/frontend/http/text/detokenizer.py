@@ -5,7 +5,7 @@ Half a UTF-8 character waits for its other half or the end. Stop strings are fou
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from openinfer.frontend.chat import Content, OutputParser, Part
 from openinfer.frontend.chat.parts import overlap
@@ -86,13 +86,6 @@ class TextDetokenizer:
         return new
 
 
-class StopMatch(NamedTuple):
-    """text: what may be handed out; matched: the stop string that ended it, or None to go on."""
-
-    text: str
-    matched: str | None
-
-
 class StopStrings:
     """Watches a text for the first of several strings; holds back only what may become one.
 
@@ -108,8 +101,9 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def push(self, text: str) -> StopMatch:
-        """Take more text. After a match nothing may be pushed any more."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Take more text. Returns what may be handed out, and the stop string that ended it, or None to go on. After a
+        match nothing may be pushed any more."""
         text = self._held + text
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
@@ -118,10 +112,10 @@ class StopStrings:
                 best = (start + len(stop), start, stop)
         if best is not None:
             end, start, stop = best
-            return StopMatch(text[: end if self._include else start], stop)
+            return text[: end if self._include else start], stop
         keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
-        return StopMatch(text[: len(text) - keep], None)
+        return text[: len(text) - keep], None
 
     def flush(self) -> str:
         """At the end: what was held back."""
@@ -134,19 +128,19 @@ class ContentStops:
 
     parser: reads the text. parts: what can be handed out; the caller takes it."""
 
-    __slots__ = ("_stops", "parser", "parts")
+    __slots__ = ("_parser", "_stops", "parts")
 
     def __init__(self, parser: OutputParser, stops: Sequence[str], include: bool) -> None:
-        self.parser, self.parts = parser, list[Part]()
+        self._parser, self.parts = parser, list[Part]()
         self._stops = StopStrings(stops, include)
 
     def push(self, text: str, *, watched: bool = True) -> str | None:
         """Take more text. Returns the stop string that ended it; nothing may be pushed after that."""
-        return self._watch(self.parser.push(text), watched)
+        return self._watch(self._parser.push(text), watched)
 
     def flush(self) -> str | None:
         """At the end: what was held back may have a stop string too."""
-        matched = self._watch(self.parser.flush(), True)
+        matched = self._watch(self._parser.flush(), True)
         if matched is None:
             self._say(self._stops.flush())
         return matched

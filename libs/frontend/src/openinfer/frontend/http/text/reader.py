@@ -8,7 +8,6 @@ from openinfer.frontend.chat import Content, OutputParser, Part, Reasoning
 from openinfer.frontend.chat.output import END_THINK
 from openinfer.frontend.contract import TokenLogprobs
 from openinfer.frontend.http.generation import Choice
-from openinfer.frontend.http.text.chat_format import ParserFactory
 from openinfer.frontend.http.text.detokenizer import Detokenizer
 from openinfer.frontend.http.tokenizer import Tokenizer
 
@@ -23,13 +22,11 @@ class TextPiece(NamedTuple):
 
 
 class Reader:
-    """Takes from choices. new_parser: None makes all text content. tokenizer: needed where there is a parser."""
+    """Takes from choices. tokenizer: needed where they have a parser."""
 
-    def __init__(self, new_parser: ParserFactory | None, tokenizer: Tokenizer | None) -> None:
-        self._new_parser = new_parser
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._end_think = tokenizer.token_id(END_THINK) if tokenizer else None
-        self._parsers: dict[int, OutputParser] = {}
         self._widths: dict[int, Detokenizer] = {}  # how much of the text is a token's
         self._counts: dict[int, int] = {}
         self._closed: set[int] = set()
@@ -57,24 +54,16 @@ class Reader:
                 self._read(choice, piece, [token_id], choice.done and not left), [token_id], [entry], not left
             )
 
-    def is_cut(self, choice: int, call: int) -> bool:
-        """Whether a call of a choice, of those read so far, ended before it was whole."""
-        parser = self._parsers.get(choice)
-        return parser is not None and call in parser.cut
-
     def _read(self, choice: Choice, text: str, token_ids: list[int], ended: bool) -> list[Part]:
+        parser = choice.parser
+        if parser is None:
+            return [Content(text)] if text else []
         if choice.read is not None:
             parts, choice.read.parts = choice.read.parts, []
-            self._count(choice, choice.read.parser, parts, token_ids)
-            return parts
-        if self._new_parser is None:
-            return [Content(text)] if text else []
-        parser = self._parsers.get(choice.index)
-        if parser is None:
-            parser = self._parsers[choice.index] = self._new_parser()
-        parts = parser.push(text) if text else []
-        if ended:
-            parts += parser.flush()
+        else:
+            parts = parser.push(text) if text else []
+            if ended:
+                parts += parser.flush()
         self._count(choice, parser, parts, token_ids)
         return parts
 
