@@ -290,7 +290,7 @@ ABLE = {"features": ["penalties", "logit_bias", "allowed_token_ids", "bad_words"
 
 def sampling(**fields: Any) -> SamplingParams:
     """What an engine with every feature is asked."""
-    body = _decode(msgspec.json.encode(fields), CompletionBody, {})
+    body = _decode(msgspec.json.encode(fields), CompletionBody)
     defaults = SamplingDefaults(repetition_penalty=1.5)
     return make_plan(body, None, defaults, FakeEngine(**ABLE).info, Tokenizer.load(DATA)).sampling  # type: ignore[arg-type]
 

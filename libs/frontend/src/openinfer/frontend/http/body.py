@@ -7,7 +7,7 @@ import asyncio
 import re
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import inspect as info
@@ -30,6 +30,12 @@ MAX_BAD_WORDS = 64
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 Budget = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Body(msgspec.Struct):
+    """A JSON body. refused: known fields that are not honoured, with the values that ask for nothing."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = types.MappingProxyType({})
 
 
 class StreamOptions(msgspec.Struct):
@@ -79,7 +85,7 @@ class StructuredOutputs(msgspec.Struct):
     disable_additional_properties: bool | None = None
 
 
-class CommonBody(msgspec.Struct, kw_only=True):
+class CommonBody(Body, kw_only=True):
     """The fields that both endpoints take; None is a field that was not given. Values are checked in params.py."""
 
     model: str | None = None
@@ -160,22 +166,16 @@ _REFUSED: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None, ["text"]), "modalities"),
     ((None, {}), "vllm_xargs"),
 )
-"""Known fields we do not honour, by the values that ask for nothing."""
 REFUSED = {name: values for values, names in _REFUSED for name in names.split()}
-CHAT_REFUSED = {**REFUSED, "echo": (None, False), "add_special_tokens": (None, False)}
+"""Of completions and chats."""
 _WHERE = re.compile(r" - at `\$\.?(?P<path>(?P<field>\w*)[^`]*)`$")
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
-_Body = TypeVar("_Body", bound=msgspec.Struct)
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Body = TypeVar("_Body", bound=Body)
 
 
-async def read_json_body(
-    request: Request,
-    kind: type[_Body],
-    refused: Mapping[str, tuple[Any, ...]] = types.MappingProxyType({}),
-    *,
-    empty: _Body | None = None,
-) -> _Body:
-    """The body. refused: fields that are not honoured, with values that change nothing. empty: of a body without bytes.
+async def read_json_body(request: Request, kind: type[_Body], *, empty: _Body | None = None) -> _Body:
+    """The body. empty: of one without bytes.
 
     Raises APIError: 400 that names the field where there is one, or where the client leaves within the body; 408 for
     one that takes too long, 413 for one that is too large, 415 for one that is not JSON by its Content-Type.
@@ -192,7 +192,7 @@ async def read_json_body(
     if not raw and empty is not None:
         return empty
     _check_count(raw)
-    return _decode(raw, kind, refused)
+    return _decode(raw, kind)
 
 
 async def _read(request: Request) -> bytes:
@@ -233,13 +233,13 @@ def _check_count(raw: bytes) -> None:
     )
 
 
-def _decode(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, ...]]) -> _Body:
+def _decode(raw: bytes, kind: type[_Body]) -> _Body:
     try:
         fields = msgspec.json.decode(raw)
         if not isinstance(fields, dict):
             raise APIError(f"the body must be a JSON object, not {_json_type(fields)}")
-        for name in refused.keys() & fields.keys():
-            if not _asks_for_nothing(fields[name], refused[name]):
+        for name in kind.refused.keys() & fields.keys():
+            if not _asks_for_nothing(fields[name], kind.refused[name]):
                 raise NotSupported(f"{name} is not supported by this server: {instead(name)}", name)
         return msgspec.convert(fields, kind, strict=False)  # "5" and 5.0 are 5, as many clients write
     except msgspec.ValidationError as error:
@@ -250,7 +250,7 @@ def _decode(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, ...]
         raise APIError("the body is nested too deeply") from error
 
 
-def typed(value: dict[str, Any], kind: type[_Body], field: str, where: str) -> _Body:
+def typed(value: dict[str, Any], kind: type[_Struct], field: str, where: str) -> _Struct:
     """An object within a body. Raises APIError (400) naming the field and the place."""
     try:
         return msgspec.convert(value, kind, strict=False)

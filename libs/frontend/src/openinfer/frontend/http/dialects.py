@@ -12,12 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.anthropic import messages_body
 from openinfer.frontend.http.anthropic.messages_body import MessagesBody, messages_chat, messages_common
 from openinfer.frontend.http.anthropic.messages_shape import MessagesShape
-from openinfer.frontend.http.body import CHAT_REFUSED, MAX_TOOLS, REFUSED, ToolSpec, read_json_body
+from openinfer.frontend.http.body import MAX_TOOLS, Body, ToolSpec, read_json_body
 from openinfer.frontend.http.chat import Chat, chat_messages
-from openinfer.frontend.http.openai import responses_body
 from openinfer.frontend.http.openai.chat_body import ChatBody, tool_object
 from openinfer.frontend.http.openai.completions import CompletionBody
 from openinfer.frontend.http.openai.responses_body import (
@@ -36,7 +34,7 @@ COUNTED_CHARS = 1 << 20
 """The most characters of a text that /tokenize takes; 16 for each token of the context where that is more."""
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True):
+class TokenizeBody(Body, kw_only=True):
     """POST /tokenize: a text, or a chat as its template writes it."""
 
     prompt: str | None = None
@@ -50,7 +48,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True):
+class DetokenizeBody(Body, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[int]
@@ -67,7 +65,7 @@ class Dialects:
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
         arrival, service = time.monotonic(), self._service
-        body = await read_json_body(request, ResponsesBody, responses_body.REFUSED)
+        body = await read_json_body(request, ResponsesBody)
         asked = await self.prepare_response(request, body)
         shape = ResponsesShape(body, asked.plan, service.tokenizer, self._kept)
         return service.answer(request, asked, arrival, shape)
@@ -82,7 +80,7 @@ class Dialects:
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages."""
         arrival, service = time.monotonic(), self._service
-        body = await read_json_body(request, MessagesBody, messages_body.REFUSED)
+        body = await read_json_body(request, MessagesBody)
         if body.max_tokens is None:
             raise APIError("max_tokens is missing", param="max_tokens")
         asked = await self._prepare_messages(request, body, body.max_tokens)
@@ -90,7 +88,7 @@ class Dialects:
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
-        body = await read_json_body(request, MessagesBody, messages_body.REFUSED)
+        body = await read_json_body(request, MessagesBody)
         asked = await self._prepare_messages(request, body, None)
         return json_response({"input_tokens": len(asked.prompts[0])})
 
@@ -158,18 +156,18 @@ class Dialects:
 
     async def render_chat(self, request: Request) -> Response:
         """POST /v1/chat/completions/render."""
-        body = await read_json_body(request, ChatBody, CHAT_REFUSED)
+        body = await read_json_body(request, ChatBody)
         (rendered,) = _rendered("chatcmpl", await self._service.prepare_answer(request, body))
         return json_response(rendered)
 
     async def render_completions(self, request: Request) -> Response:
         """POST /v1/completions/render: one for each prompt."""
-        body = await read_json_body(request, CompletionBody, REFUSED)
+        body = await read_json_body(request, CompletionBody)
         return json_response(_rendered("cmpl", await self._service.prepare_completions(request, body)))
 
     async def render_responses(self, request: Request) -> Response:
         """POST /v1/responses/render."""
-        body = await read_json_body(request, ResponsesBody, responses_body.REFUSED)
+        body = await read_json_body(request, ResponsesBody)
         (rendered,) = _rendered("resp", await self.prepare_response(request, body))
         return json_response(rendered)
 

@@ -8,12 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openinfer.frontend.http.admin import Admin, LoadBody, SleepBody, UnloadBody, UpdateBody, WakeBody
-from openinfer.frontend.http.anthropic import messages_body
 from openinfer.frontend.http.anthropic.messages_body import MessagesBody
-from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED
+from openinfer.frontend.http.body import Body
 from openinfer.frontend.http.dialects import DetokenizeBody, Dialects, TokenizeBody
 from openinfer.frontend.http.guard import OPEN_PATHS
-from openinfer.frontend.http.openai import responses_body
 from openinfer.frontend.http.openai.chat_body import ChatBody
 from openinfer.frontend.http.openai.chat_shape import ChatResponse
 from openinfer.frontend.http.openai.completions import CompletionBody, CompletionResponse
@@ -48,13 +46,12 @@ _REFUSALS = {
 
 
 class Endpoint(NamedTuple):
-    """One path. body: what its JSON is checked by; refused: known fields that it does not honour."""
+    """One path. body: what its JSON is checked by."""
 
     path: str
     handler: Callable[[Request], Awaitable[Response]]
     summary: str
-    body: type[msgspec.Struct] | None = None
-    refused: Mapping[str, tuple[Any, ...]] = {}
+    body: type[Body] | None = None
     answer: type[msgspec.Struct] | None = None
     streams: bool = False
 
@@ -68,27 +65,26 @@ def endpoints(
     service: Service, dialects: Dialects, page: Page, plan: PlanPage, admin: Admin
 ) -> list[Endpoint]:
     """All that a server answers, /openapi.json apart."""
-    messages, refused = MessagesBody, messages_body.REFUSED
+    ids = "token ids and sampling parameters, nothing generated"
+    items = f"A list of items' {ids}"
     return [
         Endpoint(
-            *("/v1/completions", service.completions, "Continue prompts", CompletionBody),
-            *(REFUSED, CompletionResponse, True),
+            "/v1/completions",
+            service.completions,
+            "Continue prompts",
+            CompletionBody,
+            CompletionResponse,
+            True,
         ),
+        Endpoint("/v1/chat/completions", service.chat, "Answer a chat", ChatBody, ChatResponse, True),
+        Endpoint("/v1/responses", dialects.responses, "Answer a list of items", ResponsesBody, None, True),
+        Endpoint("/v1/messages", dialects.messages, "Answer a chat (Anthropic)", MessagesBody, None, True),
+        Endpoint("/v1/messages/count_tokens", dialects.count_tokens, "Count a chat's tokens", MessagesBody),
+        Endpoint("/v1/chat/completions/render", dialects.render_chat, f"A chat's {ids}", ChatBody),
         Endpoint(
-            *("/v1/chat/completions", service.chat, "Answer a chat", ChatBody),
-            *(CHAT_REFUSED, ChatResponse, True),
+            "/v1/completions/render", dialects.render_completions, f"Each prompt's {ids}", CompletionBody
         ),
-        Endpoint(
-            *("/v1/responses", dialects.responses, "Answer a list of items", ResponsesBody),
-            *(responses_body.REFUSED, None, True),
-        ),
-        Endpoint(
-            "/v1/messages", dialects.messages, "Answer a chat (Anthropic)", messages, refused, None, True
-        ),
-        Endpoint(
-            "/v1/messages/count_tokens", dialects.count_tokens, "Count a chat's tokens", messages, refused
-        ),
-        *_renders(dialects),
+        Endpoint("/v1/responses/render", dialects.render_responses, items, ResponsesBody),
         Endpoint("/tokenize", dialects.tokenize, "Text or chat to token ids", TokenizeBody),
         Endpoint("/detokenize", dialects.detokenize, "Token ids to text", DetokenizeBody),
         Endpoint(
@@ -110,37 +106,11 @@ def endpoints(
         Endpoint("/plan", plan.page, "The curves of a plan over load, for people"),
         Endpoint("/plan.json", plan.plan, "The plan that the server was started with"),
         Endpoint("/version", service.version, "Versions"),
-        *_admin(admin),
-    ]
-
-
-def _admin(admin: Admin) -> list[Endpoint]:
-    return [
         Endpoint("/debug/traces", admin.traces, "Traces of what took longer than it should"),
         Endpoint("/update_weights", admin.update, "All weights from another checkpoint", UpdateBody),
         Endpoint("/sleep", admin.sleep, "Give the device's memory back", SleepBody),
         Endpoint("/wake_up", admin.wake_up, "Take the memory again", WakeBody),
         Endpoint("/is_sleeping", admin.is_sleeping, "Whether the engine sleeps"),
-    ]
-
-
-def _renders(dialects: Dialects) -> list[Endpoint]:
-    ids = "token ids and sampling parameters, nothing generated"
-    return [
-        Endpoint(
-            "/v1/chat/completions/render", dialects.render_chat, f"A chat's {ids}", ChatBody, CHAT_REFUSED
-        ),
-        Endpoint(
-            "/v1/completions/render",
-            dialects.render_completions,
-            f"Each prompt's {ids}",
-            CompletionBody,
-            REFUSED,
-        ),
-        Endpoint(
-            *("/v1/responses/render", dialects.render_responses, f"A list of items' {ids}"),
-            *(ResponsesBody, responses_body.REFUSED),
-        ),
     ]
 
 
@@ -154,7 +124,7 @@ def document(table: Sequence[Endpoint], version: str, models: Sequence[str], gua
     for endpoint in table:
         if endpoint.body is not None:
             properties = schemas[endpoint.body.__name__]["properties"]
-            refused = endpoint.refused.items()
+            refused = endpoint.body.refused.items()
             properties |= {name: {"enum": list(values), "description": text} for name, values in refused}
             _narrow(properties, models)
     paths = {

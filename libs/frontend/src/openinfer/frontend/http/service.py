@@ -16,7 +16,7 @@ from openinfer.frontend.contract import CONTRACT_VERSION
 from openinfer.frontend.errors import APIError, FlagError
 from openinfer.frontend.http.admin.metrics import Board, Metrics
 from openinfer.frontend.http.answer import GenerationResponse
-from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, CommonBody, read_json_body
+from openinfer.frontend.http.body import CommonBody, read_json_body
 from openinfer.frontend.http.chat import Chat
 from openinfer.frontend.http.generation import Generation
 from openinfer.frontend.http.openai.chat_body import ChatBody, chat_of, top_logprobs
@@ -89,7 +89,7 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         arrival = time.monotonic()
-        body = await read_json_body(request, CompletionBody, REFUSED)
+        body = await read_json_body(request, CompletionBody)
         asked = await self.prepare_completions(request, body)
         echoes = self._echoes(body, asked.prompts) if asked.plan.echo else ()
         shape = CompletionShape(asked.plan, self.tokenizer, echoes, self.mark)
@@ -98,7 +98,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
-        body = await read_json_body(request, ChatBody, CHAT_REFUSED)
+        body = await read_json_body(request, ChatBody)
         asked = await self.prepare_answer(request, body)
         shown = body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude)
         return self.answer(request, asked, arrival, ChatShape(asked.plan, self.tokenizer, shown, self.mark))
@@ -297,10 +297,15 @@ class Service:
             if type(one) is not type(several[0]):
                 raise APIError("prompt must hold only strings or only lists of token ids", param="prompt")
             try:
-                if isinstance(one, str):
-                    found.append(await self._encode(request, one, body.add_special_tokens is not False, name))
-                else:
+                if not isinstance(one, str):
                     found.append(prompt_ids(one, info, name))
+                    continue
+                if self.tokenizer is None:
+                    raise APIError(
+                        "text prompts need a tokenizer, and this server runs without; send token ids"
+                    )
+                gone, special = request.is_disconnected, body.add_special_tokens is not False
+                found.append(await encode_prompt(self.tokenizer, [one], special, info, name, gone))
             except APIError as error:
                 raise APIError(str(error), param="prompt", code=error.code) from error
         return found
@@ -313,15 +318,6 @@ class Service:
             return body.prompt
         assert self.tokenizer is not None
         return [self.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
-
-    async def _encode(self, request: Request, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        if self.tokenizer is None:
-            raise APIError(
-                "text prompts need a tokenizer, and this server runs without; send token ids", param="prompt"
-            )
-        return await encode_prompt(
-            self.tokenizer, [text], add_special_tokens, self.client.info, param, request.is_disconnected
-        )
 
     def answer(
         self, request: Request, asked: PreparedRequest, arrival: float, shape: AnswerShape

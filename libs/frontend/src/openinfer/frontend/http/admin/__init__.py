@@ -16,7 +16,7 @@ from openinfer.frontend.contract import (
     WakeUp,
 )
 from openinfer.frontend.errors import APIError, EngineDeadError, Unsupported
-from openinfer.frontend.http.body import read_json_body
+from openinfer.frontend.http.body import Body, read_json_body
 from openinfer.frontend.http.service import Service, json_response
 
 __all__ = ["Admin", "LoadBody", "SleepBody", "UnloadBody", "UpdateBody", "WakeBody"]
@@ -29,7 +29,7 @@ MAX_LEVEL = 999
 """The engine says which levels it has."""
 
 
-class UpdateBody(msgspec.Struct):
+class UpdateBody(Body):
     """POST /update_weights. path: a checkpoint folder that the server can read, or the Unix socket of a process that
     shares its weights (openinfer.tensor.SharedWeights). version: answers name it."""
 
@@ -37,18 +37,18 @@ class UpdateBody(msgspec.Struct):
     version: str
 
 
-class SleepBody(msgspec.Struct):
+class SleepBody(Body):
     """POST /sleep; the body may be empty, and ?level=1 says the same. level: 1 keeps the weights in host memory,
     2 drops them, and then an update must follow the wake-up."""
 
     level: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEVEL)] = 1
 
 
-class WakeBody(msgspec.Struct):
+class WakeBody(Body):
     """POST /wake_up; the body may be empty."""
 
 
-class LoadBody(msgspec.Struct):
+class LoadBody(Body):
     """POST /v1/load_lora_adapter. lora_path: a folder that the server can read."""
 
     lora_name: str
@@ -56,7 +56,7 @@ class LoadBody(msgspec.Struct):
     load_inplace: bool = False
 
 
-class UnloadBody(msgspec.Struct):
+class UnloadBody(Body):
     """POST /v1/unload_lora_adapter."""
 
     lora_name: str

@@ -1,13 +1,14 @@
 """The body of /v1/messages (Anthropic's API), and the chat it stands for."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from openinfer.frontend.errors import APIError, NotSupported
 from openinfer.frontend.http.body import (
     MAX_TOOLS,
+    Body,
     CommonBody,
     FunctionSpec,
     JsonSchemaFormat,
@@ -74,9 +75,10 @@ class ContextManagement(msgspec.Struct):
     edits: Annotated[list[Edit], msgspec.Meta(max_length=16)] | None = None
 
 
-class MessagesBody(msgspec.Struct, kw_only=True):
+class MessagesBody(Body, kw_only=True):
     """POST /v1/messages and /v1/messages/count_tokens; None is a field that was not given."""
 
+    refused: ClassVar = {"mcp_servers": (None, []), "container": (None,)}
     messages: list[dict[str, Any]]
     model: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -97,13 +99,6 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
     context_management: ContextManagement | None = None
-
-
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "mcp_servers": (None, []),
-    "container": (None,),
-}
-"""Known fields that are not honoured, each with the values that change nothing."""
 
 
 def messages_common(body: MessagesBody) -> CommonBody:

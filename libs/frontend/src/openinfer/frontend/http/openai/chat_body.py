@@ -1,12 +1,13 @@
 """The body of /v1/chat/completions, and the chat that it stands for."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import (
     MAX_TOOLS,
+    REFUSED,
     Budget,
     CommonBody,
     FunctionSpec,
@@ -47,6 +48,7 @@ class ReasoningOptions(msgspec.Struct):
 class ChatBody(CommonBody, kw_only=True):
     """POST /v1/chat/completions."""
 
+    refused: ClassVar = {**REFUSED, "echo": (None, False), "add_special_tokens": (None, False)}
     messages: list[dict[str, Any]] | None = None
     tools: Annotated[list[ToolSpec], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None

@@ -6,14 +6,14 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from openinfer.frontend.contract import KVTransfer, TokenLogprobs
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.body import CommonBody
+from openinfer.frontend.http.body import REFUSED, CommonBody
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body
@@ -23,6 +23,7 @@ from openinfer.frontend.http.tokenizer import Tokenizer
 class CompletionBody(CommonBody, kw_only=True):
     """POST /v1/completions."""
 
+    refused: ClassVar = REFUSED
     prompt: str | list[Any] | None = None
     logprobs: int | None = None
     echo: bool | None = None

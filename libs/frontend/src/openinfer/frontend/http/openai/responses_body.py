@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -14,6 +14,7 @@ from openinfer.frontend.chat import text_of
 from openinfer.frontend.errors import APIError, NotSupported
 from openinfer.frontend.http.body import (
     MAX_TOOLS,
+    Body,
     CommonBody,
     FunctionSpec,
     JsonObjectFormat,
@@ -142,9 +143,14 @@ class TextOptions(msgspec.Struct):
     verbosity: str | None = None
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(Body, kw_only=True):
     """POST /v1/responses; None is a field that was not given."""
 
+    refused: ClassVar = {
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls"), (None,)),
+        "background": (None, False),
+        "top_logprobs": (None, 0),
+    }
     input: str | list[dict[str, Any]] | None = None
     model: str | None = None
     instructions: str | None = None
@@ -172,17 +178,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     think: bool | None = None
-
-
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (None,),
-    "conversation": (None,),
-    "prompt": (None,),
-    "background": (None, False),
-    "top_logprobs": (None, 0),
-    "max_tool_calls": (None,),
-}
-"""Known fields that are not honoured, each with the values that change nothing."""
 
 
 def responses_common(body: ResponsesBody) -> CommonBody:
