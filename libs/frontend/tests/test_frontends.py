@@ -468,10 +468,10 @@ def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(
 
     async def main() -> int:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            args = build_parser(NoFlags(), "test").parse_args([str(model_dir), "--skip-tokenizer-init"])
+            words = [str(model_dir), "--skip-tokenizer-init", "--restart-engine"]
+            args = build_parser(NoFlags(), "test").parse_args(words)
             args.tool_call_parser, args.reasoning_parser, args.model_type = None, None, "fake"
-            options = _web_options(args)
-            parent = Frontends(options, make, [listener], restart_engine=True, engine_hang_timeout=None)
+            parent = Frontends(_web_options(args), make, [listener])
             ready = asyncio.Event()
             running = asyncio.create_task(parent.run(print, ready.set, print))
             await asyncio.wait_for(ready.wait(), 60)

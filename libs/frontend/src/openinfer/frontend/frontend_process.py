@@ -38,8 +38,6 @@ class FrontendBoot(msgspec.Struct, frozen=True):
     """Our number with the engine."""
     boards: list[str]
     """Files that all processes count in, ours first."""
-    engine_hang_timeout: float | None
-    restart_engine: bool
 
 
 class JoinedEngine(msgspec.Struct, frozen=True, tag="engine"):
@@ -87,7 +85,7 @@ class _Orders:
 
     def make_driver(self) -> Driver:
         self._driver = AttachedDriver(
-            self.address, self._boot.client, hang_timeout_s=self._boot.engine_hang_timeout
+            self.address, self._boot.client, hang_timeout_s=self._boot.options.engine_hang_timeout
         )
         return self._driver
 
@@ -122,7 +120,7 @@ async def _serve(boot: FrontendBoot) -> int:
         beats.append(asyncio.create_task(_beat()))
 
     client: EngineClient
-    if boot.restart_engine:
+    if boot.options.restart_engine:
         client = RestartingClient(orders.make_driver, first_id=first_id(boot.client), keeper=False)
     else:
         client = orders.make_driver()

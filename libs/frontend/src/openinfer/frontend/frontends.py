@@ -47,21 +47,12 @@ class Frontends:
     """The children and the engine; run() once.
 
     options: of each child. make_engine: a driver of a new engine. listeners: bound sockets, one a child.
-    restart_engine: start an engine anew that died or hangs. engine_hang_timeout: for the children's health.
     """
 
     def __init__(
-        self,
-        options: WebOptions,
-        make_engine: Callable[[], ProcessDriver],
-        listeners: list[socket.socket],
-        *,
-        restart_engine: bool,
-        engine_hang_timeout: float | None,
+        self, options: WebOptions, make_engine: Callable[[], ProcessDriver], listeners: list[socket.socket]
     ) -> None:
         self._options, self._make_engine, self._listeners = options, make_engine, listeners
-        self._restart_engine = restart_engine
-        self._hang_timeout_s = engine_hang_timeout
         self._driver: ProcessDriver | None = None  # of the engine of now
         self._address: str | None = None  # of an engine that can be used
         self._clients = 0
@@ -84,7 +75,7 @@ class Frontends:
         keepers: list[asyncio.Task[Any]] = []
         engine: EngineClient = (
             RestartingClient(self._new_driver, on_up=self._on_up, on_lost=self._on_lost)
-            if self._restart_engine
+            if self._options.restart_engine
             else self._new_driver()
         )
         directory = Path(tempfile.mkdtemp(prefix="openinfer-"))
@@ -149,7 +140,7 @@ class Frontends:
 
     async def _start_engine(self, engine: EngineClient) -> None:
         await engine.start()
-        if not self._restart_engine:
+        if not self._options.restart_engine:
             self._on_up()
 
     def _on_up(self) -> None:
@@ -217,18 +208,13 @@ class Frontends:
     async def _spawn(self, index: int, client: int, boards: list[str]) -> asyncio.subprocess.Process:
         listener = self._listeners[index].fileno()
         child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "openinfer.frontend.frontend_process",
+            *(sys.executable, "-m", "openinfer.frontend.frontend_process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=[listener],
         )
         self._children[index] = child
-        boot = FrontendBoot(
-            self._options, listener, client, boards, self._hang_timeout_s, self._restart_engine
-        )
-        _write(child, boot)
+        _write(child, FrontendBoot(self._options, listener, client, boards))
         if self._address is not None:
             _write(child, JoinedEngine(self._address))
         return child

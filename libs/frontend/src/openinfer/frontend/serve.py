@@ -140,13 +140,8 @@ def _frontends(args: argparse.Namespace, spec: "EngineSpec", listeners: list[soc
 
     if args.driver != "process":
         raise FlagError("--frontends needs --driver process: a thread serves the process that it is in")
-    return Frontends(
-        _web_options(args),
-        lambda: ProcessDriver(spec, hang_timeout_s=args.engine_hang_timeout),
-        listeners,
-        restart_engine=args.restart_engine,
-        engine_hang_timeout=args.engine_hang_timeout,
-    )
+    make_engine = partial(ProcessDriver, spec, hang_timeout_s=args.engine_hang_timeout)
+    return Frontends(_web_options(args), make_engine, listeners)
 
 
 def _web_options(args: argparse.Namespace) -> "WebOptions":
@@ -170,9 +165,7 @@ def _client(args: argparse.Namespace, specs: "Sequence[EngineSpec]") -> "EngineC
         return ThreadDriver(specs[0].build, hang_timeout_s=args.engine_hang_timeout)
     from openinfer.frontend.process_driver import ProcessDriver
 
-    def make(spec: "EngineSpec") -> ProcessDriver:
-        return ProcessDriver(spec, hang_timeout_s=args.engine_hang_timeout)
-
+    make = partial(ProcessDriver, hang_timeout_s=args.engine_hang_timeout)
     if len(specs) == 1 and not args.restart_engine:
         return make(specs[0])
     from openinfer.frontend.replicas import ReplicatedClient

@@ -57,6 +57,8 @@ class WebOptions(msgspec.Struct, frozen=True, kw_only=True):
     otlp_traces_endpoint: str | None
     enable_weight_updates: bool
     plan: str | None
+    restart_engine: bool
+    engine_hang_timeout: float | None
 
 
 async def serve_web(

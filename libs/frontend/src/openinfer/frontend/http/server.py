@@ -7,7 +7,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -64,24 +64,6 @@ async def run_server(
     """
     service: Service = app.state.service
     _allow_connections()
-    try:
-        await service.prepare()
-        tls = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
-        return await _run(app, service, listener, shutdown_timeout_s, on_ready, stop, now, tls)
-    finally:
-        await service.close()
-
-
-async def _run(
-    app: Starlette,
-    service: Service,
-    listener: socket.socket,
-    shutdown_timeout_s: float,
-    on_ready: Callable[[], None],
-    stop: asyncio.Event | None,
-    now: asyncio.Event | None,
-    tls: Mapping[str, str | None],
-) -> int:
     config = uvicorn.Config(
         app,
         http=http_protocol(),
@@ -93,19 +75,33 @@ async def _run(
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-        ssl_certfile=tls["ssl_certfile"],
-        ssl_keyfile=tls["ssl_keyfile"],
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
     )
+    try:
+        await service.prepare()
+        return await _run(_Server(config, on_ready), service, listener, shutdown_timeout_s, stop, now)
+    finally:
+        await service.close()
+
+
+async def _run(
+    server: _Server,
+    service: Service,
+    listener: socket.socket,
+    shutdown_timeout_s: float,
+    stop: asyncio.Event | None,
+    now: asyncio.Event | None,
+) -> int:
     if listener.family in (socket.AF_INET, socket.AF_INET6):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
-    server = _Server(config, on_ready)
     stop = stop or asyncio.Event()
     if now is None:
         now = asyncio.Event()
         on_signals(stop, now)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_LoopErrors())
-    _log.info("%s", parts(loop, config.http))
+    _log.info("%s", parts(loop, server.config.http))
     serving = asyncio.create_task(server.serve([listener]))
     sweep = asyncio.create_task(close_stalled(server.server_state.connections))
     died = asyncio.create_task(service.client.died())
