@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from openinfer.frontend.client import EngineClient
-from openinfer.frontend.contract import Failed, Rejected, Request, StepTimes
+from openinfer.frontend.contract import Failed, Rejected, Request
 
 if TYPE_CHECKING:
     from openinfer.frontend.http.admin.tracing import Tracing
@@ -213,24 +213,26 @@ class Metrics:
         return ()
 
     def _gauges(self, labels: list[str]) -> Iterable[Metric]:
+        gauge = partial(_family, GaugeMetricFamily, labels)
         stats, info = self._client.stats(), self._client.info
         usage = stats.kv_used_tokens / info.kv_capacity_tokens if info.kv_capacity_tokens else 0.0
         blocks = info.kv_capacity_tokens // info.block_size if info.block_size else 0
         now = "awake" if not stats.asleep else "discard_all" if stats.weights_dropped else "weights_offloaded"
         states = {state: state == now for state in ("awake", "weights_offloaded", "discard_all")}
-        yield _gauge("vllm:num_requests_running", "Sequences in the batch.", labels, stats.running)
-        yield _gauge("vllm:num_requests_waiting", "Sequences in the queue.", labels, stats.waiting)
-        yield _gauge("vllm:kv_cache_usage_perc", "Part of the KV capacity in use; 1 is all.", labels, usage)
-        text, reasons = "Sequences in the queue.", {"capacity": stats.waiting}
-        yield _gauge("vllm:num_requests_waiting_by_reason", text, labels, reasons, "reason")
-        text = "1 at the state that the engine is in."
-        yield _gauge("vllm:engine_sleep_state", text, labels, states, "sleep_state")
+        yield gauge("vllm:num_requests_running", "Sequences in the batch.", stats.running)
+        yield gauge("vllm:num_requests_waiting", "Sequences in the queue.", stats.waiting)
+        yield gauge("vllm:kv_cache_usage_perc", "Part of the KV capacity in use; 1 is all.", usage)
+        reasons = {"capacity": stats.waiting}
+        yield gauge("vllm:num_requests_waiting_by_reason", "Sequences in the queue.", reasons, "reason")
+        yield gauge("vllm:engine_sleep_state", "1 at the state that the engine is in.", states, "sleep_state")
         text = "Bytes of cached prefixes in a tier."
-        yield _gauge("openinfer:kv_offload_bytes", text, labels, stats.offload_bytes, "tier")
+        yield gauge("openinfer:kv_offload_bytes", text, stats.offload_bytes, "tier")
         more = [*_LABELS, "block_size", "num_gpu_blocks"]
         layout = GaugeMetricFamily("vllm:cache_config_info", "KV cache layout.", labels=more)
         layout.add_metric([*labels, str(info.block_size), str(blocks)], 1.0)
         yield layout
+        ratios = {one.key: one.measured_s / one.predicted_s for one in stats.step_times}
+        yield gauge("openinfer:step_time_ratio", "Measured over predicted.", ratios, "step")
 
     def _adapters(self) -> Metric:
         """The adapters with requests: labels that change, and the time as the value."""
@@ -246,47 +248,40 @@ class Metrics:
         return gauge
 
     def _counters(self, labels: list[str]) -> Iterable[Metric]:
+        counter = partial(_family, CounterMetricFamily, labels)
         stats = self._client.stats()
         for name, field, text in (*_TOTALS, *((f"openinfer:{own}", own, text) for own, text in _OWN.items())):
-            yield _counter(name, text, labels, getattr(stats, field))
+            yield counter(name, text, getattr(stats, field))
         beyond = stats.prefix_query_tokens - stats.prefix_hit_tokens + stats.prefix_loaded_tokens
         text = "Tokens that the prefix cache of the device had not."
-        yield _counter("vllm:external_prefix_cache_queries", text, labels, beyond)
-        text = "Accepted drafts by their position in the row."
+        yield counter("vllm:external_prefix_cache_queries", text, beyond)
         accepted = {str(at): count for at, count in enumerate(stats.accepted_by_position)}
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        yield _counter(name, text, labels, accepted, "position")
+        yield counter(name, "Accepted drafts by their position in the row.", accepted, "position")
         sources = {
             "local_compute": stats.prompt_tokens - stats.prefix_hit_tokens,
             "local_cache_hit": stats.prefix_hit_tokens - stats.prefix_loaded_tokens,
             "external_kv_transfer": stats.prefix_loaded_tokens,
         }
         text = "Prompt tokens of scheduled sequences."
-        yield _counter("vllm:prompt_tokens_by_source", text, labels, sources, "source")
+        yield counter("vllm:prompt_tokens_by_source", text, sources, "source")
         text = "Blocks by what became of them."
-        yield _counter("openinfer:kv_offload_blocks", text, labels, stats.offload_blocks, "event")
-        yield from self._steps(labels, stats.step_times)
+        yield counter("openinfer:kv_offload_blocks", text, stats.offload_blocks, "event")
+        measured = {one.key: one.measured_s for one in stats.step_times}
+        predicted = {one.key: one.predicted_s for one in stats.step_times}
+        yield counter("openinfer:step_seconds", "Device time of steps.", measured, "step")
+        yield counter("openinfer:step_predicted_seconds", "... as predicted.", predicted, "step")
         ended = dict(zip(_REASONS, self._successes.sums(), strict=True))
-        yield _counter("vllm:request_success", "Sequences that ended.", labels, ended, "finished_reason")
+        yield counter("vllm:request_success", "Sequences that ended.", ended, "finished_reason")
         refused = dict(zip(_REFUSALS, self._rejections.sums(), strict=True))
-        text = "Sequences the engine refused."
-        yield _counter("vllm:admission_rejections", text, labels, refused, "reason")
-
-    def _steps(self, labels: list[str], times: Sequence[StepTimes]) -> Iterable[Metric]:
-        """Times of steps by shape, and how far they are from what was predicted."""
-        measured = {one.key: one.measured_s for one in times}
-        predicted = {one.key: one.predicted_s for one in times}
-        ratio = {one.key: one.measured_s / one.predicted_s for one in times}
-        yield _counter("openinfer:step_seconds", "Device time of steps.", labels, measured, "step")
-        yield _counter("openinfer:step_predicted_seconds", "... as predicted.", labels, predicted, "step")
-        yield _gauge("openinfer:step_time_ratio", "Measured over predicted.", labels, ratio, "step")
+        yield counter("vllm:admission_rejections", "Sequences the engine refused.", refused, "reason")
 
 
 def _family(
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    labels: list[str],
     name: str,
     text: str,
-    labels: list[str],
     values: float | Mapping[str, float],
     *by: str,
 ) -> Metric:
@@ -295,9 +290,6 @@ def _family(
     for last, value in values.items() if isinstance(values, Mapping) else [(None, values)]:
         family.add_metric(labels if last is None else [*labels, last], float(value))
     return family
-
-
-_counter, _gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
 
 
 CELLS = 1024
