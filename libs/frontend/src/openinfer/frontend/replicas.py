@@ -7,14 +7,14 @@ import json
 import logging
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from openinfer.frontend.client import EngineClient, Health, OutputDelta, Sink
 from openinfer.frontend.contract import (
-    AdapterState,
     Command,
     EngineInfo,
     EngineStats,
@@ -23,7 +23,6 @@ from openinfer.frontend.contract import (
     ResetPrefixCache,
     Sleep,
     SlowTraces,
-    StepTimes,
     UnloadAdapter,
     UpdateWeights,
     WakeUp,
@@ -38,6 +37,7 @@ SLACK = 8
 """A replica may have this many requests more than the emptiest, or half as many again, before others share its work."""
 
 _log = logging.getLogger(__name__)
+_Part = TypeVar("_Part", bound=msgspec.Struct)
 
 
 class Prefixes:
@@ -275,21 +275,20 @@ def summed(parts: Sequence[EngineStats]) -> EngineStats:
     total.accepted_by_position = [
         sum(counts) for counts in itertools.zip_longest(*(p.accepted_by_position for p in parts), fillvalue=0)
     ]
-    times: dict[str, StepTimes] = {}
-    for time in [time for part in parts for time in part.step_times]:
-        one = times.get(time.key, StepTimes(time.key, 0, 0.0, 0.0))
-        times[time.key] = StepTimes(
-            time.key,
-            one.steps + time.steps,
-            one.predicted_s + time.predicted_s,
-            one.measured_s + time.measured_s,
-        )
-    total.step_times = list(times.values())
-    states: dict[str, AdapterState] = {}
-    for state in [state for part in parts for state in part.adapters]:
-        known = states.get(state.name, AdapterState(state.name, state.path, 0, 0))
-        states[state.name] = AdapterState(
-            state.name, state.path, known.running + state.running, known.waiting + state.waiting
-        )
-    total.adapters = list(states.values())
+    total.step_times = _by_name(time for part in parts for time in part.step_times)
+    total.adapters = _by_name(state for part in parts for state in part.adapters)
     return total
+
+
+def _by_name(parts: Iterable[_Part]) -> list[_Part]:
+    """One for each name, which is the first field, with the sums of the numbers."""
+    found: dict[str, _Part] = {}
+    for part in parts:
+        name, *others = part.__struct_fields__
+        key = getattr(part, name)
+        numbers = [other for other in others if not isinstance(getattr(part, other), str)]
+        if key in found:
+            sums = {one: getattr(found[key], one) + getattr(part, one) for one in numbers}
+            part = msgspec.structs.replace(part, **sums)
+        found[key] = part
+    return list(found.values())
