@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from openinfer.frontend.chat.forced import HELD, any_arguments, bare_value, each_argument
 from openinfer.frontend.chat.json_calls import JsonReader
@@ -138,27 +138,25 @@ class TagFormat:
     pad: str = ""
     line: str = "\n"
     shared: bool = False
+    between: ClassVar = re.compile(r"\s*")
 
     @cached_property
     def says_text(self) -> bool:
         return TEXT in self.parameter
 
     @cached_property
-    def call_start(self) -> str:
+    def bare_start(self) -> str:
+        """What a call begins with, before the name."""
         return self.call.partition(NAME)[0]
 
     @cached_property
-    def parameter_start(self) -> str:
-        return self.parameter.partition(NAME)[0]
-
-    @cached_property
     def call_tag(self) -> re.Pattern[str]:
-        return re.compile(r"\s*" + (self._pattern(self.call) if self.call_start else r'([^\s<>"]+)(?=\s*<)'))
+        return re.compile(r"\s*" + (self._pattern(self.call) if self.bare_start else r'([^\s<>"]+)(?=\s*<)'))
 
     @cached_property
     def half_call(self) -> re.Pattern[str]:
         """What may still become the opening tag of a call."""
-        return _half(self.call) if self.call_start else re.compile(r'[^\s<>"]*\s*')
+        return _half(self.call) if self.bare_start else re.compile(r'[^\s<>"]*\s*')
 
     @cached_property
     def half_parameter(self) -> re.Pattern[str]:
@@ -171,15 +169,7 @@ class TagFormat:
 
     @cached_property
     def bare(self) -> re.Pattern[str] | None:
-        return re.compile(f"(?={re.escape(self.call_start)})") if self.call_start else None
-
-    @cached_property
-    def bare_start(self) -> str:
-        return self.call_start
-
-    @cached_property
-    def between(self) -> re.Pattern[str]:
-        return re.compile(r"\s*")
+        return re.compile(f"(?={re.escape(self.bare_start)})") if self.bare_start else None
 
     @cached_property
     def end(self) -> re.Pattern[str]:
@@ -189,9 +179,9 @@ class TagFormat:
     def marks(self) -> tuple[tuple[str, str], ...]:
         """The beginnings of all tags, by name."""
         marks = (
-            ("parameter", self.parameter_start),
+            ("parameter", self.parameter.partition(NAME)[0]),
             ("end_parameter", self.end_parameter),
-            ("call", self.call_start),
+            ("call", self.bare_start),
             ("end_call", self.end_call),
             ("opening", self.opening),
             ("closing", self.closing),
@@ -211,7 +201,7 @@ class TagFormat:
 
     def before_tag(self, text: str, start: int) -> int:
         """Where a tag may have begun that ends behind the text; the text's length if none has."""
-        halves = (self.half_parameter, *((self.half_call,) if self.call_start else ()))
+        halves = (self.half_parameter, *((self.half_call,) if self.bare_start else ()))
         at = text.find("<", max(start, len(text) - MAX_TAG))
         while at >= 0:
             rest = text[at:]
@@ -251,7 +241,7 @@ class TagFormat:
             for name, schema in schemas.items()
         ]
         call, end = lark.any_of(calls), lark.text(self.closing)
-        begin = lark.text(NEWLINE if self.call_start else "")
+        begin = lark.text(NEWLINE if self.bare_start else "")
         if self.shared or not many:
             return f"{begin} {call}{f'{{1,{MAX_CALLS}}}' if many else ''} {end}"
         more = lark.rule(f"{lark.text(NEWLINE + self.opening)} {begin} {call} {end}")

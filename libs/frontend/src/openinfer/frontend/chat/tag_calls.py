@@ -60,7 +60,7 @@ class TagReader:
         opened = self._form.call_tag.match(self.text)
         if opened is None:
             begun = self.text.lstrip()
-            half = self._form.call_start.startswith(begun) or self._form.half_call.fullmatch(begun)
+            half = self._form.bare_start.startswith(begun) or self._form.half_call.fullmatch(begun)
             return None if half and len(begun) < MAX_HEAD and not final else False
         self._name = opened[1].strip()
         self.offered = self._name in self._schemas
@@ -108,7 +108,7 @@ class TagReader:
             case "closing" | "call" | "opening" as found:
                 # The end of the call was left out, or a block is a call.
                 self.mended = bool(self._form.end_call) or found != "closing"
-                if not self._form.call_start and not self.offered and not self._given:
+                if not self._form.bare_start and not self.offered and not self._given:
                     return False  # any word in a block would be a call
                 self._say("}")
                 return True
