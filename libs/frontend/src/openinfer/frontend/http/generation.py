@@ -10,12 +10,13 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
+from openinfer.frontend.chat import Content
 from openinfer.frontend.client import EngineClient, OutputDelta
 from openinfer.frontend.contract import Drafts, Failed, Finished, KVTransfer, Rejected, Request, TokenLogprobs
 from openinfer.frontend.errors import APIError, EngineDeadError
 from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.text.detokenizer import ContentStops, StopStrings
+from openinfer.frontend.http.text.detokenizer import ContentStops
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 _STATUS = {"queue_full": 503}
@@ -49,13 +50,8 @@ class Choice:
         self.request = request
         self._plan = plan
         self._detokenizer = tokenizer.detokenizer(plan.skip_special_tokens) if tokenizer else None
-        self._stops: StopStrings | None = None
         self.parser = plan.new_parser() if plan.new_parser else None
-        self.read: ContentStops | None = None
-        if plan.stop and self.parser is not None:
-            self.read = ContentStops(self.parser, plan.stop, plan.include_stop)
-        elif plan.stop:
-            self._stops = StopStrings(plan.stop, plan.include_stop)
+        self.read = ContentStops(self.parser, plan.stop, plan.include_stop) if plan.stop else None
         self._metrics = metrics
         self._wake = wake
         self._abort = abort
@@ -114,6 +110,9 @@ class Choice:
     def take(self) -> tuple[str, list[int], list[TokenLogprobs | None]]:
         """text, token_ids and logprobs since the last call; they are the caller's now."""
         self._decode()
+        if self.read is not None and self.parser is None:
+            self._text = [part.text for part in self.read.parts if isinstance(part, Content)]
+            self.read.parts.clear()
         taken = "".join(self._text), self.token_ids, self.logprobs
         self._text, self.token_ids, self.logprobs = [], [], []
         return taken
@@ -153,7 +152,7 @@ class Choice:
         ending = delta.terminal.stop_token_id if isinstance(delta.terminal, Finished) else None
         if ids[-1] == ending and not self._plan.include_stop:
             ids = ids[:-1]
-        if self._stops is None and self.read is None:
+        if self.read is None:
             self._undecoded += ids
             if len(self._undecoded) >= DECODE_AT_LEAST:  # all of it at the end would hold up other requests
                 self._decode()
@@ -188,18 +187,12 @@ class Choice:
 
     def _matches(self, text: str, *, watched: bool = True, last: bool = False) -> bool:
         """Take more text, and whether a stop string ends it."""
-        matched = None
-        if self.read is not None:
-            matched = self.read.push(text, watched=watched)
-            if last and matched is None:
-                matched = self.read.flush()
-        elif self._stops is None or not watched:
+        if self.read is None:
             self._say(text)
-        else:
-            text, matched = self._stops.push(text)
-            self._say(text)
-            if last and matched is None:
-                self._say(self._stops.flush())
+            return False
+        matched = self.read.push(text, watched=watched)
+        if last and matched is None:
+            matched = self.read.flush()
         if matched is None:
             return False
         self.finish_reason, self.stop_reason = "stop", matched

@@ -124,23 +124,23 @@ class StopStrings:
 
 
 class ContentStops:
-    """Watches the content of an answer that has other parts too: thoughts and calls hold no stop string.
+    """Watches the content of an answer, which may have other parts too: thoughts and calls hold no stop string.
 
-    parser: reads the text. parts: what can be handed out; the caller takes it."""
+    parser: reads the text; None: all of it is content. parts: what can be handed out; the caller takes it."""
 
     __slots__ = ("_parser", "_stops", "parts")
 
-    def __init__(self, parser: OutputParser, stops: Sequence[str], include: bool) -> None:
+    def __init__(self, parser: OutputParser | None, stops: Sequence[str], include: bool) -> None:
         self._parser, self.parts = parser, list[Part]()
         self._stops = StopStrings(stops, include)
 
     def push(self, text: str, *, watched: bool = True) -> str | None:
         """Take more text. Returns the stop string that ended it; nothing may be pushed after that."""
-        return self._watch(self._parser.push(text), watched)
+        return self._watch([Content(text)] if self._parser is None else self._parser.push(text), watched)
 
     def flush(self) -> str | None:
         """At the end: what was held back may have a stop string too."""
-        matched = self._watch(self._parser.flush(), True)
+        matched = None if self._parser is None else self._watch(self._parser.flush(), True)
         if matched is None:
             self._say(self._stops.flush())
         return matched
