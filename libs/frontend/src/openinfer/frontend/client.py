@@ -306,9 +306,7 @@ def _gather(outputs: StepOutputs, deltas: dict[int, OutputDelta]) -> None:
         delta = deltas.setdefault(scored.id, OutputDelta([]))
         delta.prompt_logprobs = [*(delta.prompt_logprobs or ()), *scored.logprobs]
     for update in outputs.updates:
-        delta = deltas.get(update.id)
-        if delta is None:
-            delta = deltas[update.id] = OutputDelta([])
+        delta = deltas.setdefault(update.id, OutputDelta([]))
         if isinstance(update, Scheduled):
             delta.scheduled = update
         else:

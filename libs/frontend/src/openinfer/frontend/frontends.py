@@ -122,17 +122,14 @@ class Frontends:
 
     async def _drain(self, now: asyncio.Event) -> None:
         """Wait for the children, which end by themselves. At a second signal, or after a limit, they are hurried."""
-        ended, hurry = asyncio.create_task(self._all_ended()), asyncio.create_task(now.wait())
+        ended: asyncio.Future[Any] = asyncio.gather(*(child.wait() for child in self._children.values()))
+        hurry: asyncio.Future[Any] = asyncio.create_task(now.wait())
         limit = self._options.shutdown_timeout + KILL_AFTER_S
         await asyncio.wait([ended, hurry], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         self._tell(Stop())
         await asyncio.wait([ended], timeout=KILL_AFTER_S)
-        for task in (ended, hurry):
-            task.cancel()
-
-    async def _all_ended(self) -> None:
-        for child in list(self._children.values()):
-            await child.wait()
+        ended.cancel()
+        hurry.cancel()
 
     def _new_driver(self) -> ProcessDriver:
         self._driver = self._make_engine()

@@ -34,7 +34,8 @@ def main() -> int:
         try:
             given = json.loads(line)
             if renderer is None:
-                renderer = _make(**given)
+                module, _, name = given["target"].partition(":")
+                renderer = getattr(importlib.import_module(module), name)(**given["kwargs"])
                 answer = {"variables": sorted(renderer.variables)}
             else:
                 answer = {"text": renderer.render(**given)}
@@ -46,12 +47,6 @@ def main() -> int:
         out.write(said.encode() + b"\n")
         out.flush()
     return 0
-
-
-def _make(target: str, kwargs: dict[str, Any]) -> Renderer:
-    module, _, name = target.partition(":")
-    made: Renderer = getattr(importlib.import_module(module), name)(**kwargs)
-    return made
 
 
 if __name__ == "__main__":

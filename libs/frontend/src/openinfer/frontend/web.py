@@ -209,11 +209,10 @@ def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, RendererSpe
     began = time.monotonic()
     model_dir = Path(options.model_dir)
     tokenizer = Tokenizer.load(model_dir)
-    if options.chat_template is not None:
-        sources: tuple[str | None, str | None] = read_text(Path(options.chat_template)), None
+    if options.chat_template is None:
+        source, with_tools = find_templates(model_dir, tokenizer.config)
     else:
-        sources = find_templates(model_dir, tokenizer.config)
-    source, with_tools = sources
+        source, with_tools = read_text(Path(options.chat_template)), None
     template: RendererSpec | None = None
     if source is not None:
         template = template_spec(source, tokenizer.special_tokens, with_tools)

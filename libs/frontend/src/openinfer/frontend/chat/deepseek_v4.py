@@ -102,14 +102,15 @@ class DeepSeekV4Renderer:
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         options = kwargs or {}
-        effort, thinking = options.get("reasoning_effort"), thinks(options)
+        effort, thinking = str(options.get("reasoning_effort")), thinks(options)
         turns = in_call_order(messages)
         if tools:
             _add_tools(turns, tools)
         forgets = thinking and not tools
         last_user = max((i for i, turn in enumerate(turns) if turn["role"] in _USERS), default=-1)
         kept = [i for i, t in enumerate(turns) if not forgets or i >= last_user or t["role"] != "developer"]
-        pieces, answers = [BOS, self._effort(effort) if thinking else ""], False
+        known = self._efforts.get("max" if effort == "xhigh" else effort, self._efforts[self._default])
+        pieces, answers = [BOS, known if thinking else ""], False
         for index, following in zip(kept, [*kept[1:], None], strict=True):
             turn = turns[index]
             role, after = turn["role"], None if following is None else turns[following]["role"]
@@ -135,10 +136,6 @@ class DeepSeekV4Renderer:
         if add_generation_prompt and not answers:
             pieces.append(ASSISTANT + (THINK if thinking else END_THINK))
         return "".join(pieces)
-
-    def _effort(self, effort: object) -> str:
-        known = {"xhigh": "max"}.get(str(effort), str(effort))
-        return self._efforts.get(known, self._efforts[self._default])
 
 
 def thinks(options: Mapping[str, Any]) -> bool:

@@ -172,7 +172,10 @@ def make_plan(
         f"{len(body.user or '')} characters",
         f"at most {MAX_USER_CHARS}",
     )
-    grammar, field = _grammar(body, info, tokenizer, format_field)
+    field, grammar = grammar_of(body, format_field) or ("tools", None)
+    if grammar is not None:
+        check_grammars(field, info, tokenizer)
+        field = field.split(".")[0]
     return Plan(
         sampling=_sampling(body, logprobs, defaults, info, tokenizer),
         n=n,
@@ -234,16 +237,6 @@ def check_grammars(field: str, info: EngineInfo, tokenizer: Tokenizer | None) ->
     else:
         return
     raise NotSupported(f"{field} is not supported: {why}", field.split(".")[0])
-
-
-def _grammar(
-    body: CommonBody, info: EngineInfo, tokenizer: Tokenizer | None, format_field: str
-) -> tuple[Grammar | None, str]:
-    found = grammar_of(body, format_field)
-    if found is None:
-        return None, "tools"
-    check_grammars(found[0], info, tokenizer)
-    return found[1], found[0].split(".")[0]
 
 
 def _sampling(

@@ -326,8 +326,11 @@ class Service:
         check_size(prompts, limits, plan, self.client.info)
         plan = without_idle_budget(plan, limits)
         self.metrics.n.observe(plan.n)
+        trace = request.headers.get("traceparent")
+        if trace is not None and len(trace) > MAX_TRACE_PARENT_CHARS:
+            trace = None
         generation = Generation(
-            self.client, self.tokenizer, self.metrics, plan, prompts, limits, arrival, _trace_parent(request)
+            self.client, self.tokenizer, self.metrics, plan, prompts, limits, arrival, trace
         )
         log = partial(self._log, request.state.request_id) if self._log_requests else None
         return GenerationResponse(generation, shape, self.active, log)
@@ -350,11 +353,6 @@ class Service:
             fields,
             extra={"fields": fields},
         )
-
-
-def _trace_parent(request: Request) -> str | None:
-    given = request.headers.get("traceparent")
-    return given if given is not None and len(given) <= MAX_TRACE_PARENT_CHARS else None
 
 
 def json_response(value: object, status: int = 200) -> Response:

@@ -86,11 +86,11 @@ def chat_of(body: ChatBody, variables: frozenset[str]) -> Chat:
         "think": body.think if isinstance(body.think, bool) else None,
         "reasoning.enabled": reasoning.enabled,
     }
-    options = thinking_options(switches, variables, warnings)
+    options, choice = thinking_options(switches, variables, warnings), body.tool_choice or "auto"
     return Chat(
         messages=chat_messages(body.messages, warnings),
         tools=[tool_object(tool.function) for tool in body.tools or ()],
-        tool_choice=_tool_choice(body),
+        tool_choice=choice if isinstance(choice, str) else f"tool {choice.function.name}",
         strict=[tool.function.name for tool in body.tools or () if tool.function.strict],
         parallel_calls=body.parallel_tool_calls is not False,
         add_generation_prompt=_generation_prompt(body),
@@ -142,12 +142,6 @@ def _budget(body: ChatBody) -> tuple[int | None, str]:
     if body.reasoning and body.reasoning.max_tokens is not None:
         return body.reasoning.max_tokens, "reasoning"
     return body.thinking.budget_tokens if body.thinking else None, "thinking"
-
-
-def _tool_choice(body: ChatBody) -> str:
-    if isinstance(body.tool_choice, NamedChoice):
-        return f"tool {body.tool_choice.function.name}"
-    return body.tool_choice or "auto"
 
 
 def _generation_prompt(body: ChatBody) -> bool:
