@@ -85,21 +85,14 @@ class RenderPool:
             lane.release()
 
     async def _ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
+        answer = None
         if self._idle:
+            process = self._idle.pop()
             with contextlib.suppress(_Lost):
-                return await self._answered(self._idle.pop(), line, timeout_s)
-        return await self._answered(await self._made(await spawn()), line, timeout_s)
-
-    async def _answered(
-        self, process: asyncio.subprocess.Process, line: bytes, timeout_s: float
-    ) -> dict[str, Any]:
-        try:
+                answer = await _answer(process, line, LIFE_TIMEOUT_S, timeout_s)
+        if answer is None:
+            process = await self._made(await spawn())
             answer = await _answer(process, line, LIFE_TIMEOUT_S, timeout_s)
-        except BaseException:
-            # The process is late or gone, or the caller was cancelled. It must end, because its answer may still come
-            # and would be read as the answer to another request.
-            await end(process)
-            raise
         self._idle.append(process)
         return answer
 
@@ -109,18 +102,14 @@ class RenderPool:
         try:
             made = await _answer(process, line, START_TIMEOUT_S, START_TIMEOUT_S)
             if "variables" not in made:
+                await end(process)
                 raise _Lost(made.get("error", "it was refused"))
         except TimeoutError as error:
-            await end(process)
             raise ModelFilesError(
                 f"the chat template is not ready after {START_TIMEOUT_S:g} s: it seems to loop"
             ) from error
         except _Lost as error:
-            await end(process)
             raise ModelFilesError(f"the chat template cannot be used: {error}") from error
-        except BaseException:
-            await end(process)
-            raise
         self.variables = frozenset(made["variables"])
         return process
 
@@ -137,9 +126,11 @@ async def _answer(
     process: asyncio.subprocess.Process, line: bytes, life_s: float, answer_s: float
 ) -> dict[str, Any]:
     """The answer to a line. Raises _Lost where the process has ended or gives no sign of life within life_s, and
-    TimeoutError where it takes longer than answer_s from there."""
+    TimeoutError where it takes longer than answer_s from there. A process without an answer, also where the caller is
+    cancelled, is ended, because its answer may still come and would be read as the answer to another request."""
     assert process.stdin is not None
     assert process.stdout is not None
+    answer: dict[str, Any] | None = None
     try:
         try:
             async with asyncio.timeout(life_s):
@@ -150,12 +141,15 @@ async def _answer(
             raise _Lost("the process gives no sign of life") from None
         async with asyncio.timeout(answer_s):
             said = await process.stdout.readline() if lives else b""
-    # ValueError: a line beyond the limit. RuntimeError: uvloop's, for a pipe that is closed already.
+        answer = json.loads(said)
+    # ValueError: no line, or one beyond the limit. RuntimeError: uvloop's, for a pipe that is closed already.
     except (ConnectionError, ValueError, RuntimeError):
-        said = b""
-    if not said:
+        pass
+    finally:
+        if answer is None:
+            await end(process)
+    if answer is None:
         raise _Lost("the process that renders it ended")
-    answer: dict[str, Any] = json.loads(said)
     return answer
 
 
