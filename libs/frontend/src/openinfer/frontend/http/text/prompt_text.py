@@ -35,17 +35,8 @@ async def encode_prompt(
     limit, longest = info.max_model_len, tokenizer.most_chars_a_token
     if longest is not None and len(text) > longest * limit:
         raise TooLong(-(-len(text) // longest), None, limit, param, more=True)
-    if len(text) > USUAL_CHARS * limit:
-        await _count(tokenizer, text, limit, param, gone)
-    return prompt_ids(await tokenizer.encode(*parts, add_special_tokens=add_special_tokens), info, param)
-
-
-async def _count(
-    tokenizer: Tokenizer, text: str, limit: int, param: str, gone: Callable[[], Awaitable[bool]]
-) -> None:
-    """Raises APIError once the text is known to have more than `limit` tokens."""
     until, count = time.monotonic() + TIMEOUT_S, 0
-    for part in _slices(text):
+    for part in _slices(text) if len(text) > USUAL_CHARS * limit else ():
         count += max(0, await asyncio.to_thread(tokenizer.count, part) - SLACK)
         if count > limit:
             raise TooLong(count, None, limit, param, more=True)
@@ -53,6 +44,7 @@ async def _count(
             raise APIError(f"{param} takes longer than {TIMEOUT_S:g} s to be read: shorten it", param=param)
         if await gone():
             raise APIError("the client has left")
+    return prompt_ids(await tokenizer.encode(*parts, add_special_tokens=add_special_tokens), info, param)
 
 
 def _slices(text: str) -> Iterator[str]:
