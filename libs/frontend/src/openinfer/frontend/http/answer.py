@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterable
 
@@ -24,6 +25,7 @@ HEAD_AFTER_S = 0.25
 """The longest time that a stream's head waits for the engine's first message, which may be a refusal with a status."""
 
 
+@dataclasses.dataclass(eq=False)
 class GenerationResponse(Response):
     """Submits the generation and sends its outcome. The status waits for the engine's first message about it; the
     status of a stream waits at most HEAD_AFTER_S.
@@ -31,21 +33,14 @@ class GenerationResponse(Response):
     active: the set the generation is in while it runs. log: called at the end with a word about the outcome.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        shape: AnswerShape,
-        active: set[Generation],
-        log: Callable[[Generation, str], None] | None,
-    ) -> None:
-        self._generation = generation
-        self._shape = shape
-        self._active = active
-        self._log = log
+    generation: Generation
+    shape: AnswerShape
+    active: set[Generation]
+    log: Callable[[Generation, str], None] | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generation = self._generation
-        self._active.add(generation)
+        generation = self.generation
+        self.active.add(generation)
         watcher = asyncio.create_task(self._cancel_on_disconnect(receive))
         outcome = "ok"
         try:
@@ -53,29 +48,29 @@ class GenerationResponse(Response):
             await (self._stream(send) if generation.plan.stream else self._whole(send))
         except APIError as error:
             outcome = str(error)
-            await error_response(error, self._shape.refusal(error))(scope, receive, send)
+            await error_response(error, self.shape.refusal(error))(scope, receive, send)
         finally:
             watcher.cancel()
             generation.ended()
-            self._active.discard(generation)
-            if self._log is not None:
-                self._log(generation, outcome)
+            self.active.discard(generation)
+            if self.log is not None:
+                self.log(generation, outcome)
 
     async def _whole(self, send: Send) -> None:
-        generation = self._generation
+        generation = self.generation
         while not generation.done and generation.error() is None:
             await generation.changed()
         error = generation.error()
         if error is not None:
             raise error
-        body = self._shape.whole(generation.choices, generation.usage())
+        body = self.shape.whole(generation.choices, generation.usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         headers += _warnings(generation.plan.warnings)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, send: Send) -> None:
-        generation, shape = self._generation, self._shape
+        generation, shape = self.generation, self.shape
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEAD_AFTER_S):
                 while not generation.started:
@@ -107,7 +102,7 @@ class GenerationResponse(Response):
     async def _cancel_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._generation.cancel("the client has left")
+        self.generation.cancel("the client has left")
 
 
 def _warnings(warnings: Iterable[str]) -> list[tuple[bytes, bytes]]:

@@ -1,6 +1,7 @@
 """The endpoints: read, check, generate, answer."""
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ class PreparedRequest(NamedTuple):
     limits: list[int]
 
 
+@dataclasses.dataclass(eq=False)
 class Service:
     """The state that the endpoints share. `draining` set to True makes new work 503; `active` has the open answers.
 
@@ -63,27 +65,21 @@ class Service:
     and read. model_names: what the model answers to; it reports the first. Empty: the engine's name.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        *,
-        tokenizer: Tokenizer | None,
-        chat_format: ChatFormat,
-        defaults: SamplingDefaults,
-        model_names: Sequence[str],
-        log_requests: bool,
-        tracing: "Tracing | None",
-        board: Board | None,
-    ) -> None:
-        self.client = client
-        self.metrics = Metrics(client, model_names[0] if model_names else None, tracing, board)
+    client: EngineClient
+    _: dataclasses.KW_ONLY
+    tokenizer: Tokenizer | None
+    chat_format: ChatFormat
+    defaults: SamplingDefaults
+    model_names: Sequence[str]
+    log_requests: bool
+    tracing: "Tracing | None"
+    board: Board | None
+
+    def __post_init__(self) -> None:
+        shown = self.model_names[0] if self.model_names else None
+        self.metrics = Metrics(self.client, shown, self.tracing, self.board)
         self.draining = False
         self.active: set[Generation] = set()
-        self.tokenizer = tokenizer
-        self.chat_format = chat_format
-        self.defaults = defaults
-        self._model_names = list(model_names)
-        self._log_requests = log_requests
         self._created = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -252,7 +248,7 @@ class Service:
 
     def names(self) -> list[str]:
         """The names that requests may use for the model; the client must have been started."""
-        return self._model_names or [self.client.info.model]
+        return list(self.model_names) or [self.client.info.model]
 
     def adapters(self) -> dict[str, str]:
         """The folders of the adapters (LoRA) by the names that requests use."""
@@ -332,7 +328,7 @@ class Service:
         generation = Generation(
             self.client, self.tokenizer, self.metrics, plan, prompts, limits, arrival, trace
         )
-        log = partial(self._log, request.state.request_id) if self._log_requests else None
+        log = partial(self._log, request.state.request_id) if self.log_requests else None
         return GenerationResponse(generation, shape, self.active, log)
 
     def _log(self, request_id: str, generation: Generation, outcome: str) -> None:

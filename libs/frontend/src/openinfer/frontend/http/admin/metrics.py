@@ -182,7 +182,7 @@ class Metrics:
 
     def _trace(self, request: Request, reason: str, tokens: int, times: Times, problem: str = "") -> None:
         if self.tracing is not None:
-            self.tracing.finished(request, reason, tokens, *times, problem=problem)
+            self.tracing.finished(request, reason, tokens, times, problem)
 
     def served(self) -> str:
         """The totals of all processes so far, as text. Tokens are those of answers that came to their end."""

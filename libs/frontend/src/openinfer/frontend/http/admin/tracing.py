@@ -35,17 +35,10 @@ class Tracing:
         return cls(OTLPSpanExporter(endpoint), model)
 
     def finished(
-        self,
-        request: Request,
-        reason: str,
-        tokens: int,
-        scheduled: float,
-        first: float,
-        last: float,
-        *,
-        problem: str = "",
+        self, request: Request, reason: str, tokens: int, times: tuple[float, float, float], problem: str
     ) -> None:
-        """One sequence ended. Times are time.monotonic() seconds, 0.0 for what did not happen. problem: of the span."""
+        """One sequence ended. times: metrics.Times. problem: of the span, if not empty."""
+        scheduled, first, last = times
         epoch = time.time() - time.monotonic()
         carrier = {"traceparent": request.trace_parent} if request.trace_parent else {}
         span = self._tracer.start_span(
