@@ -46,9 +46,6 @@ def plan_of(**options: Any) -> Plan:
         return_token_ids=False,
         stream=True,
         include_usage=False,
-        priority=0,
-        tenant="",
-        cache_salt="",
         new_parser=options.pop("parser", None),
     )
     assert not options

@@ -84,9 +84,7 @@ def test_every_line_of_a_server_is_json(model_dir: Path, launch: Callable[..., A
     assert SECRET not in json.dumps(lines)
     (raised,) = [line for line in lines if line["logger"] == "openinfer.frontend.engine_process"]
     assert "step failed, as asked" in raised["exception"]
-    ours = [
-        line for line in lines if line.get("request_id")
-    ]  # the outcome, and what else its frontend said of it
+    ours = [line for line in lines if line.get("request_id")]  # the outcome, and what its frontend said
     assert {line["request_id"] for line in ours} == {"id-9"}
     (outcome,) = [line for line in ours if "engine_id" in line]
     assert outcome["engine_id"] > 0

@@ -30,6 +30,26 @@ MAX_BAD_WORDS = 64
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 Budget = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+# What follows is only told by the OpenAPI document; params.py and the sampler check it, in words of their own.
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 32
+MAX_SALT_CHARS = 128
+Positive = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 1})]
+Choices = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 1, "maximum": MAX_N})]
+Logprobs = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": MAX_LOGPROBS})]
+MinTokens = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 2**31 - 1})]
+Seed = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**63 - 1})]
+TopK = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": -1, "maximum": 2**31 - 1})]
+TopP = Annotated[float, msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
+MinP = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
+Temperature = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 2})]
+Penalty = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": -2, "maximum": 2})]
+Repetition = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0.01, "maximum": 100})]
+Salt = Annotated[str, msgspec.Meta(extra_json_schema={"maxLength": MAX_SALT_CHARS})]
+StopString = Annotated[str, msgspec.Meta(extra_json_schema={"minLength": 1})]
+StopStrings = Annotated[list[StopString], msgspec.Meta(extra_json_schema={"maxItems": MAX_STOP_STRINGS})]
+Messages = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema={"minItems": 1})]
 
 
 class Body(msgspec.Struct):
@@ -85,25 +105,31 @@ class StructuredOutputs(msgspec.Struct):
     disable_additional_properties: bool | None = None
 
 
-class CommonBody(Body, kw_only=True):
-    """The fields that both endpoints take; None is a field that was not given. Values are checked in params.py."""
+class AnyBody(Body, kw_only=True):
+    """The fields that all dialects have; None is a field that was not given. Values are checked in params.py."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stream: bool | None = None
+
+
+class CommonBody(AnyBody, kw_only=True):
+    """The fields that completions and chats take. Those of other dialects become one."""
+
+    max_tokens: Positive | None = None
+    min_tokens: MinTokens | None = None
+    min_p: MinP | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
     logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_LOGIT_BIASES)] | None = None
     allowed_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
-    seed: int | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
+    seed: Seed | None = None
+    n: Choices | None = None
+    stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -111,11 +137,10 @@ class CommonBody(Body, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Tokens of log-probabilities are `token_id:5`, not their text."""
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -129,6 +154,11 @@ class CommonBody(Body, kw_only=True):
     prompt_logprobs: int | None = None
     kv_transfer_params: KVTransfer | None = None
     disable_spec_decode: bool | None = None
+
+
+def common_body(body: AnyBody, **fields: Any) -> CommonBody:
+    """The body of another dialect as what all endpoints share; `fields` has its own names for things."""
+    return CommonBody(**{name: getattr(body, name) for name in AnyBody.__struct_fields__}, **fields)
 
 
 class FunctionSpec(msgspec.Struct, omit_defaults=True):

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.anthropic.messages_body import MessagesBody, messages_chat, messages_common
 from openinfer.frontend.http.anthropic.messages_shape import MessagesShape
-from openinfer.frontend.http.body import MAX_TOOLS, Body, ToolSpec, read_json_body
+from openinfer.frontend.http.body import MAX_TOOLS, Body, Messages, ToolSpec, read_json_body
 from openinfer.frontend.http.chat import Chat, chat_messages
 from openinfer.frontend.http.openai.chat_body import ChatBody, tool_object
 from openinfer.frontend.http.openai.completions import CompletionBody
@@ -38,7 +38,7 @@ class TokenizeBody(Body, kw_only=True):
     """POST /tokenize: a text, or a chat as its template writes it."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     tools: Annotated[list[ToolSpec], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     model: str | None = None
     add_special_tokens: bool = True

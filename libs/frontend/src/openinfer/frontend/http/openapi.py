@@ -17,7 +17,6 @@ from openinfer.frontend.http.openai.chat_shape import ChatResponse
 from openinfer.frontend.http.openai.completions import CompletionBody, CompletionResponse
 from openinfer.frontend.http.openai.responses_body import ResponsesBody
 from openinfer.frontend.http.pages import Page, PlanPage
-from openinfer.frontend.http.params import MAX_LOGPROBS, MAX_N, MAX_SALT_CHARS, MAX_STOP_STRINGS
 from openinfer.frontend.http.service import Service
 
 _REF = "#/components/schemas/{name}"
@@ -126,7 +125,8 @@ def document(table: Sequence[Endpoint], version: str, models: Sequence[str], gua
             properties = schemas[endpoint.body.__name__]["properties"]
             refused = endpoint.body.refused.items()
             properties |= {name: {"enum": list(values), "description": text} for name, values in refused}
-            _narrow(properties, models)
+            if "model" in properties:
+                properties["model"] = {"enum": [*models, None], "default": None}
     paths = {
         one.path.replace("{name:path}", "{name}"): {one.method.lower(): _operation(one, models)}
         for one in table
@@ -170,32 +170,6 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": _REF.format(name=name)}
 
 
-_AT_LEAST_ONE = {"minimum": 1}
-_TWO_EACH_WAY = {"minimum": -2, "maximum": 2}
-_STOP = {"minLength": 1, "maxItems": MAX_STOP_STRINGS, "items": {"type": "string", "minLength": 1}}
-BOUNDS: Mapping[str, Mapping[str, Any]] = {
-    "cache_salt": {"maxLength": MAX_SALT_CHARS},
-    "frequency_penalty": _TWO_EACH_WAY,
-    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "max_completion_tokens": _AT_LEAST_ONE,
-    "max_output_tokens": _AT_LEAST_ONE,
-    "max_tokens": _AT_LEAST_ONE,
-    "messages": {"minItems": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
-    "n": {"minimum": 1, "maximum": MAX_N},
-    "presence_penalty": _TWO_EACH_WAY,
-    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
-    "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-    "stop": _STOP,
-    "stop_sequences": _STOP,
-    "temperature": {"minimum": 0, "maximum": 2},
-    "top_k": {"minimum": -1, "maximum": 2**31 - 1},
-    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-}
-"""Field -> keywords of JSON schema, each for the types that know it."""
-
 _CHAT = [{"role": "user", "content": "Hello"}]
 EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "ChatBody": {"messages": _CHAT, "max_tokens": 16},
@@ -211,20 +185,3 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "WakeBody": {},
 }
 """Name of a body -> one that every server answers."""
-
-_KNOWN_BY = {
-    "integer": ("minimum", "maximum", "exclusiveMinimum"),
-    "number": ("minimum", "maximum", "exclusiveMinimum"),
-    "string": ("minLength", "maxLength"),
-    "array": ("minItems", "maxItems", "items"),
-}
-
-
-def _narrow(properties: dict[str, Any], models: Sequence[str]) -> None:
-    """Write the bounds into a body's properties. models: the names that requests may give."""
-    for name in properties.keys() & BOUNDS.keys():
-        for option in properties[name].get("anyOf", [properties[name]]):
-            known = _KNOWN_BY.get(option.get("type"), ())
-            option |= {word: value for word, value in BOUNDS[name].items() if word in known}
-    if "model" in properties:
-        properties["model"] = {"enum": [*models, None], "default": None}

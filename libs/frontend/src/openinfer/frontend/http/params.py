@@ -12,7 +12,7 @@ import msgspec
 from openinfer.frontend.chat import OutputParser
 from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo, KVTransfer
 from openinfer.frontend.errors import APIError, ModelFilesError, NotSupported, TooLong
-from openinfer.frontend.http.body import CommonBody
+from openinfer.frontend.http.body import MAX_LOGPROBS, MAX_N, MAX_SALT_CHARS, MAX_STOP_STRINGS, CommonBody
 from openinfer.frontend.http.text.structured import grammar_of, unkept
 from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.frontend.model_files import read_json
@@ -20,14 +20,10 @@ from openinfer.sampler import InvalidParams, SamplingParams
 from openinfer.sampler.form import Grammar
 from openinfer.sampler.params import MAX_STOP_TOKEN_IDS
 
-MAX_N = 128
 MAX_SEQUENCES = 1024
 """Prompts times n of one HTTP request."""
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_USER_CHARS = 1024
-MAX_SALT_CHARS = 128
 MAX_LOGPROB_ENTRIES = 8 << 20
 """The most log-probabilities of an answer: alternatives asked for, times tokens of all sequences."""
 MAX_POOLS = 16
@@ -94,9 +90,9 @@ class Plan(msgspec.Struct, frozen=True):
     return_token_ids: bool
     stream: bool
     include_usage: bool
-    priority: int
-    tenant: str
-    cache_salt: str
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
     grammar: Grammar | None = None
     """The grammar of the content. The text around it in a chat comes with the chat's format."""
     grammar_field: str = "tools"  # where it came from

@@ -7,19 +7,22 @@ import msgspec
 
 from openinfer.frontend.errors import APIError, NotSupported
 from openinfer.frontend.http.body import (
+    MAX_STOP_STRINGS,
     MAX_TOOLS,
-    Body,
+    AnyBody,
     CommonBody,
     FunctionSpec,
     JsonSchemaFormat,
     JsonSchemaSpec,
+    Messages,
     Thinking,
     ToolName,
+    common_body,
     typed,
 )
 from openinfer.frontend.http.chat import Chat, chat_messages, content_of, result_of, warn
 from openinfer.frontend.http.openai.chat_body import tool_object
-from openinfer.frontend.http.params import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from openinfer.frontend.http.params import MAX_STOP_CHARS
 from openinfer.frontend.http.text.thoughts import SWITCHES, thinking_options
 
 StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -75,19 +78,14 @@ class ContextManagement(msgspec.Struct):
     edits: Annotated[list[Edit], msgspec.Meta(max_length=16)] | None = None
 
 
-class MessagesBody(Body, kw_only=True):
-    """POST /v1/messages and /v1/messages/count_tokens; None is a field that was not given."""
+class MessagesBody(AnyBody, kw_only=True):
+    """POST /v1/messages and /v1/messages/count_tokens."""
 
     refused: ClassVar = {"mcp_servers": (None, []), "container": (None,)}
-    messages: list[dict[str, Any]]
-    model: str | None = None
+    messages: Messages
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: Annotated[list[StopSequence], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     """Tools with a type are left out of the prompt: only the service, or a model trained on them, knows them."""
     tool_choice: ToolChoice | None = None
@@ -104,16 +102,9 @@ class MessagesBody(Body, kw_only=True):
 def messages_common(body: MessagesBody) -> CommonBody:
     """The fields that all endpoints share."""
     wanted = body.output_format or (body.output_config.format if body.output_config else None)
-    return CommonBody(
-        response_format=JsonSchemaFormat(JsonSchemaSpec(wanted.schema)) if wanted else None,
-        model=body.model,
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        stop=body.stop_sequences,
-        stream=body.stream,
-        user=body.metadata.user_id if body.metadata else None,
-    )
+    form = JsonSchemaFormat(JsonSchemaSpec(wanted.schema)) if wanted else None
+    user = body.metadata.user_id if body.metadata else None
+    return common_body(body, stop=body.stop_sequences, user=user, response_format=form)
 
 
 def messages_chat(body: MessagesBody, variables: frozenset[str], defaults: Mapping[str, Any]) -> Chat:

@@ -6,17 +6,20 @@ import msgspec
 
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import (
+    MAX_LOGPROBS,
     MAX_TOOLS,
     REFUSED,
     Budget,
     CommonBody,
     FunctionSpec,
+    Logprobs,
+    Messages,
+    Positive,
     Thinking,
     ToolName,
     ToolSpec,
 )
 from openinfer.frontend.http.chat import Chat, chat_messages
-from openinfer.frontend.http.params import MAX_LOGPROBS
 from openinfer.frontend.http.text.thoughts import thinking_options
 
 BudgetOrAll = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
@@ -49,7 +52,7 @@ class ChatBody(CommonBody, kw_only=True):
     """POST /v1/chat/completions."""
 
     refused: ClassVar = {**REFUSED, "echo": (None, False), "add_special_tokens": (None, False)}
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     tools: Annotated[list[ToolSpec], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -68,9 +71,9 @@ class ChatBody(CommonBody, kw_only=True):
     """The last three are one thing under the names of three servers: tokens of the thoughts. -1: any number."""
     verbosity: str | None = None
     """Ignored: no template has such a thing."""
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Logprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from openinfer.frontend.contract import KVTransfer, TokenLogprobs
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.body import REFUSED, CommonBody
+from openinfer.frontend.http.body import REFUSED, CommonBody, Logprobs
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body
@@ -25,7 +25,7 @@ class CompletionBody(CommonBody, kw_only=True):
 
     refused: ClassVar = REFUSED
     prompt: str | list[Any] | None = None
-    logprobs: int | None = None
+    logprobs: Logprobs | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
 

@@ -14,14 +14,18 @@ from openinfer.frontend.chat import text_of
 from openinfer.frontend.errors import APIError, NotSupported
 from openinfer.frontend.http.body import (
     MAX_TOOLS,
-    Body,
+    AnyBody,
     CommonBody,
     FunctionSpec,
     JsonObjectFormat,
     JsonSchemaFormat,
     JsonSchemaSpec,
+    MinP,
+    Positive,
+    Seed,
     TextFormat,
     ToolName,
+    common_body,
     typed,
 )
 from openinfer.frontend.http.chat import Chat, chat_messages, content_of, result_of, warn
@@ -143,8 +147,8 @@ class TextOptions(msgspec.Struct):
     verbosity: str | None = None
 
 
-class ResponsesBody(Body, kw_only=True):
-    """POST /v1/responses; None is a field that was not given."""
+class ResponsesBody(AnyBody, kw_only=True):
+    """POST /v1/responses."""
 
     refused: ClassVar = {
         **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls"), (None,)),
@@ -152,18 +156,14 @@ class ResponsesBody(Body, kw_only=True):
         "top_logprobs": (None, 0),
     }
     input: str | list[dict[str, Any]] | None = None
-    model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_output_tokens: Positive | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     """Functions, and namespaces of functions. Others are left out of the prompt: only a service could run them."""
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Effort | None = None
     text: TextOptions | None = None
-    stream: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """An input that is too long is refused, never cut."""
     store: bool | None = None
@@ -172,9 +172,8 @@ class ResponsesBody(Body, kw_only=True):
     """Parts on demand: reasoning.encrypted_content. Log-probabilities are refused; all others are there."""
     metadata: dict[str, str] | None = None
     user: str | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     think: bool | None = None
@@ -185,12 +184,9 @@ def responses_common(body: ResponsesBody) -> CommonBody:
     if LOGPROBS in (body.include or ()):
         instead = "leave it out, or use /v1/chat/completions"
         raise NotSupported(f"include: {LOGPROBS} is not supported by this server: {instead}", "include")
-    names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "user")
     wanted = body.text.format if body.text else None
-    return CommonBody(
-        **{name: getattr(body, name) for name in names},
-        response_format=JsonSchemaFormat(wanted) if isinstance(wanted, NamedSchema) else wanted,
-    )
+    form = JsonSchemaFormat(wanted) if isinstance(wanted, NamedSchema) else wanted
+    return common_body(body, min_p=body.min_p, seed=body.seed, user=body.user, response_format=form)
 
 
 def responses_chat(body: ResponsesBody, kept: KeptItems, variables: frozenset[str]) -> Chat:
@@ -201,7 +197,9 @@ def responses_chat(body: ResponsesBody, kept: KeptItems, variables: frozenset[st
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not items:
         raise APIError("input must be a text or hold at least one item", param="input")
-    warnings = _ignored(body)
+    warnings = verbosity_warnings(body.text.verbosity if body.text else None)
+    if body.truncation == "auto":
+        warnings.append("truncation auto is ignored: an input that is too long is refused")
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.get("type") == "item_reference":
@@ -283,13 +281,6 @@ def _choice(choice: str | dict[str, Any], tools: list[ResponseTool]) -> tuple[st
         return allowed.mode, [tool for tool in tools if tool.name in names]
     asked = f"tool_choice asks for a tool of type {choice.get('type')!r}"
     raise NotSupported(f"{asked}, and this server runs no tools of its own", "tool_choice")
-
-
-def _ignored(body: ResponsesBody) -> list[str]:
-    warnings = verbosity_warnings(body.text.verbosity if body.text else None)
-    if body.truncation == "auto":
-        warnings.append("truncation auto is ignored: an input that is too long is refused")
-    return warnings
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str, warnings: list[str]) -> None:
