@@ -12,8 +12,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openinfer.frontend.http.framing import ABSOLUTE, Framing, Violation
 
-__all__ = ["HEAD_TIMEOUT_S", "READ_TIMEOUT_S", "close_stalled", "http_protocol", "parser_name"]
-
 HEAD_TIMEOUT_S = 20.0
 """The longest time from the connection, or from the answer before, to the end of the head."""
 READ_TIMEOUT_S = 120.0
@@ -37,7 +35,7 @@ def http_protocol() -> Any:
     except ImportError:
         from uvicorn.protocols.http.h11_impl import H11Protocol
 
-        return _strict(_with_absolute_targets(H11Protocol))
+        return _strict(H11Protocol)
     return _strict(_without_upgrades(HttpToolsProtocol))
 
 
@@ -164,20 +162,9 @@ def _strict(parser: Any) -> Any:
     return Strict
 
 
-def _with_absolute_targets(parser: Any) -> Any:
-    """h11 takes a target such as http://host/path for a path."""
+def in_origin_form(app: ASGIApp) -> ASGIApp:
+    """For h11, which takes a target such as http://host/path for a path."""
 
-    class Absolute(parser):  # type: ignore[misc]
-        app: ASGIApp
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.app = _in_origin_form(self.app)
-
-    return Absolute
-
-
-def _in_origin_form(app: ASGIApp) -> ASGIApp:
     async def with_a_path(scope: Scope, receive: Receive, send: Send) -> None:
         if absolute := ABSOLUTE.match(scope["raw_path"]):
             scope["raw_path"] = scope["raw_path"][absolute.start(2) :]

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from openinfer.frontend.http.connections import close_stalled, http_protocol, parser_name
+from openinfer.frontend.http import connections
 from openinfer.frontend.http.service import Service
 
 DEATH_LINGER_S = 2.0
@@ -64,9 +64,10 @@ async def run_server(
     """
     service: Service = app.state.service
     _allow_connections()
+    protocol = connections.http_protocol()
     config = uvicorn.Config(
-        app,
-        http=http_protocol(),
+        app if connections.parser_name(protocol) == "httptools" else connections.in_origin_form(app),
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -103,7 +104,7 @@ async def _run(
     loop.set_exception_handler(_LoopErrors())
     _log.info("%s", parts(loop, server.config.http))
     serving = asyncio.create_task(server.serve([listener]))
-    sweep = asyncio.create_task(close_stalled(server.server_state.connections))
+    sweep = asyncio.create_task(connections.close_stalled(server.server_state.connections))
     died = asyncio.create_task(service.client.died())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +122,7 @@ async def _run(
 
 def parts(loop: asyncio.AbstractEventLoop, protocol: Any) -> str:
     """The event loop and the parser of http_protocol() in words, and the extra that has faster ones."""
-    name, parser = type(loop).__module__.partition(".")[0], parser_name(protocol)
+    name, parser = type(loop).__module__.partition(".")[0], connections.parser_name(protocol)
     fast = (name, parser) == ("uvloop", "httptools")
     hint = "" if fast else "; faster ones: pip install 'openinfer-frontend[fast]'"
     return f"event loop {name}, HTTP parser {parser}{hint}"
