@@ -100,7 +100,7 @@ class Speaker(FakeEngine):
             if prompt.rstrip().endswith("</think>"):
                 said = said.rpartition("</think>\n\n")[2]
             self._scripts[live.request.id] = [*self._tokenizer.encode_short(said), 2]
-        self._script = self._scripts[live.request.id]
+        self.script = self._scripts[live.request.id]
         super()._generate(live, outputs)
 
 

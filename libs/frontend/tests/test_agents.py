@@ -601,7 +601,7 @@ class Replay(FakeEngine):
         super().submit(request)
 
     def _generate(self, live: Any, outputs: StepOutputs) -> None:
-        self._script = self._answers[len(self.prompts) - 1]
+        self.script = self._answers[len(self.prompts) - 1]
         super()._generate(live, outputs)
 
 

@@ -42,6 +42,7 @@ class _Live:
     stops: frozenset[int] = field(default_factory=frozenset)
 
 
+@dataclass(eq=False, kw_only=True)
 class FakeEngine:
     """Generates known tokens, one a step for each of up to `max_running` requests, in order of arrival.
 
@@ -62,59 +63,51 @@ class FakeEngine:
     Its prefix cache has every block of 16 tokens that it has seen: of prompts once scheduled, of outputs once ended.
     """
 
-    def __init__(
-        self,
-        *,
-        model: str = "fake",
-        max_model_len: int = 4096,
-        vocab_size: int = 1024,
-        eos_token_ids: list[int] | None = None,
-        script: list[int] | None = None,
-        filler: int = 100,
-        max_running: int = 256,
-        max_waiting: int = 1024,
-        start_delay_s: float = 0.0,
-        step_delay_s: float = 0.0,
-        start_error: str | None = None,
-        fail_at_step: int | None = None,
-        die_at_step: int | None = None,
-        hang_at_step: int | None = None,
-        fail_prompt: int | None = None,
-        raise_prompt: int | None = None,
-        features: list[str] | None = None,
-        max_adapters: int = 0,
-        adapters: Sequence[str] = (),
-        hang_timeout_s: float = 60.0,
-    ) -> None:
-        time.sleep(start_delay_s)
-        if start_error is not None:
-            raise FlagError(start_error)
+    model: str = "fake"
+    max_model_len: int = 4096
+    vocab_size: int = 1024
+    eos_token_ids: Sequence[int] = (2, 0)
+    script: Sequence[int] = ()
+    filler: int = 100
+    max_running: int = 256
+    max_waiting: int = 1024
+    start_delay_s: float = 0.0
+    step_delay_s: float = 0.0
+    start_error: str | None = None
+    fail_at_step: int | None = None
+    die_at_step: int | None = None
+    hang_at_step: int | None = None
+    fail_prompt: int | None = None
+    raise_prompt: int | None = None
+    features: Sequence[str] = ()
+    max_adapters: int = 0
+    adapters: Sequence[str] = ()
+    hang_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        time.sleep(self.start_delay_s)
+        if self.start_error is not None:
+            raise FlagError(self.start_error)
         self.info = EngineInfo(
-            model=model,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            eos_token_ids=[2, 0] if eos_token_ids is None else eos_token_ids,
-            kv_capacity_tokens=max_running * max_model_len,
+            model=self.model,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            eos_token_ids=list(self.eos_token_ids),
+            kv_capacity_tokens=self.max_running * self.max_model_len,
             block_size=BLOCK,
-            features=["logprobs", "prefix_cache", *(features or ())],
-            max_adapters=max_adapters,
-            hang_timeout_s=hang_timeout_s,
+            features=["logprobs", "prefix_cache", *self.features],
+            max_adapters=self.max_adapters,
+            hang_timeout_s=self.hang_timeout_s,
         )
-        self._script = script
-        self._filler = filler
-        self._max_running, self._max_waiting = max_running, max_waiting
-        self._step_delay_s = step_delay_s
-        self._faults = (fail_at_step, die_at_step, hang_at_step)
-        self._fail_prompt, self._raise_prompt = fail_prompt, raise_prompt
         self._waiting: deque[Request] = deque()
         self._running: dict[int, _Live] = {}
         self._ready = StepOutputs()
-        self._stats = EngineStats(adapters=[AdapterState(name, "/flag", 0, 0) for name in adapters])
+        self._stats = EngineStats(adapters=[AdapterState(name, "/flag", 0, 0) for name in self.adapters])
         self._seen_blocks: set[int] = set()
         self._has_tokens = False
 
     def submit(self, request: Request) -> None:
-        if request.prompt_token_ids == [self._raise_prompt]:
+        if request.prompt_token_ids == [self.raise_prompt]:
             raise RuntimeError("submit failed, as asked")
         length = len(request.prompt_token_ids) + request.max_tokens
         if length > self.info.max_model_len:
@@ -127,10 +120,10 @@ class FakeEngine:
             self._ready.updates.append(Rejected(request.id, reason, "unsupported"))
         elif request.grammar is not None and not self._has_tokens:
             self._ready.updates.append(Rejected(request.id, "grammars need a TokenTable", "unsupported"))
-        elif request.prompt_token_ids == [self._fail_prompt]:
+        elif request.prompt_token_ids == [self.fail_prompt]:
             self._ready.updates.append(Failed(request.id, "this prompt fails, as asked"))
-        elif len(self._waiting) >= self._max_waiting:
-            reason = f"the queue is full ({self._max_waiting} requests)"
+        elif len(self._waiting) >= self.max_waiting:
+            reason = f"the queue is full ({self.max_waiting} requests)"
             self._ready.updates.append(Rejected(request.id, reason, "queue_full"))
         else:
             self._waiting.append(request)
@@ -174,12 +167,12 @@ class FakeEngine:
     def step(self, wait: float) -> StepOutputs:
         self._stats.steps += 1
         self._apply_faults()
-        if self._step_delay_s:
-            time.sleep(self._step_delay_s)
+        if self.step_delay_s:
+            time.sleep(self.step_delay_s)
         elif not self._waiting and not self._running and not self._ready.updates:
             time.sleep(wait)
         outputs, self._ready = self._ready, StepOutputs()
-        while self._waiting and len(self._running) < self._max_running:
+        while self._waiting and len(self._running) < self.max_running:
             self._admit(self._waiting.popleft(), outputs)
         for live in list(self._running.values()):
             self._generate(live, outputs)
@@ -196,12 +189,11 @@ class FakeEngine:
         self._running.clear()
 
     def _apply_faults(self) -> None:
-        fail_at, die_at, hang_at = self._faults
-        if self._stats.steps == fail_at:
+        if self._stats.steps == self.fail_at_step:
             raise RuntimeError("step failed, as asked")
-        if self._stats.steps == die_at:
+        if self._stats.steps == self.die_at_step:
             os.abort()
-        if self._stats.steps == hang_at:
+        if self._stats.steps == self.hang_at_step:
             time.sleep(3600)
 
     def _admit(self, request: Request, outputs: StepOutputs) -> None:
@@ -228,12 +220,12 @@ class FakeEngine:
 
     def _generate(self, live: _Live, outputs: StepOutputs) -> None:
         request = live.request
-        if self._script is not None:
-            token = self._script[live.generated % len(self._script)]
+        if self.script:
+            token = self.script[live.generated % len(self.script)]
         else:
             token = (request.prompt_token_ids[-1] + 1 + live.generated) % self.info.vocab_size
         if token in live.stops and live.generated < request.sampling.min_tokens:
-            token = self._filler
+            token = self.filler
         live.generated += 1
         live.token_ids.append(token)
         self._stats.generation_tokens += 1
