@@ -178,16 +178,14 @@ def _answer(api: Api, body: dict[str, Any], terminal: TextIO) -> str:
             first, tokens = first or time.monotonic(), delta.tokens or tokens
             thought, content = delta.reasoning or delta.reasoning_content, delta.content
             if dim and thought:
-                shown = printable(thought, _is_text)
                 if not thinking:
                     out.sign(DIM)
-                out.write(shown)
+                out.write(printable(thought, _is_text))
                 thinking = True
             if content:
-                shown = printable(content, _is_text)
                 if thinking:
                     out.sign(f"{PLAIN}\n")
-                out.write(shown)
+                out.write(printable(content, _is_text))
                 thinking, said = False, said + content
             terminal.flush()
     except KeyboardInterrupt:

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from openinfer.cli import hub, recipe_flags, recipes
-from openinfer.cli.explain import memory_plan
+from openinfer.cli.explain import memory_flag, memory_plan
 from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.cli.recipe_flags import Asked
 from openinfer.frontend.chat import coded_renderer
 from openinfer.frontend.chat_template import find_templates
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.http.tokenizer import Tokenizer
-from openinfer.kernels import GPUS, H200, KernelsError
+from openinfer.kernels import KernelsError
 from openinfer.kernels.authoring import packing_text
 from openinfer.recipes.engine import gguf
 from openinfer.recipes.engine.config_fields import end_token
@@ -43,13 +43,7 @@ def main(argv: list[str]) -> int:
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     hub.add_hub_arguments(parser)
-    parser.add_argument(
-        "--gpu-memory",
-        type=float,
-        default=GPUS[H200.gpu].memory_bytes / 1e9,
-        metavar="GB",
-        help="memory of the GPU; default: %(default)s (H200)",
-    )
+    memory_flag(parser)
 
 
 def _check(args: argparse.Namespace, asked: Asked) -> int:

@@ -13,7 +13,7 @@ from openinfer.cli import recipes
 from openinfer.frontend.contract import Request
 from openinfer.graph import Delta, NoWatch, Readback, StepGraphs, StepPace, StepTrace, Watch
 from openinfer.graph.runner import Leader, LoneLeader, Ring, Runner, Writer, readback_bytes
-from openinfer.kernels import Op, Pack
+from openinfer.kernels import Op
 from openinfer.kernels.authoring import CacheForm
 from openinfer.kvpool import Pool
 from openinfer.recipes.engine.engine import Engine, Served
@@ -32,12 +32,9 @@ from openinfer.tensor import Arena, Device, Stream, float32
 LENGTH, TOKENS = 8192, 2048
 
 
-def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs: StepGraphs) -> Engine:
-    """An engine of the recipe's smallest model, without prefix cache, for sequences of 8,192 tokens.
-
-    The pool has blocks for half of all rows at full length, and for one row at least. `pack` and `graphs` must do
-    nothing. The results of a step are the contents of `runner.model.batch.sampled.result`.
-    """
+def _idle_engine(recipe: Recipe[O], rows: int, stream: Stream) -> Engine:
+    """An engine of the recipe's smallest model, without prefix cache. The pool has blocks for half of all rows at full
+    length, and for one row at least."""
     options = recipe.options(max_num_seqs=rows, enable_prefix_caching=False)
     blueprint: Any = recipe.blueprint(Source(recipe.small), options)
     limits = Limits(LENGTH, rows, TOKENS, blueprint.page_size, float32, CacheForm(float32))
@@ -48,7 +45,8 @@ def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs
     model = blueprint.lay_out(arena, stream, limits, [2] * groups)
     readback = Readback(stream.device, readback_bytes(rows, TOKENS), STEPS_IN_FLIGHT)
     buckets, watch = buckets_for(blueprint, limits), Watch(StepTrace())
-    runner = Runner(model, pack, stream, graphs, buckets, readback, StepPace(), watch)
+    graphs = _Graphs(stream.device, stream, capture=False)
+    runner = Runner(model, _Pack(), stream, graphs, buckets, readback, StepPace(), watch)
     runner.record()
     # Blocks without memory behind them: no op runs.
     blocks = max(rows // 2, 1) * limits.max_blocks
@@ -103,8 +101,7 @@ class IdleEngine:
 
     def __init__(self, recipe: Recipe[Any], rows: int, device: Device = CPU) -> None:
         self._stream, self._rows, self._next = Stream(device), rows, 0
-        graphs = _Graphs(device, self._stream, capture=False)
-        self.engine = idle_engine(recipe, rows, self._stream, _Pack(), graphs)
+        self.engine = _idle_engine(recipe, rows, self._stream)
         self._results = self.engine.runner.model.batch.sampled.result
         self._result = np.full((rows, 3), (7, RowStatus.RUNNING, 0), np.int32)
         self.end_first(False)

@@ -80,9 +80,9 @@ class Text:
 
 def main(argv: list[str]) -> int:
     """Run the loads; returns 0, 1 if nothing could be measured or a request failed, 2 for wrong arguments."""
-    own, server_flags = _split(argv)
-    parser = _parser()
-    args = parser.parse_args(own)
+    at = argv.index("--") if "--" in argv else len(argv)
+    parser, server_flags = _parser(), argv[at + 1 :]
+    args = parser.parse_args(argv[:at])
     if args.model_dir is None and args.base_url is None:
         parser.error("give MODEL_DIR, which is then served, or --base-url")
     if args.base_url is not None and server_flags:
@@ -107,12 +107,6 @@ def main(argv: list[str]) -> int:
     if args.json:
         write(args.json, record("serve", args, results, server=server.as_dict() if server else None))
     return 1 if any(result["errors"] for result in results) else 0
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(words of this command, words after `--`, which are the server's)."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], argv[at + 1 :]
 
 
 def _rate(text: str) -> float:

@@ -57,15 +57,16 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.png",
         help="draw the step into this file; needs openinfer-cli[plot]",
     )
-    add(
-        "--gpu-memory",
-        type=float,
-        default=GPUS[H200.gpu].memory_bytes / 1e9,
-        metavar="GB",
-        help="memory of the GPU; default: %(default)s (H200)",
-    )
+    memory_flag(parser)
     machine_flags(parser)
     tiers.flags(parser)
+
+
+def memory_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --gpu-memory."""
+    memory = GPUS[H200.gpu].memory_bytes / 1e9
+    text = "memory of the GPU; default: %(default)s (H200)"
+    parser.add_argument("--gpu-memory", type=float, default=memory, metavar="GB", help=text)
 
 
 def _explain(args: argparse.Namespace, asked: Asked) -> int:

@@ -26,12 +26,6 @@ def width_of(outline: Outline) -> int | None:
     return None
 
 
-def _missing(ranks: int, width: int, rows: Sequence[int], known: tables.Table) -> list[int]:
-    """The rows that a table has no way for."""
-    entries = known.get(tables.EXCHANGES, {}).get(f"{ranks}x{width}", {})
-    return [count for count in rows if str(count) not in entries]
-
-
 def _measured(ranks: int, width: int, rows: Sequence[int]) -> Iterator[Found]:
     """Each number of rows in each way, on GPUs 0 to ranks - 1. Raises RankLost."""
     command = [sys.executable, "-m", "openinfer.cli.tune.ranks", str(width), ",".join(map(str, rows))]
@@ -39,20 +33,6 @@ def _measured(ranks: int, width: int, rows: Sequence[int]) -> Iterator[Found]:
         rank = ExchangeRank(0, ranks, width, memory, links)
         yield from rank.sums(rows)
         rank.close()
-
-
-def _table(ranks: int, width: int, found: Found) -> tables.Table:
-    rows, seconds = found
-    best = min(seconds, key=seconds.__getitem__)
-    return {tables.EXCHANGES: {f"{ranks}x{width}": {str(rows): exchange_entry(best)}}}
-
-
-def _line(ranks: int, width: int, found: Found) -> str:
-    rows, seconds = found
-    ways = ", ".join(
-        f"{_name(way)} {1e6 * s:.1f}" for way, s in sorted(seconds.items(), key=lambda one: one[1])
-    )
-    return f"sum of {ranks} ranks [{rows}, {width}]: {ways} us"
 
 
 def _name(way: Exchange) -> str:
@@ -70,14 +50,18 @@ def tune_ranks(
 ) -> list[dict[str, object]]:
     """Measure what `known` lacks; `keep` gets each entry. The measurements, for JSON."""
     width, results = width_of(outline), list[dict[str, object]]()
-    rows = [] if width is None else _missing(ranks, width, tokens, known)
-    if width is None or not rows:
+    entries = known.get(tables.EXCHANGES, {}).get(f"{ranks}x{width}", {})
+    missing = [rows for rows in tokens if str(rows) not in entries]
+    if width is None or not missing:
         return results
-    for found in _measured(ranks, width, rows):
-        keep(_table(ranks, width, found))
-        print(_line(ranks, width, found), flush=True)
-        us = [{**exchange_entry(way), "us": 1e6 * s} for way, s in found[1].items() if not math.isnan(s)]
-        results.append({"op": tables.EXCHANGES, "ranks": ranks, "width": width, "rows": found[0], "us": us})
+    for rows, seconds in _measured(ranks, width, missing):
+        best = min(seconds, key=seconds.__getitem__)
+        keep({tables.EXCHANGES: {f"{ranks}x{width}": {str(rows): exchange_entry(best)}}})
+        fastest_first = sorted(seconds.items(), key=lambda one: one[1])
+        ways = ", ".join(f"{_name(way)} {1e6 * s:.1f}" for way, s in fastest_first)
+        print(f"sum of {ranks} ranks [{rows}, {width}]: {ways} us", flush=True)
+        us = [{**exchange_entry(way), "us": 1e6 * s} for way, s in seconds.items() if not math.isnan(s)]
+        results.append({"op": tables.EXCHANGES, "ranks": ranks, "width": width, "rows": rows, "us": us})
     return results
 
 

@@ -161,20 +161,16 @@ def fitted_figures(outline: Outline, paths: Sequence[Path]) -> tuple[Figures, st
 def _by_op(outline: Outline, paths: Sequence[Path], known: Figures) -> Figures:
     """The figures with lines of the ops that an engine on a CPU timed in its steps. `host_s` is the mean of what steps
     took besides. Steps that were held up count there, because a busy machine will hold up a server too."""
-    data, times = _traces(paths), []
+    found = {path: json.loads(path.read_text()) for path in paths}
+    data, times = {path: one for path, one in found.items() if "traceEvents" in one}, []
     for path, one in data.items():
         times.append(ops.of_trace(outline, traced(outline, one), one["traceEvents"]))
         if ops.times_ops(one["traceEvents"]) and not times[-1]:
             raise FlagError(f"{path}: no step has the ops of this model; it is the trace of another one")
-    found = known._replace(ops=ops.lines(times, known.fitted))
+    own = known._replace(ops=ops.lines(times, known.fitted))
     steps = [step for one in data.values() for step in _steps(outline, _every(outline, one))]
-    besides = [-error * step.seconds for step, error in zip(steps, errors(steps, found), strict=True)]
-    return found._replace(host_s=max(0.0, statistics.fmean(besides)))
-
-
-def _traces(paths: Sequence[Path]) -> dict[Path, dict[str, Any]]:
-    found = {path: json.loads(path.read_text()) for path in paths}
-    return {path: data for path, data in found.items() if "traceEvents" in data}
+    besides = [-error * step.seconds for step, error in zip(steps, errors(steps, own), strict=True)]
+    return own._replace(host_s=max(0.0, statistics.fmean(besides)))
 
 
 def _spread(found: list[float]) -> str:
