@@ -21,9 +21,9 @@ from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.http.anthropic.messages_shape import messages_error
 from openinfer.frontend.http.dialects import Dialects
 from openinfer.frontend.http.elsewhere import hint
-from openinfer.frontend.http.guard import AccessLog, ApiKeyGuard, Cors, PageGuard, RequestIds
+from openinfer.frontend.http.guard import ApiKeyGuard, Cors, PageGuard, RequestLog
 from openinfer.frontend.http.openapi import Endpoint, document, endpoints
-from openinfer.frontend.http.pages import Page, PlanPage
+from openinfer.frontend.http.pages import WebPages
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.http.shapes import package_version
@@ -99,9 +99,8 @@ def create_app(
     )
 
     admin = Admin(service, weight_updates or api_key is not None)
-    table = endpoints(service, Dialects(service), Page(service), PlanPage(plan), admin)
+    table = endpoints(service, Dialects(service), WebPages(service, plan), admin)
 
-    log = [Middleware(AccessLog)] if access_log else []
     cors = cors or Cors()
     guards = [Middleware(PageGuard, origins=cors.origins, local=local and api_key is None)]
     if api_key:
@@ -111,7 +110,7 @@ def create_app(
             *(Route(one.path, one.handler, methods=[one.method]) for one in table),
             Route("/openapi.json", _openapi(table, service, guarded=api_key is not None)),
         ],
-        middleware=[*log, *cors.middleware(), Middleware(RequestIds), *guards],
+        middleware=[Middleware(RequestLog, logs=access_log), *cors.middleware(), *guards],
         exception_handlers={APIError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
         lifespan=_lifespan(service, client),
     )

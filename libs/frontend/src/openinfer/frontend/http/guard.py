@@ -122,14 +122,17 @@ class ApiKeyGuard:
         await self._app(scope, receive, send)
 
 
-class RequestIds:
-    """Every answer has an X-Request-Id: the client's own if it is printable and short, else a new one.
+class RequestLog:
+    """Every answer has an X-Request-Id: the client's own if it is printable and short, else a new one. Endpoints find
+    it in `request.state.request_id`.
 
-    Endpoints find it in `request.state.request_id`.
+    logs: log client, method, path (without the query), status, and the seconds to the end of each answer. The status is
+    0 where the client left before it was sent one.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, logs: bool) -> None:
         self._app = app
+        self._logs = logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -140,13 +143,47 @@ class RequestIds:
         scope.setdefault("state", {})["request_id"] = request_id
         REQUEST_ID.set(request_id)  # of this request's own task
         header = (b"x-request-id", request_id.encode())
+        began, status, left = time.monotonic(), 0, False
+
+        async def receive_and_note() -> Message:
+            nonlocal left
+            message = await receive()
+            left = left or (message["type"] == "http.disconnect" and not status)
+            return message
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message["headers"], header]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive_and_note, send_with_id)
+        except Exception:
+            status = status or 500  # which is sent outside of all middleware
+            raise
+        finally:
+            if self._logs:
+                _write_access(scope, 0 if left else status, time.monotonic() - began)
+
+
+def _write_access(scope: Scope, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    fields = {
+        "client": f"{client[0]}:{client[1]}" if client else "-",
+        "method": scope["method"],
+        "path": quote(scope["path"])[:MAX_PATH_CHARS],
+        "http_version": scope["http_version"],
+        "status": status,
+        "seconds": round(seconds, 4),
+    }
+    _access_log.log(
+        logging.DEBUG if scope["path"] == _POLLED and status == 200 else logging.INFO,
+        '%(client)s - "%(method)s %(path)s HTTP/%(http_version)s" %(status)d in %(seconds).3f s',
+        fields,
+        extra={"fields": fields},
+    )
 
 
 class Cors(msgspec.Struct, frozen=True):
@@ -172,57 +209,3 @@ class Cors(msgspec.Struct, frozen=True):
                 expose_headers=["x-request-id", "warning", "retry-after"],
             )
         ]
-
-
-class AccessLog:
-    """ASGI middleware. Logs client, method, path (without the query), status, and the seconds to the end of the answer.
-
-    The status is 0 where the client left before it was sent one.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began, status, left = time.monotonic(), 0, False
-
-        async def receive_and_note() -> Message:
-            nonlocal left
-            message = await receive()
-            left = left or (message["type"] == "http.disconnect" and not status)
-            return message
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive_and_note, send_and_note)
-        except Exception:
-            status = status or 500  # which is sent outside of all middleware
-            raise
-        finally:
-            _write_access(scope, 0 if left else status, time.monotonic() - began)
-
-
-def _write_access(scope: Scope, status: int, seconds: float) -> None:
-    client = scope.get("client")
-    fields = {
-        "client": f"{client[0]}:{client[1]}" if client else "-",
-        "method": scope["method"],
-        "path": quote(scope["path"])[:MAX_PATH_CHARS],
-        "http_version": scope["http_version"],
-        "status": status,
-        "seconds": round(seconds, 4),
-    }
-    _access_log.log(
-        logging.DEBUG if scope["path"] == _POLLED and status == 200 else logging.INFO,
-        '%(client)s - "%(method)s %(path)s HTTP/%(http_version)s" %(status)d in %(seconds).3f s',
-        fields,
-        extra={"fields": fields},
-    )

@@ -16,7 +16,7 @@ from openinfer.frontend.http.openai.chat_body import ChatBody
 from openinfer.frontend.http.openai.chat_shape import ChatResponse
 from openinfer.frontend.http.openai.completions import CompletionBody, CompletionResponse
 from openinfer.frontend.http.openai.responses_body import ResponsesBody
-from openinfer.frontend.http.pages import Page, PlanPage
+from openinfer.frontend.http.pages import WebPages
 from openinfer.frontend.http.service import Service
 
 _REF = "#/components/schemas/{name}"
@@ -60,9 +60,7 @@ class Endpoint(NamedTuple):
         return "POST" if self.body else "GET"
 
 
-def endpoints(
-    service: Service, dialects: Dialects, page: Page, plan: PlanPage, admin: Admin
-) -> list[Endpoint]:
+def endpoints(service: Service, dialects: Dialects, pages: WebPages, admin: Admin) -> list[Endpoint]:
     """All that a server answers, /openapi.json apart."""
     ids = "token ids and sampling parameters, nothing generated"
     items = f"A list of items' {ids}"
@@ -99,11 +97,11 @@ def endpoints(
         Endpoint("/load", service.load, "Answers under way"),
         Endpoint("/v1/load", service.load, "The same as /load"),
         Endpoint("/metrics", service.prometheus, "Prometheus"),
-        Endpoint("/", page.page, "A chat and the engine's state, for people"),
-        Endpoint("/favicon.svg", page.icon, "The icon of the page"),
-        Endpoint("/state", page.state, "The engine's state in numbers"),
-        Endpoint("/plan", plan.page, "The curves of a plan over load, for people"),
-        Endpoint("/plan.json", plan.plan, "The plan that the server was started with"),
+        Endpoint("/", pages.chat, "A chat and the engine's state, for people"),
+        Endpoint("/favicon.svg", pages.icon, "The icon of the page"),
+        Endpoint("/state", pages.state, "The engine's state in numbers"),
+        Endpoint("/plan", pages.curves, "The curves of a plan over load, for people"),
+        Endpoint("/plan.json", pages.plan, "The plan that the server was started with"),
         Endpoint("/version", service.version, "Versions"),
         Endpoint("/debug/traces", admin.traces, "Traces of what took longer than it should"),
         Endpoint("/update_weights", admin.update, "All weights from another checkpoint", UpdateBody),

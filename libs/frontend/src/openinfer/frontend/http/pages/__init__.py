@@ -12,20 +12,24 @@ from starlette.responses import Response
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.service import Service, json_response
 
-__all__ = ["Page", "PlanPage"]
+__all__ = ["WebPages"]
 
 
-class Page:
-    """The page, and the numbers that it shows."""
+class WebPages:
+    """The pages, and what they show: the engine's numbers, and the curves of a plan over load.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._html, self._headers = _whole("page.html", "page.css", ("markdown.js", "page.js"))
+    plan: the JSON of `openinfer plan --json FILE`; None: the page asks its reader for such a file.
+    """
+
+    def __init__(self, service: Service, plan: bytes | None) -> None:
+        self._service, self._plan = service, plan
+        self._chat = _whole("page.html", "page.css", ("markdown.js", "page.js"))
+        self._curves = _whole("plan.html", "page.css", ("plan.js",))
         self._icon = _static("favicon.svg")
 
-    async def page(self, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
         """GET /."""
-        return Response(self._html, 200, self._headers, "text/html; charset=utf-8")
+        return Response(*self._chat, "text/html; charset=utf-8")
 
     async def icon(self, request: Request) -> Response:
         """GET /favicon.svg."""
@@ -57,20 +61,9 @@ class Page:
             }
         )
 
-
-class PlanPage:
-    """The curves of a plan over load, and where this server is now.
-
-    plan: the JSON of `openinfer plan --json FILE`; None: the page asks its reader for such a file.
-    """
-
-    def __init__(self, plan: bytes | None) -> None:
-        self._plan = plan
-        self._html, self._headers = _whole("plan.html", "page.css", ("plan.js",))
-
-    async def page(self, request: Request) -> Response:
+    async def curves(self, request: Request) -> Response:
         """GET /plan."""
-        return Response(self._html, 200, self._headers, "text/html; charset=utf-8")
+        return Response(*self._curves, "text/html; charset=utf-8")
 
     async def plan(self, request: Request) -> Response:
         """GET /plan.json: the plan that the server was started with."""
@@ -79,8 +72,8 @@ class PlanPage:
         return Response(self._plan, media_type="application/json")
 
 
-def _whole(html: str, style: str, scripts: Sequence[str]) -> tuple[bytes, dict[str, str]]:
-    """A page with style and scripts inside, and headers: it may run these alone, and ask this server alone."""
+def _whole(html: str, style: str, scripts: Sequence[str]) -> tuple[bytes, int, dict[str, str]]:
+    """A page with style and scripts inside, its status and headers: it may run these, and ask this server, alone."""
     css, script = _static(style), b"".join(map(_static, scripts))
     page = _static(html).replace(b"<style>", b"<style>" + css).replace(b"<script>", b"<script>" + script)
     policy = (
@@ -92,7 +85,7 @@ def _whole(html: str, style: str, scripts: Sequence[str]) -> tuple[bytes, dict[s
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
     }
-    return page, security
+    return page, 200, security
 
 
 def _static(name: str) -> bytes:
