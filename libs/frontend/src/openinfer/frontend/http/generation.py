@@ -16,7 +16,7 @@ from openinfer.frontend.contract import Drafts, Failed, Finished, KVTransfer, Re
 from openinfer.frontend.errors import APIError, EngineDeadError
 from openinfer.frontend.http.admin.metrics import Metrics
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.text.detokenizer import ContentStops
+from openinfer.frontend.http.text.detokenizer import ContentStops, Detokenizer
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 _STATUS = {"queue_full": 503}
@@ -31,9 +31,10 @@ class Choice:
     The response takes text, token_ids and logprobs (parallel to token_ids, if asked for). It reads finish_reason,
     stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens and cached_tokens. It also reads
     prompt_logprobs (of prompt_token_ids[1:], if asked for), which are complete with the first token. The reader of the
-    text has `parser`, and sets reasoning_tokens, the number of tokens that were thoughts. `drafts` and `kv_transfer`
-    come with the engine's terminal, so a choice that a stop string ended has none. Where stop strings are looked for in
-    the content of an answer that has other parts, `read` has the parts, and there is no text to take.
+    text has the attributes from `parser` to `thoughts_over`, and sets reasoning_tokens, the number of tokens that were
+    thoughts. `drafts` and `kv_transfer` come with the engine's terminal, so a choice that a stop string ended has none.
+    Where stop strings are looked for in the content of an answer that has other parts, `read` has the parts, and there
+    is no text to take.
     """
 
     def __init__(
@@ -52,6 +53,9 @@ class Choice:
         self._detokenizer = tokenizer.detokenizer(plan.skip_special_tokens) if tokenizer else None
         self.parser = plan.new_parser() if plan.new_parser else None
         self.read = ContentStops(self.parser, plan.stop, plan.include_stop) if plan.stop else None
+        self.widths: Detokenizer | None = None  # how much of the text is a token's
+        self.read_tokens = 0
+        self.thoughts_over = False
         self._metrics = metrics
         self._wake = wake
         self._abort = abort

@@ -10,7 +10,7 @@ from openinfer.frontend.errors import APIError, TooLong
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, named_event
-from openinfer.frontend.http.text.reader import Reader
+from openinfer.frontend.http.text.reader import take_piece
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 SIGNATURE = "b3BlbmluZmVy"
@@ -29,7 +29,7 @@ class MessagesShape:
     def __init__(self, plan: Plan, tokenizer: Tokenizer | None) -> None:
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = plan.model
-        self._reader = Reader(tokenizer)
+        self._tokenizer = tokenizer
         self._open: type[Part] | None = None
         self._count = 0  # blocks begun
         self._called = False
@@ -38,7 +38,7 @@ class MessagesShape:
     def events(self, choice: Choice) -> bytes:
         if not choice.started and not choice.done:
             return b""  # until it is known how much of the prompt is cached, which the first event says
-        parts = self._reader.take(choice).parts
+        parts = take_piece(choice, self._tokenizer).parts
         said = b""
         if not self._begun:
             self._begun = True
@@ -58,7 +58,7 @@ class MessagesShape:
         (choice,) = choices
         blocks: list[dict[str, Any]] = []
         kind: type[Part] | None = None
-        for part in self._reader.take(choice).parts:
+        for part in take_piece(choice, self._tokenizer).parts:
             assert not isinstance(part, Arguments)  # what is not streamed has whole calls
             if type(part) is kind and isinstance(part, Content | Reasoning):
                 name = "text" if isinstance(part, Content) else "thinking"

@@ -17,7 +17,7 @@ from openinfer.frontend.http.openai.completions import (
 )
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, fingerprint
-from openinfer.frontend.http.text.reader import Reader, TextPiece, new_call_id, said
+from openinfer.frontend.http.text.reader import TextPiece, new_call_id, pieces, said, take_piece
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 
@@ -78,7 +78,6 @@ class ChatShape(OpenAIShape):
     ) -> None:
         kind = "chat.completion.chunk" if plan.stream else "chat.completion"
         super().__init__(ChatResponse, "chatcmpl", kind, plan, tokenizer, mark)
-        self._reader = Reader(tokenizer)
         self._show_reasoning = show_reasoning
         self._calls: dict[int, int] = {}
 
@@ -91,7 +90,7 @@ class ChatShape(OpenAIShape):
             role = _Choice(choice.index, delta=_Message("assistant", "", refusal=None))
             prompt = choice.request.prompt_token_ids if self._plan.return_token_ids else UNSET
             chunks = self._event([role], prompt_token_ids=prompt)
-        for piece in self._reader.each(choice, self._plan.skip_special_tokens):
+        for piece in pieces(choice, self._tokenizer, self._plan.skip_special_tokens):
             delta = self._message(choice.index, piece.parts)
             shown = piece.parts or piece.logprobs or self._plan.return_token_ids or choice.finish_reason
             if shown:  # or all of it is held back until it is clear what it becomes
@@ -102,7 +101,7 @@ class ChatShape(OpenAIShape):
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         bodies = []
         for choice in choices:
-            piece = self._reader.take(choice)
+            piece = take_piece(choice, self._tokenizer)
             message = self._message(choice.index, piece.parts)
             message.role, message.refusal = "assistant", None
             if message.content is UNSET:

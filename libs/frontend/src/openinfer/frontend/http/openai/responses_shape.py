@@ -17,8 +17,14 @@ from openinfer.frontend.http.openai.responses_body import (
 )
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.shapes import encode, error_body, named_event
-from openinfer.frontend.http.text.reader import Reader, new_call_id
+from openinfer.frontend.http.text.reader import new_call_id, take_piece
 from openinfer.frontend.http.tokenizer import Tokenizer
+
+_TEXTS: dict[type[Part], tuple[str, dict[str, Any]]] = {
+    Content: ("output_text", {"logprobs": []}),
+    Reasoning: ("reasoning_text", {}),
+}
+"""What a text is called, and what its events have besides."""
 
 
 class ResponsesShape:
@@ -34,7 +40,7 @@ class ResponsesShape:
             tool.name: {"name": name} if space is None else {"name": name, "namespace": space}
             for (space, name), tool in flattened(body.tools or (), []).items()
         }
-        self._reader = Reader(tokenizer)
+        self._tokenizer = tokenizer
         self._cut: Container[int] = ()  # calls that ended before they were whole
         self._items: list[dict[str, Any]] = []
         self._open: type[Part] | None = None
@@ -47,8 +53,8 @@ class ResponsesShape:
         begun = b""
         if self._sequence == 0:
             response = self._response("in_progress", None)
-            begun = self._event("response.created", response=response)
-            begun += self._event("response.in_progress", response=response)
+            begun = self._event("created", response=response)
+            begun += self._event("in_progress", response=response)
         return begun + b"".join([self._grow(part) for part in parts])
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
@@ -56,14 +62,14 @@ class ResponsesShape:
         closed = self._close(status)
         self._keep()
         response = self._response(status, usage)
-        return closed + self._event(f"response.{status}", response=response)
+        return closed + self._event(status, response=response)
 
     def broken(self, error: APIError) -> bytes:
         closed = self._close("incomplete", broken=True)
         response = self._response("failed", None)
         code = "server_error" if error.status >= 500 or error.code is None else error.code
         response["error"] = {"code": code, "message": str(error)}
-        return closed + self._event("response.failed", response=response)
+        return closed + self._event("failed", response=response)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         (choice,) = choices
@@ -79,7 +85,7 @@ class ResponsesShape:
     def _taken(self, choice: Choice) -> list[Part]:
         if choice.parser is not None:
             self._cut = choice.parser.cut
-        return self._reader.take(choice).parts
+        return take_piece(choice, self._tokenizer).parts
 
     def _keep(self) -> None:
         if self._body.store is not False:
@@ -90,22 +96,16 @@ class ResponsesShape:
         said = b""
         if isinstance(part, Arguments):
             self._items[-1]["arguments"] += part.text
-            return self._event("response.function_call_arguments.delta", **self._place(), delta=part.text)
+            return self._item_event("function_call_arguments.delta", delta=part.text)
         if type(part) is not self._open or isinstance(part, ToolCall):
             said = self._close("completed") + self._begin(part)
-        place = self._place()
         if isinstance(part, ToolCall):
-            return said + self._event("response.function_call_arguments.delta", **place, delta=part.arguments)
+            return said + self._item_event("function_call_arguments.delta", delta=part.arguments)
         self._text.append(part.text)
-        if isinstance(part, Content):
-            return said + self._event(
-                "response.output_text.delta", **place, content_index=0, delta=part.text, logprobs=[]
-            )
-        said += self._event("response.reasoning_text.delta", **place, content_index=0, delta=part.text)
-        if self._summarizes:
-            said += self._event(
-                "response.reasoning_summary_text.delta", **place, summary_index=0, delta=part.text
-            )
+        name, more = _TEXTS[type(part)]
+        said += self._item_event(f"{name}.delta", content_index=0, delta=part.text, **more)
+        if isinstance(part, Reasoning) and self._summarizes:
+            said += self._item_event("reasoning_summary_text.delta", summary_index=0, delta=part.text)
         return said
 
     def _begin(self, part: ToolCall | Content | Reasoning) -> bytes:
@@ -115,27 +115,22 @@ class ResponsesShape:
         match part:
             case ToolCall(name, arguments, identity):
                 item = {"type": "function_call", "id": _new("fc"), "call_id": identity or new_call_id()}
-                item |= self._names.get(name, {"name": name})
-                item |= {"arguments": arguments, "status": "in_progress"}
-                shown = {**item, "arguments": ""}
+                item |= self._names.get(name, {"name": name}) | {"arguments": arguments}
             case Content():
                 item = {"type": "message", "id": _new("msg"), "role": "assistant", "content": []}
-                shown = item = {**item, "status": "in_progress"}
             case Reasoning():
                 item = {"type": "reasoning", "id": _new("rs"), "summary": [], "content": []}
                 if self._carries:
                     item["encrypted_content"] = None
-                shown = item = {**item, "status": "in_progress"}
+        item["status"] = "in_progress"
         self._items.append(item)
-        said = self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown)
-        if not isinstance(part, ToolCall):
-            begun = _text_part(part, "")
-            said += self._event("response.content_part.added", **self._place(), content_index=0, part=begun)
+        if isinstance(part, ToolCall):
+            return self._shown("added", {**item, "arguments": ""})
+        said = self._shown("added", item)
+        said += self._item_event("content_part.added", content_index=0, part=_text_part(type(part), ""))
         if isinstance(part, Reasoning) and self._summarizes:
             empty = {"type": "summary_text", "text": ""}
-            said += self._event(
-                "response.reasoning_summary_part.added", **self._place(), summary_index=0, part=empty
-            )
+            said += self._item_event("reasoning_summary_part.added", summary_index=0, part=empty)
         return said
 
     def _close(self, status: str, broken: bool = False) -> bytes:
@@ -143,44 +138,41 @@ class ResponsesShape:
         if self._open is None:
             return b""
         kind, self._open = self._open, None
-        item, place, index = self._items[-1], self._place(), len(self._items) - 1
+        item = self._items[-1]
         item["status"] = status
         if kind is ToolCall:
             # A call may be whole in an answer that is cut, and cut in one that is not.
             cut = broken or self._calls in self._cut
             item["status"] = "incomplete" if cut else "completed"
             self._calls += 1
-            said = self._event(
-                "response.function_call_arguments.done",
-                **place,
-                name=item["name"],
-                arguments=item["arguments"],
-            )
-            return said + self._event("response.output_item.done", output_index=index, item=item)
-        text = "".join(self._text)
-        done = _text_part(Content(text) if kind is Content else Reasoning(text), text)
+            whole = {"name": item["name"], "arguments": item["arguments"]}
+            return self._item_event("function_call_arguments.done", **whole) + self._shown("done", item)
+        text, (name, more) = "".join(self._text), _TEXTS[kind]
+        done = _text_part(kind, text)
         item["content"] = [done]
         if kind is Reasoning and self._carries:
             item["encrypted_content"] = carried(text)
-        name = "output_text" if kind is Content else "reasoning_text"
-        extra: dict[str, Any] = {"logprobs": []} if kind is Content else {}
-        said = self._event(f"response.{name}.done", **place, content_index=0, text=text, **extra)
-        said += self._event("response.content_part.done", **place, content_index=0, part=done)
+        said = self._item_event(f"{name}.done", content_index=0, text=text, **more)
+        said += self._item_event("content_part.done", content_index=0, part=done)
         if kind is Reasoning and self._summarizes:
             summary = {"type": "summary_text", "text": text}
             item["summary"] = [summary]
-            place["summary_index"] = 0
-            said += self._event("response.reasoning_summary_text.done", **place, text=text)
-            said += self._event("response.reasoning_summary_part.done", **place, part=summary)
-        return said + self._event("response.output_item.done", output_index=index, item=item)
+            said += self._item_event("reasoning_summary_text.done", summary_index=0, text=text)
+            said += self._item_event("reasoning_summary_part.done", summary_index=0, part=summary)
+        return said + self._shown("done", item)
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+    def _shown(self, what: str, item: dict[str, Any]) -> bytes:
+        return self._event(f"output_item.{what}", output_index=len(self._items) - 1, item=item)
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        """Of the last item."""
+        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return self._event(kind, **place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         if not self._plan.stream:
             return b""
-        said = named_event(kind, sequence_number=self._sequence, **fields)
+        said = named_event(f"response.{kind}", sequence_number=self._sequence, **fields)
         self._sequence += 1
         return said
 
@@ -231,10 +223,9 @@ def _status(choice: Choice) -> str:
     return "incomplete" if choice.finish_reason == "length" else "completed"
 
 
-def _text_part(part: Content | Reasoning, text: str) -> dict[str, Any]:
-    if isinstance(part, Content):
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"type": "reasoning_text", "text": text}
+def _text_part(kind: type[Part], text: str) -> dict[str, Any]:
+    name, more = _TEXTS[kind]
+    return {"type": name, "text": text, **({"annotations": []} if kind is Content else {}), **more}
 
 
 def _new(prefix: str) -> str:
