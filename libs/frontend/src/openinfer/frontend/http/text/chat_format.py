@@ -4,6 +4,7 @@ import dataclasses
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from openinfer.frontend.chat import OutputParser, ToolFormat, text_of
@@ -72,19 +73,15 @@ class ChatFormat:
         reasoning = self.reasoning and chat.separate
         if tools is None and not reasoning:
             return None
-        schemas = _schemas(chat)
-
-        def new() -> OutputParser:
-            return OutputParser(
-                reasoning=reasoning,
-                tools=tools,
-                schemas=schemas,
-                in_reasoning=_thinking(prompt, chat) == "within",
-                max_calls=None if chat.parallel_calls else 1,
-                streams=streams,
-            )
-
-        return new
+        return partial(
+            OutputParser,
+            reasoning=reasoning,
+            tools=tools,
+            schemas=_schemas(chat),
+            in_reasoning=_thinking(prompt, chat) == "within",
+            max_calls=None if chat.parallel_calls else 1,
+            streams=streams,
+        )
 
     def grammar(self, chat: Chat, prompt: str, content: Grammar | None) -> Grammar | None:
         """The grammar of all text after `prompt`: thoughts, then `content`, or the calls that the chat asks for.
@@ -159,9 +156,7 @@ class ChatFormat:
         return chat.tools
 
     def _options(self, renderer: RenderPool, chat: Chat) -> dict[str, Any]:
-        if chat.effort is None:
-            return {**self.options, **chat.options}
-        found = effort_options(chat.effort, renderer.variables)
+        found = {} if chat.effort is None else effort_options(chat.effort, renderer.variables)
         if found is None:
             chat.warnings.append(
                 f"reasoning effort {chat.effort} is ignored: this model's chat template has no such thing"
