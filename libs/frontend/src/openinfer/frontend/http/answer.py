@@ -48,7 +48,7 @@ class GenerationResponse(Response):
             await (self._stream(send) if generation.plan.stream else self._whole(send))
         except APIError as error:
             outcome = str(error)
-            await error_response(error, self.shape.refusal(error))(scope, receive, send)
+            raise  # the application answers
         finally:
             watcher.cancel()
             generation.ended()

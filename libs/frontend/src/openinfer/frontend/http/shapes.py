@@ -43,9 +43,6 @@ class AnswerShape(Protocol):
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
 
-    def refusal(self, error: APIError) -> bytes:
-        """The body when there is no answer."""
-
 
 def error_body(error: APIError) -> bytes:
     """OpenAI's error object."""

@@ -71,9 +71,6 @@ class MessagesShape:
                     blocks[-1]["input"] = json.loads(part.arguments)
         return encode(self._message(blocks, self._reason(choice), usage))
 
-    def refusal(self, error: APIError) -> bytes:
-        return messages_error(error)
-
     def _grow(self, part: Part) -> bytes:
         said = b""
         begins = type(part) is not self._open or isinstance(part, ToolCall)

@@ -133,9 +133,6 @@ class OpenAIShape:
     def broken(self, error: APIError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n" + DONE_EVENT
 
-    def refusal(self, error: APIError) -> bytes:
-        return error_body(error)
-
 
 class CompletionShape(OpenAIShape):
     """/v1/completions. echoes: the text of each prompt, where the plan echoes."""

@@ -16,7 +16,7 @@ from openinfer.frontend.http.openai.responses_body import (
     flattened,
 )
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.shapes import encode, error_body, named_event
+from openinfer.frontend.http.shapes import encode, named_event
 from openinfer.frontend.http.text.reader import new_call_id, take_piece
 from openinfer.frontend.http.tokenizer import Tokenizer
 
@@ -78,9 +78,6 @@ class ResponsesShape:
         self._close(_status(choice))
         self._keep()
         return encode(self._response(_status(choice), usage))
-
-    def refusal(self, error: APIError) -> bytes:
-        return error_body(error)
 
     def _taken(self, choice: Choice) -> list[Part]:
         if choice.parser is not None:
