@@ -104,7 +104,7 @@ def rows() -> Iterator[tuple[str, Point, float, list[Figure]]]:
     """Each recorded row: its model, the predicted point, the measured requests a second, the figures."""
     for file, (model, gpus, flags) in RUNS.items():
         _, asked = recipe_flags.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
-        server = PlannedServer.of(asked, H200, GPUS[H200.gpu], gpus)
+        server = PlannedServer(asked, H200, GPUS[H200.gpu], gpus)
         for result in json.loads((RESULTS / file).read_text())["results"]:
             rate = float(result["request_rate"])
             names = ("num_prompts", "max_concurrency", "input_len", "output_len", "seed")
@@ -217,7 +217,7 @@ def tiered() -> Iterator[tuple[str, Point]]:
     for name, flags in TIERS.items():
         words = [TIERED, "--max-model-len", "40960", *flags.split()]
         _, asked = recipe_flags.parse(words, "plan", __doc__, lambda parser: None, named=True)
-        server = PlannedServer.of(asked, H200, GPUS[H200.gpu], 1, agents=agents)
+        server = PlannedServer(asked, H200, GPUS[H200.gpu], 1, agents=agents)
         for rate in RATES:
             yield name, server.serve(OfferedLoad(rate, REQUESTS, 0, INPUT, OUTPUT, 1))
 

@@ -82,7 +82,7 @@ def test_plan_has_the_memory_of_an_engine(tmp_path: Path, capsys: pytest.Capture
 def test_a_server_predicts_with_the_kernels_that_speeds_were_fitted_to() -> None:
     _, asked = recipe_flags.parse(["qwen3-8B"], "plan", None, lambda parser: None, named=True)
     figures = GPUS[H200.gpu]
-    served, fitted = (PlannedServer.of(asked, target, figures, 1).outline.steps for target in (SERVED, H200))
+    served, fitted = (PlannedServer(asked, target, figures, 1).outline.steps for target in (SERVED, H200))
     assert list(served) == list(fitted)
     for shape, calls in served.items():
         workload = Workload(shape.tokens, shape.rows, 1000, 1000)

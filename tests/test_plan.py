@@ -42,7 +42,7 @@ def served(tmp_path: Path, *words: str) -> dict[str, Any]:
 
 def server(model: str, *flags: str) -> PlannedServer:
     _, asked = recipe_flags.parse([model, *flags], "plan", None, lambda parser: None, named=True)
-    return PlannedServer.of(asked, H200, GPUS[H200.gpu], 1)
+    return PlannedServer(asked, H200, GPUS[H200.gpu], 1)
 
 
 def test_a_plan_has_every_load_and_the_flags_to_take(
@@ -395,7 +395,7 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
     """Steps one after the other, with 2 ms of the host between two, and one in eight held up."""
     flags = ["--max-num-seqs", "16"]
     _, asked = recipe_flags.parse([str(TINY), *flags], "plan", None, lambda parser: None, named=True)
-    made = PlannedServer.of(asked, tune_speed.CPU, tune_speed.target_figures(tune_speed.CPU), 1).outline
+    made = PlannedServer(asked, tune_speed.CPU, tune_speed.target_figures(tune_speed.CPU), 1).outline
     true, events, now = tune_speed.target_figures(tune_speed.CPU).at(Speed(4e9, 8e9, 60e-6)), [], 0.0
     for tokens, rows in ((1, 1), (4, 4), (16, 16), (64, 1), (256, 4)):
         shape = made.buckets.choose(tokens, rows)
@@ -421,7 +421,7 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
 def test_a_cpus_trace_gives_a_line_to_each_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One op is ten times slower than bytes and FLOPs say, and the host takes 2 ms between two decode steps."""
     _, asked = recipe_flags.parse([str(DEMO)], "plan", None, lambda parser: None, named=True)
-    made = PlannedServer.of(asked, tune_speed.CPU, tune_speed.target_figures(tune_speed.CPU), 1).outline
+    made = PlannedServer(asked, tune_speed.CPU, tune_speed.target_figures(tune_speed.CPU), 1).outline
     true, events, now = tune_speed.target_figures(tune_speed.CPU).at(Speed(4e9, 8e9, 60e-6)), [], 0.0
     for tokens, rows in ((1, 1), (4, 4), (64, 1)):
         shape = made.buckets.choose(tokens, rows)

@@ -270,7 +270,7 @@ def test_a_calm_server_raises_no_alarm(seconds: int, monkeypatch: pytest.MonkeyP
 
 def planned() -> PlannedServer:
     _, asked = recipe_flags.parse(["qwen3-4B"], "plan", None, lambda parser: None, named=True)
-    return PlannedServer.of(asked, H200, GPUS[H200.gpu], 1)
+    return PlannedServer(asked, H200, GPUS[H200.gpu], 1)
 
 
 def spreads() -> list[float]:

@@ -159,7 +159,7 @@ def _server(args: argparse.Namespace, asked: Asked) -> PlannedServer:
     elif asked.options.kv_offload_gb or asked.options.kv_offload_disk_gb:
         raise BadFlags("tiers keep prefixes, and these prompts share none; give --turns too")
     engine = target if target is speed.CPU else SERVED
-    server = PlannedServer.of(asked, engine, figures, gpus, acceptance, agents)
+    server = PlannedServer(asked, engine, figures, gpus, acceptance, agents)
     server.policy()  # an unknown one is said before the work
     longest = args.turns * (args.input + args.output) + (args.system if agents else 0)
     if args.input < 1 or args.output < 2 or longest > server.max_model_len:

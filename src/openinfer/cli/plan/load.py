@@ -157,39 +157,29 @@ class Agents:
     speeds: TierSpeeds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class PlannedServer:
-    """An engine with these options on GPUs that need not be here. cache_bytes: the memory of each that is left for the
-    cache. acceptance: the chance that a draft is accepted where those before it were. agents None: prompts share
-    nothing, so there is no prefix cache and no tier."""
+    """An engine with these options on GPUs that need not be here. acceptance: the chance that a draft is accepted where
+    those before it were. agents None: prompts share nothing, so there is no prefix cache and no tier. cache_bytes: the
+    memory of each GPU that is left for the cache.
+
+    To make one traces its steps and plans its memory. Raises SetupError."""
 
     asked: Asked
-    outline: Outline
+    target: Target
     figures: Figures
-    cache_bytes: int
     gpus: int
     acceptance: float = 0.0
     agents: Agents | None = None
 
-    @classmethod
-    def of(
-        cls,
-        asked: Asked,
-        target: Target,
-        figures: Figures,
-        gpus: int,
-        acceptance: float = 0.0,
-        agents: Agents | None = None,
-    ) -> "PlannedServer":
-        """Trace its steps and plan its memory. Raises SetupError."""
-        options = dataclasses.replace(asked.options, enable_prefix_caching=agents is not None)
-        memory = figures.memory_bytes
-        outline = Outline(asked.recipe, asked.source(), options, target, ranks=gpus, memory_bytes=memory)
-        room = int(memory * options.gpu_memory_utilization) - outline.fixed_bytes
+    def __post_init__(self) -> None:
+        options = dataclasses.replace(self.asked.options, enable_prefix_caching=self.agents is not None)
+        recipe, source, memory = self.asked.recipe, self.asked.source(), self.figures.memory_bytes
+        self.outline = Outline(recipe, source, options, self.target, ranks=self.gpus, memory_bytes=memory)
+        room = int(memory * options.gpu_memory_utilization) - self.outline.fixed_bytes
         wanted = options.kv_cache_memory_bytes
-        server = cls(asked, outline, figures, room if wanted is None else wanted, gpus, acceptance, agents)
-        outline.cache(server.cache_bytes)  # too little room is said before the work
-        return server
+        self.cache_bytes = room if wanted is None else wanted
+        self.outline.cache(self.cache_bytes)  # too little room is said before the work
 
     @property
     def max_model_len(self) -> int:
