@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+START_TIMEOUT_S = 600.0
 SAY_S = 10.0
 """Between two lines about a server that starts."""
 
@@ -53,16 +54,14 @@ def serving(model_dir: Path, flags: Sequence[str], log: Path) -> contextlib.Abst
 
 
 @contextlib.contextmanager
-def running(
-    module: Sequence[str], port: int, log_path: Path, *, timeout_s: float = 600.0
-) -> Iterator[Server]:
+def running(module: Sequence[str], port: int, log_path: Path) -> Iterator[Server]:
     """Run `python -m` with these arguments, which serves on the port, until the block is left. Raises NotReady."""
     command = [sys.executable, "-m", *module]
     with log_path.open("w") as log:
         began = time.monotonic()
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        _wait(process, port, log_path, began, timeout_s)
+        _wait(process, port, log_path, began)
         ready_s = time.monotonic() - began
         time.sleep(1.0)  # what start-up leaves to the background is then done
         yield Server(process, f"http://127.0.0.1:{port}", ready_s, sum(map(_pss, _family(process.pid))))
@@ -75,14 +74,12 @@ def running(
             process.wait()
 
 
-def _wait(
-    process: subprocess.Popen[bytes], port: int, log_path: Path, began: float, timeout_s: float
-) -> None:
+def _wait(process: subprocess.Popen[bytes], port: int, log_path: Path, began: float) -> None:
     """Return once /health is 200; say every SAY_S seconds where the start is. Raises NotReady."""
     told = began
     while not _healthy(port):
         now = time.monotonic()
-        if process.poll() is not None or now - began > timeout_s:
+        if process.poll() is not None or now - began > START_TIMEOUT_S:
             raise NotReady(
                 f"the server is not ready after {now - began:.0f} s:\n{log_path.read_text(errors='replace')[-2000:]}"
             )
