@@ -12,6 +12,7 @@ from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.openai.completions import (
     OpenAIShape,
     UsageBody,
+    event,
     token_text,
     usage_body,
 )
@@ -89,13 +90,13 @@ class ChatShape(OpenAIShape):
             self._begun.add(choice.index)
             role = _Choice(choice.index, delta=_Message("assistant", "", refusal=None))
             prompt = choice.request.prompt_token_ids if self._plan.return_token_ids else UNSET
-            chunks = self._event([role], prompt_token_ids=prompt)
+            chunks = event(self._chunk([role], prompt_token_ids=prompt))
         for piece in pieces(choice, self._tokenizer, self._plan.skip_special_tokens):
             delta = self._message(choice.index, piece.parts)
             shown = piece.parts or piece.logprobs or self._plan.return_token_ids or choice.finish_reason
             if shown:  # or all of it is held back until it is clear what it becomes
                 body = self._choice(choice, UNSET, delta, piece)
-                chunks += self._event([body], usage=self._usage_so_far(choice))
+                chunks += event(self._chunk([body], usage=self._usage_so_far(choice)))
         return chunks
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:

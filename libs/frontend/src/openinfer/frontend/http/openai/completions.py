@@ -97,9 +97,6 @@ class OpenAIShape:
     def _chunk(self, bodies: Sequence[msgspec.Struct], **fields: Any) -> msgspec.Struct:
         return self._response(*self._head, bodies, system_fingerprint=self._mark(), **fields)
 
-    def _event(self, bodies: Sequence[msgspec.Struct], **fields: Any) -> bytes:
-        return b"data: " + encode(self._chunk(bodies, **fields)) + b"\n\n"
-
     def _has_news(self, choice: Choice) -> bool:
         ids = choice.token_ids if self._plan.return_token_ids else choice.logprobs
         return bool(ids) or choice.finish_reason is not None or choice.has_text()
@@ -127,7 +124,7 @@ class OpenAIShape:
         return found
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        last = self._event([], usage=usage_body(usage)) if self._plan.include_usage else b""
+        last = event(self._chunk([], usage=usage_body(usage))) if self._plan.include_usage else b""
         return last + DONE_EVENT
 
     def broken(self, error: APIError) -> bytes:
@@ -147,7 +144,7 @@ class CompletionShape(OpenAIShape):
     def events(self, choice: Choice) -> bytes:
         if not self._has_news(choice):
             return b""
-        return self._event([self._choice(choice)], usage=self._usage_so_far(choice))
+        return event(self._chunk([self._choice(choice)], usage=self._usage_so_far(choice)))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         bodies = [self._choice(choice) for choice in choices]
@@ -242,6 +239,10 @@ def likeliest(entry: TokenLogprobs, count: int, text: Callable[[int], str]) -> d
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
     return tokenizer.token_text(token_id) if tokenizer else f"token_id:{token_id}"
+
+
+def event(response: msgspec.Struct) -> bytes:
+    return b"data: " + encode(response) + b"\n\n"
 
 
 def usage_body(usage: Usage) -> UsageBody:
