@@ -69,7 +69,7 @@ class RenderPool:
                 "too many chats wait to be written as prompts; try later", status=503, code="queue_full"
             ) from error
         try:
-            return _text(await self._ask(line, timeout_s))
+            answer = await self._ask(line, timeout_s)
         except TimeoutError as error:
             raise APIError(
                 f"the chat takes longer than {timeout_s:g} s to be written as a prompt: shorten it",
@@ -83,6 +83,11 @@ class RenderPool:
             ) from error
         finally:
             lane.release()
+        if "refused" in answer:
+            raise APIError(answer["refused"], param=answer["param"])
+        if "text" not in answer:
+            raise APIError(f"the chat cannot be written as a prompt: {answer['error']}", param="messages")
+        return str(answer["text"])
 
     async def _ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
         answer = None
@@ -112,14 +117,6 @@ class RenderPool:
             raise ModelFilesError(f"the chat template cannot be used: {error}") from error
         self.variables = frozenset(made["variables"])
         return process
-
-
-def _text(answer: dict[str, Any]) -> str:
-    if "refused" in answer:
-        raise APIError(answer["refused"], param=answer["param"])
-    if "text" not in answer:
-        raise APIError(f"the chat cannot be written as a prompt: {answer['error']}", param="messages")
-    return str(answer["text"])
 
 
 async def _answer(
