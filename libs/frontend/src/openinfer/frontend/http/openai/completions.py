@@ -70,7 +70,6 @@ class CompletionResponse(msgspec.Struct):
     model: str
     choices: Sequence[_Completion]
     usage: UsageBody | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
     system_fingerprint: str = ""
     kv_transfer_params: KVTransfer | UnsetType = UNSET
 
