@@ -216,9 +216,9 @@ LINES = {
     "kvpool": (6478, 5132),
     "sampler": (4721, 3943),
     "scheduler": (4992, 3577),
-    "frontend": (13718, 11757),
+    "frontend": (13370, 11756),
     "recipes": (16245, 4033),
-    "cli": (6810, 0),
+    "cli": (6761, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 
