@@ -13,7 +13,6 @@ from openinfer.cli.explain.segments import Outline
 from openinfer.kernels import GPUS, H200
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import Config
-from openinfer.recipes.deepseek_v4.inventory import inventory
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.published import config_json
 from openinfer.recipes.deepseek_v4.weights import Weights
@@ -51,8 +50,9 @@ def test_the_page_has_the_bytes_of_a_plan(size: str, ranks: tuple[int, ...]) -> 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_ranks_have_all_of_the_model_between_them(ranks: int) -> None:
     whole = Config.parse(config_json("Flash"))
-    entries = list(inventory(whole, fp4_experts=True, mtp=False))
-    nbytes = {entry.name: math.prod(entry.shape) * entry.dtype.itemsize for entry in entries}
+    published = Weights.allocate(whole, Arena(Device("null"), None), bfloat16, Format(fp4_experts=True))
+    expected = published.places.expected().items()
+    nbytes = {name: math.prod(shape) * kinds[0].itemsize for name, (shape, kinds) in expected}
     shared = sum(size for name, size in nbytes.items() if SHARED.fullmatch(name))
     same = sum(nbytes.values()) - shared
     experts: set[str] = set()

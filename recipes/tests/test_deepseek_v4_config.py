@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from openinfer.kvpool import Pool
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.cache import V4Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.config import Config
-from openinfer.recipes.deepseek_v4.inventory import Entry, inventory
 from openinfer.recipes.deepseek_v4.places import Format, check_scales
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
 from openinfer.recipes.deepseek_v4.weights import Weights, validate
@@ -53,6 +52,21 @@ SMALL = {
 }
 
 
+class Entry(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def inventory(config: Config, *, fp4_experts: bool, mtp: bool) -> list[Entry]:
+    """Every tensor of a published checkpoint."""
+    form = Format(fp4_experts=fp4_experts, mtp=mtp)
+    expected = Weights.allocate(config, Arena(Device("null"), None), bfloat16, form).places.expected()
+    return [Entry(name, shape, kinds[0]) for name, (shape, kinds) in expected.items()]
+
+
 def nbytes_of(entry: Entry) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
 
@@ -60,7 +74,7 @@ def nbytes_of(entry: Entry) -> int:
 @pytest.mark.parametrize("size", SIZES)
 def test_published_sizes_have_their_inventory(size: str) -> None:
     config = Config.parse(config_json(size))
-    entries = list(inventory(config, fp4_experts=True, mtp=True))
+    entries = inventory(config, fp4_experts=True, mtp=True)
     tensors, nbytes, growth = PUBLISHED[size]
     assert len({entry.name for entry in entries}) == len(entries) == tensors
     assert sum(map(nbytes_of, entries)) == nbytes
@@ -73,7 +87,7 @@ def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
     config, arena = Config.parse(config_json("Flash")), Arena(Device("null"), None)
     weights = Weights.allocate(config, arena, bfloat16, Format(fp4_experts=True, mtp=True))
     names = list(weights.places.names())
-    entries = list(inventory(config, fp4_experts=True, mtp=True))
+    entries = inventory(config, fp4_experts=True, mtp=True)
     assert sorted(names) == sorted(entry.name for entry in entries)
     assert arena.used == pytest.approx(sum(map(nbytes_of, entries)), rel=1e-3)
     plain = Weights.allocate(config, Arena(Device("null"), None), bfloat16, Format(fp4_experts=True))
@@ -223,7 +237,7 @@ def write(path: Path, entries: list[Entry], scale: int = 120) -> None:
 @pytest.mark.parametrize("fp4", [True, False])
 def test_experts_are_fp4_or_fp8_by_their_dtype(tmp_path: Path, fp4: bool) -> None:
     config = Config.parse(SMALL)
-    entries = list(inventory(config, fp4_experts=fp4, mtp=False))
+    entries = inventory(config, fp4_experts=fp4, mtp=False)
     write(tmp_path / "model", entries)
     with Checkpoint(tmp_path / "model") as checkpoint:
         form = Format.of(checkpoint)
@@ -240,7 +254,7 @@ def test_experts_are_fp4_or_fp8_by_their_dtype(tmp_path: Path, fp4: bool) -> Non
 
 def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_refused(tmp_path: Path) -> None:
     config = Config.parse(SMALL)
-    entries = list(inventory(config, fp4_experts=True, mtp=False))
+    entries = inventory(config, fp4_experts=True, mtp=False)
     lost = [e for e in entries if e.name != "layers.2.attn.indexer.compressor.ape"]
     added = [*entries, Entry("layers.0.attn.wk.weight", (2, 2), float32)]
     reshaped = [e._replace(shape=(3, 512)) if e.name == "hc_head_fn" else e for e in entries]
@@ -283,7 +297,7 @@ def test_layers_that_draft_are_skipped_whatever_they_are(change: dict[str, Any],
     with Checkpoint(tmp_path / "model") as checkpoint:
         validate(checkpoint, config, Format(fp4_experts=True))
         if config.mtp:
-            with pytest.raises(CheckpointError, match=r"missing: mtp\.0\.attn_norm\.weight"):
+            with pytest.raises(CheckpointError, match=r"missing: mtp\.0\.e_proj\.weight"):
                 validate(checkpoint, config, Format(fp4_experts=True, mtp=True))
     options = RECIPE.options(speculative_config='{"method": "mtp", "num_speculative_tokens": 2}')
     if not config.mtp:
@@ -294,7 +308,7 @@ def test_layers_that_draft_are_skipped_whatever_they_are(change: dict[str, Any],
 
 @pytest.mark.parametrize(("scale", "message"), [(120, ""), (129, r"experts.0.w1.scale.*2\^2"), (255, "NaN")])
 def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path, scale: int, message: str) -> None:
-    entries = list(inventory(Config.parse(SMALL), fp4_experts=True, mtp=False))
+    entries = inventory(Config.parse(SMALL), fp4_experts=True, mtp=False)
     write(tmp_path / "model", entries, scale)
     with Checkpoint(tmp_path / "model") as checkpoint:
         names = [entry.name for entry in entries if ".experts." in entry.name]

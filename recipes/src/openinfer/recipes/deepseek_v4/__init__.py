@@ -1,4 +1,4 @@
-"""DeepSeek-V4: config, inventory, weights, ops, model, runner, engine, start-up.
+"""DeepSeek-V4: config, weights, ops, model, runner, engine, start-up.
 
 `RECIPE` is what the command line finds."""
 

@@ -64,12 +64,17 @@ class ModelPlaces(LinearPlaces):
         """The weight of a norm in float32: it multiplies before the one rounding."""
         return self.converted(module + ".weight", size, convert=lambda w: w.astype(np.float32))
 
+    def wide(self, name: str, *shape: int, source: tuple[slice, ...] = ()) -> Tensor:
+        """A tensor that the checkpoint has in float32, too."""
+        self.dtypes[name] = (float32,)
+        return self.plain(name, *shape, dtype=float32, source=source)
+
     def mixing(self, prefix: str, c: Config, numbers: int, scales: int) -> Mixing:
         """A hyper-connection's."""
         return Mixing(
-            self.plain(prefix + "_fn", numbers, c.hc_mult * c.hidden_size, dtype=float32),
-            self.plain(prefix + "_base", numbers, dtype=float32),
-            self.plain(prefix + "_scale", scales, dtype=float32),
+            self.wide(prefix + "_fn", numbers, c.hc_mult * c.hidden_size),
+            self.wide(prefix + "_base", numbers),
+            self.wide(prefix + "_scale", scales),
         )
 
     def stack(self, *parts: tuple[str, int], columns: int) -> Tensor:

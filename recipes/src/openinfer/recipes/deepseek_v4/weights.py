@@ -1,30 +1,31 @@
 """The tensors that the checkpoint must hold, their places, and the fused layout that the model runs on."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.authoring import Linear
+from openinfer.kernels.authoring import Linear, LinearPlaces
 from openinfer.recipes.deepseek_v4.config import CSA, Config, Dspark
-from openinfer.recipes.deepseek_v4.inventory import COPIES, inventory
 from openinfer.recipes.deepseek_v4.places import Format, Mixing, ModelPlaces, check_scales
 from openinfer.recipes.engine.config_fields import WHOLE, Part
 from openinfer.tensor import (
     Arena,
     Checkpoint,
+    Device,
     LoadReport,
-    Places,
     Stream,
     Tensor,
     bfloat16,
-    dtypes,
     float32,
     int32,
+    int64,
 )
 
 Array = np.ndarray[Any, Any]
+COPIES = ("mtp.0.emb.tok_emb.weight", "mtp.0.head.weight")
+"""Copies of the main model's tensors that some exports have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class Weights:
     lm_head: Tensor  # [V of the rank, D]
     mtp: Mtp | None
     stages: Stages | None
-    places: Places
+    places: LinearPlaces
     nbytes: int
 
     @classmethod
@@ -174,9 +175,8 @@ class Weights:
 def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly the published tensors. Layers that draft may have
     any tensors where they are not loaded."""
-    entries = inventory(config, fp4_experts=form.fp4_experts, mtp=form.mtp, dspark=form.dspark)
-    expected = {e.name: (e.shape, dtypes.WEIGHTS if e.dtype == bfloat16 else (e.dtype,)) for e in entries}
-    checkpoint.require(expected, ignore=COPIES if form.drafting else ("mtp.*",))
+    whole = Weights.allocate(replace(config, part=WHOLE), Arena(Device("null"), None), bfloat16, form)
+    checkpoint.require(whole.places.expected(), ignore=COPIES if form.drafting else ("mtp.*",))
 
 
 def _layer(p: ModelPlaces, c: Config, at: str, index: int, place: int, ratio: int, hashed: bool) -> Layer:
@@ -214,7 +214,7 @@ def _heads(p: ModelPlaces, c: Config, at: str, part: Part) -> Heads:
     width, own = heads * c.head_dim, (part.slice(c.num_heads),)
     return Heads(
         q=p.of_rank(part, (at + "wq_b", width), columns=c.q_lora_rank),
-        sinks=p.plain(at + "attn_sink", heads, dtype=float32, source=own),
+        sinks=p.wide(at + "attn_sink", heads, source=own),
         out_a=p.of_rank(part, (at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
         out_b=p.back(part, at + "wo_b", c.hidden_size, groups * c.o_lora_rank),
     )
@@ -229,7 +229,7 @@ def _entries(p: ModelPlaces, c: Config, at: str, ratio: int) -> Heavy | Sparse |
         return [(module + "wkv", rows), (module + "wgate", rows)]
 
     def compressor(module: str, dim: int) -> Compressor:
-        ape = p.plain(module + "ape", ratio, dim * (2 if ratio == CSA else 1), dtype=float32)
+        ape = p.wide(module + "ape", ratio, dim * (2 if ratio == CSA else 1))
         return Compressor(ape, p.gain(module + "norm", dim))
 
     main, index = at + "compressor.", at + "indexer.compressor."
@@ -250,15 +250,11 @@ def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
     count, width = own.stop - own.start, c.part.of(inter)
     bias = table = None
     if hashed:
-        table = p.converted(
-            at + "gate.tid2eid",
-            c.vocab_size,
-            c.experts_per_token,
-            convert=_table_of(c.num_experts),
-            dtype=int32,
-        )
+        name, convert = at + "gate.tid2eid", _table_of(c.num_experts)
+        p.dtypes[name] = (int64,)
+        table = p.converted(name, c.vocab_size, c.experts_per_token, convert=convert, dtype=int32)
     else:
-        bias = p.plain(at + "gate.bias", c.num_experts, dtype=float32)
+        bias = p.wide(at + "gate.bias", c.num_experts)
     gate_up = p.empty((count,), [inter, inter], hidden, p.experts, at + "experts")
     down = p.empty((count,), [hidden], inter, p.experts, at + "experts")
 

@@ -352,7 +352,7 @@ class LinearPlaces(Places):
         def add(name: str, dst: Tensor, source: tuple[slice, ...], kinds: tuple[np.dtype[Any], ...]) -> None:
             stops = [1] if name in self.single else [one.stop for one in source]
             shape = tuple(stops) if stops and None not in stops else dst.shape
-            known, kinds = found.get(name, (shape, kinds))
+            known, kinds = found.get(name, (shape, self.dtypes.get(name, kinds)))
             found[name] = tuple(map(max, known, shape)) if len(known) == len(shape) else known, kinds
 
         for name, dst, source in self.loads:
@@ -360,7 +360,7 @@ class LinearPlaces(Places):
             add(name, dst, (*source, *rest), dtypes.WEIGHTS if dst.dtype in dtypes.WEIGHTS else (dst.dtype,))
         for conversion in self.conversions:
             for name, source in conversion.parts():
-                add(name, conversion.dst, source, self.dtypes.get(name, dtypes.WEIGHTS))
+                add(name, conversion.dst, source, dtypes.WEIGHTS)
         return found
 
 
