@@ -6,33 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openinfer.recipes.engine.config_fields import Fields, eos_ids, has_own_head
+from openinfer.recipes.engine.config_fields import Fields, ModelConfig, has_own_head
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
 from openinfer.tensor import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(ModelConfig):
     """A Llama, Mistral or Qwen2. `window`: tokens of the sliding window, 0 for full attention."""
 
-    hidden_size: int
     num_layers: int
     q_size: int  # of all query heads
     kv_size: int  # of all key heads
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
     tied: bool
     window: int
     biased: bool  # queries, keys and values
-    inv_freq: Floats  # this and the next two: see Rope
+    inv_freq: Floats  # this and the next: see Rope
     rope_scale: float
-    max_positions: int
-    eos_token_ids: tuple[int, ...]
 
     @classmethod
     def parse(
@@ -50,7 +44,7 @@ class Config:
         kv_heads = fields.size("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise UnsupportedModel(f"config.json: {heads} attention heads cannot share {kv_heads} evenly")
-        head_dim, vocab = fields.size("head_dim", default=hidden // heads), fields.size("vocab_size")
+        head_dim = fields.size("head_dim", default=hidden // heads)
         tied = fields.flag("tie_word_embeddings") and not has_own_head(
             checkpoint, "model.embed_tokens.weight"
         )
@@ -58,10 +52,7 @@ class Config:
         kind, layers = ("full_attention", "sliding_attention")[windowed], fields.size("num_hidden_layers")
         fields.strings("layer_types", (kind,), layers)
         return cls(
-            hidden, layers, heads * head_dim, kv_heads * head_dim, kv_heads, head_dim,
-            fields.size("intermediate_size"), vocab, fields.number("rms_norm_eps", default=1e-6, most=1),
-            fields.size("max_position_embeddings"), tied,
-            fields.size("sliding_window") if windowed else 0, biased,
-            *rope_of(fields, head_dim, default=1e4, layer_types=[kind]),
-            eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
+            layers, heads * head_dim, kv_heads * head_dim, kv_heads, head_dim, fields.size("intermediate_size"), tied,
+            fields.size("sliding_window") if windowed else 0, biased, **cls.common(fields, eos),
+            **rope_of(fields, head_dim, default=1e4, layer_types=[kind])._asdict(),
         )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from openinfer.kernels.authoring import AnyPacking
 from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SPARSE_TYPES
-from openinfer.recipes.engine.config_fields import FP8_BLOCK, WHOLE, Fields, Part, eos_ids, shown
+from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, ModelConfig, Part, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of, score_factor
 from openinfer.recipes.engine.weights import Experts, for_ranks, packing
@@ -39,17 +39,15 @@ class Indexing:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(ModelConfig):
     """A DeepSeek-V3.
 
     dense_layers: the first layers, which have an MLP in place of experts. nope_dim, rope_dim: elements of a head's
     query that are not rotated, and that are. groups, top_groups: of experts, and how many of them a token chooses from.
-    scale: the factor on attention's scores. inv_freq, rope_scale, max_positions: see Rope. mtp: there is a layer that
-    drafts. index: None: a token sees all before it. packing: how projections are packed. part: which heads, experts and
-    columns a rank has; all other fields are the whole model's.
+    scale: the factor on attention's scores. inv_freq, rope_scale: see Rope. mtp: there is a layer that drafts. index:
+    None: a token sees all before it. packing: how projections are packed.
     """
 
-    hidden_size: int
     num_layers: int
     dense_layers: int
     num_heads: int
@@ -63,19 +61,13 @@ class Config:
     groups: int
     top_groups: int
     routed_scaling_factor: float
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
     scale: float
     inv_freq: Floats
     rope_scale: float
-    max_positions: int
     mtp: bool
-    eos_token_ids: tuple[int, ...]
     index: Indexing | None = None
     unfused_experts: bool = True
     packing: AnyPacking | None = None
-    part: Part = WHOLE
 
     @property
     def latent_size(self) -> int:
@@ -102,11 +94,6 @@ class Config:
         })  # fmt: skip
         return dataclasses.replace(self, part=part)
 
-    @property
-    def whole(self) -> "Config":
-        """This model on one rank."""
-        return dataclasses.replace(self, part=WHOLE)
-
     @classmethod
     def parse(
         cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True,
@@ -116,7 +103,7 @@ class Config:
         activations may be quantised. checkpoint: which modules are packed. Raises UnsupportedModel naming the key."""
         fields = Fields(raw)
         _refuse(fields)
-        vocab, layers = fields.size("vocab_size"), fields.size("num_hidden_layers")
+        layers = fields.size("num_hidden_layers")
         nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
         count, width = fields.size("n_routed_experts"), fields.size("moe_intermediate_size")
         shared = fields.size("n_shared_experts")
@@ -127,19 +114,16 @@ class Config:
                 "mlp_layer_types", f"first_k_dense_replace says that the first {dense} are dense"
             )
         config = cls(
-            hidden_size=fields.size("hidden_size"), num_layers=layers, dense_layers=dense,
+            **cls.common(fields, eos), num_layers=layers, dense_layers=dense,
             num_heads=fields.size("num_attention_heads"), q_lora_rank=fields.size("q_lora_rank"),
             kv_lora_rank=fields.size("kv_lora_rank"), nope_dim=nope_dim, rope_dim=rope_dim,
             value_dim=fields.size("v_head_dim"), intermediate_size=fields.size("intermediate_size"),
             experts=Experts(count, fields.size("num_experts_per_tok"), width, shared * width),
             groups=fields.size("n_group", default=1), top_groups=fields.size("topk_group", default=1),
             routed_scaling_factor=fields.number("routed_scaling_factor", default=1.0, most=1e6),
-            vocab_size=vocab, rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, most=1),
-            max_position_embeddings=fields.size("max_position_embeddings"),
             scale=(nope_dim + rope_dim) ** -0.5 * score_factor(fields),
             **rope_of(fields, rope_dim, default=1e4)._asdict(),
             mtp=fields.count("num_nextn_predict_layers", default=0, most=1) == 1,
-            eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
             index=_index(fields, layers),
             unfused_experts=checkpoint is None or not any(".mlp.experts.gate_up_proj" in name for name in checkpoint),
             packing=packing(fields, quantization, coded, checkpoint),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from openinfer.kernels import rope_frequencies
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.recipes.engine.config_fields import FP8_BLOCK, WHOLE, Fields, Part, eos_ids, shown
+from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, ModelConfig, Part, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
 
@@ -42,16 +42,14 @@ eight GPUs little room for a cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(ModelConfig):
     """The model, by the symbols of its published description.
 
     ratios: ratios[l] is the number of tokens of a compressed entry of layer l.
     main_freq, compress_freq: float32 [rope_dim / 2], for layers without and with compressed entries.
     mtp: there is an MTP layer, which predicts one more token. dspark: there is a drafter of other layers instead.
-    part: which heads, experts and rows of lm_head a rank has; all other fields are the whole model's.
     """
 
-    hidden_size: int
     ratios: tuple[int, ...]
     num_heads: int
     head_dim: int
@@ -72,16 +70,10 @@ class Config:
     hc_mult: int
     hc_iters: int
     hc_eps: float
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    max_positions: int
     main_freq: Floats
     compress_freq: Floats
     mtp: bool
     dspark: bool
-    eos_token_ids: tuple[int, ...]
-    part: Part = WHOLE
 
     @property
     def num_layers(self) -> int:
@@ -131,13 +123,11 @@ class Config:
         fields = Fields(raw)
         fields.is_all({"model_type": "deepseek_v4"}, "this recipe runs")
         _refuse(fields)
-        vocab = fields.size("vocab_size")
-        eos = fields.get("eos_token_id") if eos is None else eos
         rope_dim = fields.size("qk_rope_head_dim")
         dspark = bool(fields.get("dspark_block_size") and fields.get("dspark_target_layer_ids"))
         compressed = rope_of(fields, rope_dim, base="compress_rope_theta", scaled=False)
         config = cls(
-            hidden_size=fields.size("hidden_size"),
+            **cls.common(fields, eos),
             ratios=_ratios(fields),
             num_heads=fields.size("num_attention_heads"),
             head_dim=fields.size("head_dim"),
@@ -158,15 +148,11 @@ class Config:
             hc_mult=fields.size("hc_mult"),
             hc_iters=fields.size("hc_sinkhorn_iters"),
             hc_eps=fields.number("hc_eps", most=1e6),
-            vocab_size=vocab,
-            rms_norm_eps=fields.number("rms_norm_eps", most=1),
-            max_position_embeddings=fields.size("max_position_embeddings"),
             max_positions=compressed.max_positions,
             main_freq=rope_frequencies(fields.number("rope_theta", above=1, most=1e15), rope_dim),
             compress_freq=compressed.inv_freq,
             mtp=not dspark and fields.count("num_nextn_predict_layers", default=0, most=64) == 1,
             dspark=dspark,
-            eos_token_ids=eos_ids(eos, vocab),
         )
         _check_sizes(config)
         return config

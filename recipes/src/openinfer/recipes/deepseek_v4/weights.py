@@ -1,7 +1,7 @@
 """The tensors that the checkpoint must hold, their places, and the fused layout that the model runs on."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -175,7 +175,7 @@ class Weights:
 def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly the published tensors. Layers that draft may have
     any tensors where they are not loaded."""
-    whole = Weights.allocate(replace(config, part=WHOLE), Arena(Device("null"), None), bfloat16, form)
+    whole = Weights.allocate(config.whole, Arena(Device("null"), None), bfloat16, form)
     checkpoint.require(whole.places.expected(), ignore=COPIES if form.drafting else ("mtp.*",))
 
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from openinfer.graph.runner import Model
 from openinfer.kernels import NullPack
 from openinfer.kernels.authoring import CacheForm
 from openinfer.kvpool import Eviction, Group, Lru
+from openinfer.recipes.engine.config_fields import ModelConfig
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.engine.verdict import Check, Reference
@@ -27,26 +28,6 @@ class Control:
     name: str
     changes: Sequence[tuple[Tensor, np.ndarray[Any, Any]]]
     min_tokens: int = 0
-
-
-class ModelConfig(Protocol):
-    """The fields that an engine reads from a model's config. A frozen dataclass with these fields is one.
-
-    max_position_embeddings: tokens of the longest sequence where no flag asks for more. max_positions: of the longest
-    that the config allows, which YaRN makes longer.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int: ...
 
 
 class Blueprint(ABC, Generic[M]):

@@ -1,11 +1,12 @@
 """A checkpoint's JSON files, read field by field: every value has the right type and a size that a model can have;
 and the division of a model among ranks. A config is always the whole model's; its Part says which part a rank has."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from openinfer.recipes.engine.errors import UnsupportedModel
 
@@ -255,6 +256,42 @@ class Part:
 
 WHOLE = Part()
 """A model on one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What the config of every model has.
+
+    max_position_embeddings: tokens of the longest sequence where no flag asks for more. max_positions: of the longest
+    that the config allows, which YaRN makes longer. part: which part of the model a rank has; all other fields are the
+    whole model's.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    part: Part = WHOLE
+
+    @staticmethod
+    def common(fields: Fields, eos: object) -> dict[str, Any]:
+        """These fields, but for max_positions. eos None: the ids of config.json. Raises UnsupportedModel."""
+        vocab = fields.size("vocab_size")
+        return {
+            "hidden_size": fields.size("hidden_size"),
+            "vocab_size": vocab,
+            "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, most=1),
+            "max_position_embeddings": fields.size("max_position_embeddings"),
+            "eos_token_ids": eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
+        }
+
+    @property
+    def whole(self) -> Self:
+        """This model on one rank."""
+        return dataclasses.replace(self, part=WHOLE)
+
 
 DEALT_TOKENS = 1024
 """Tokens of a step from which on dividing them saves more than the exchanges cost."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openinfer.kernels.authoring import AnyPacking
-from openinfer.recipes.engine.config_fields import WHOLE, Fields, Part, attention_heads, eos_ids, has_own_head
+from openinfer.recipes.engine.config_fields import Fields, ModelConfig, Part, attention_heads, has_own_head
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
 from openinfer.recipes.engine.weights import Experts, for_ranks, packing
@@ -15,34 +15,26 @@ from openinfer.tensor import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(ModelConfig):
     """A Qwen3.
 
     intermediate_size: width of the MLP; 0 with experts. experts: None for a dense model. windows: windows[l] is layer
-    l's sliding window in tokens, 0 for full attention. inv_freq, rope_scale, max_positions: see Rope. unfused_experts:
-    the checkpoint has tensors for each expert. packing: how projections are packed. part: which part of the model a
-    rank has; all other fields are the whole model's.
+    l's sliding window in tokens, 0 for full attention. inv_freq, rope_scale: see Rope. unfused_experts: the checkpoint
+    has tensors for each expert. packing: how projections are packed.
     """
 
-    hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
     tie_word_embeddings: bool
     windows: tuple[int, ...]
     inv_freq: Floats
     rope_scale: float
-    max_positions: int
-    eos_token_ids: tuple[int, ...]
     experts: Experts | None = None
     unfused_experts: bool = True
     packing: AnyPacking | None = None
-    part: Part = WHOLE
 
     def of_rank(self, rank: int, ranks: int) -> "Config":
         """This model with the part of one of several ranks: its query heads, its columns of the MLP, its rows of the
@@ -68,11 +60,6 @@ class Config:
                 )
         return dataclasses.replace(self, part=part)
 
-    @property
-    def whole(self) -> "Config":
-        """This model on one rank."""
-        return dataclasses.replace(self, part=WHOLE)
-
     @classmethod
     def parse(
         cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True,
@@ -91,21 +78,16 @@ class Config:
         )
         windows = _windows(fields)
         types = {"sliding_attention" if window else "full_attention" for window in windows}
-        vocab = fields.size("vocab_size")
         return cls(
-            hidden_size=fields.size("hidden_size"),
+            **cls.common(fields, eos),
             num_layers=fields.size("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             intermediate_size=0 if experts else fields.size("intermediate_size"),
-            vocab_size=vocab,
-            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, most=1),
-            max_position_embeddings=fields.size("max_position_embeddings"),
             tie_word_embeddings=tied,
             windows=windows,
             **rope_of(fields, head_dim, default=1e4, layer_types=types)._asdict(),
-            eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
             experts=experts,
             unfused_experts=checkpoint is None or "model.layers.0.mlp.experts.gate_up_proj" not in checkpoint,
             packing=packing(fields, quantization, coded, checkpoint),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.authoring import AnyPacking
-from openinfer.recipes.engine.config_fields import WHOLE, Fields, Part, attention_heads, eos_ids
+from openinfer.recipes.engine.config_fields import Fields, ModelConfig, Part, attention_heads
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import SECTIONS, Floats, Rope, rope_of
 from openinfer.recipes.engine.weights import Experts, for_ranks, packing
@@ -17,22 +17,20 @@ from openinfer.tensor import Checkpoint, dtypes
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(ModelConfig):
     """The text model.
 
     full: full[l] is True where layer l is full attention, False where it is a gated delta net.
     experts: None for a dense model, whose MLP is `intermediate_size` wide (0 with experts).
     tie_word_embeddings: None where the file contradicts itself.
-    inv_freq, rope_scale, max_positions: see Rope. Part of a head is rotated.
+    inv_freq, rope_scale: see Rope. Part of a head is rotated.
     mtp: the checkpoint has an MTP head, which predicts one more token.
     packing: how packed weights are.
     state_dtype: of recurrent states between steps.
     by_key_head: inputs of a delta net are one projection, by key head, and experts are tensors of their own.
     text_only: there is no vision tower, and tensors have other names.
-    part: which part of the model a rank has; all other fields are the whole model's.
     """
 
-    hidden_size: int
     full: tuple[bool, ...]
     num_heads: int
     num_kv_heads: int
@@ -44,20 +42,14 @@ class Config:
     conv_kernel: int
     intermediate_size: int
     experts: Experts | None
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
     tie_word_embeddings: bool | None
     inv_freq: Floats
     rope_scale: float
-    max_positions: int
     mtp: bool
     packing: AnyPacking | None
     state_dtype: np.dtype[Any]
     by_key_head: bool
     text_only: bool
-    eos_token_ids: tuple[int, ...]
-    part: Part = WHOLE
 
     def of_rank(self, rank: int, ranks: int) -> "Config":
         """This model with the part of one of several ranks: its query and value heads, columns of MLPs, experts, and
@@ -81,11 +73,6 @@ class Config:
         part = Part(rank, ranks)
         part.check(sizes, {"num_key_value_heads": self.num_kv_heads, "linear_num_key_heads": self.key_heads})
         return dataclasses.replace(self, part=part)
-
-    @property
-    def whole(self) -> "Config":
-        """This model on one rank."""
-        return dataclasses.replace(self, part=WHOLE)
 
     @property
     def num_full(self) -> int:
@@ -129,14 +116,13 @@ class Config:
             raise whole.wrong("model_type", f"this recipe runs {', '.join(map(repr, MODEL_TYPES))}")
         text = whole.fields("text_config") if "text_config" in whole else whole
         _refuse(text)
-        vocab = text.size("vocab_size")
         eos = text.get("eos_token_id", whole.get("eos_token_id")) if eos is None else eos
         following = model_type == "qwen3_next"
         experts = Experts.of(text, shared=True) if "_moe" in model_type or following else None
         layers_of_mtp = "num_nextn_predict_layers" if following else "mtp_num_hidden_layers"
         head_dim = text.size("head_dim")
         return cls(
-            hidden_size=text.size("hidden_size"),
+            **cls.common(text, eos),
             full=_full(text),
             **_heads(text),
             head_dim=head_dim,
@@ -145,9 +131,6 @@ class Config:
             conv_kernel=text.size("linear_conv_kernel_dim"),
             intermediate_size=0 if experts else text.size("intermediate_size"),
             experts=experts,
-            vocab_size=vocab,
-            rms_norm_eps=text.number("rms_norm_eps", default=1e-6, most=1),
-            max_position_embeddings=text.size("max_position_embeddings"),
             tie_word_embeddings=_tied(whole, text),
             **_rope(whole, text, head_dim)._asdict(),
             mtp=text.count(layers_of_mtp, default=int(following), most=1) == 1
@@ -156,7 +139,6 @@ class Config:
             state_dtype=dtypes.of(text.get("mamba_ssm_dtype", "float32")),
             by_key_head=following,
             text_only=text is whole,
-            eos_token_ids=eos_ids(eos, vocab),
         )
 
 
