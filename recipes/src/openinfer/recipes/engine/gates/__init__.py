@@ -31,9 +31,11 @@ class Gate(Protocol):
     def refusal(self, request: Request, waiting: int) -> Rejected | None:
         """The refusal of a request that can never pass, or that would wait here as one too many. waiting: requests
         that wait, at all gates. Notes nothing."""
+        return None
 
     def admit(self, request: Request) -> None:
         """No gate has refused the request. Notes what `take` needs of it; `end` forgets it."""
+        return
 
     def take(self, seq: Seq[Sampling]) -> bool:
         """A sequence comes to this gate. Returns whether it waits here; else it goes on. Raises Refused."""
@@ -41,12 +43,14 @@ class Gate(Protocol):
     def ready(self, wait_s: float) -> Sequence[Seq[Sampling] | Rejected]:
         """The sequences that go on, and the terminals of those that cannot. Waits up to wait_s seconds for the first,
         if one waits here for another thread."""
+        return ()
 
     def drop(self, request_id: int) -> bool:
         """Forget a sequence that waits here; False if none has this id."""
 
     def end(self, seq: Seq[Sampling]) -> None:
         """A sequence is over, wherever it was: frees what is held for it."""
+        return
 
 
 def full(request: Request, waiting: int, max_queued: int) -> Rejected | None:
@@ -63,7 +67,7 @@ CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
 }
 
 
-class Queue:
+class Queue(Gate):
     """The last Gate. What passes it, the loop reports itself."""
 
     def __init__(self, loop: StepLoop[Sampling, Payload]) -> None:
@@ -72,12 +76,6 @@ class Queue:
     def __len__(self) -> int:
         return self._loop.stats.waiting
 
-    def refusal(self, request: Request, waiting: int) -> Rejected | None:
-        return None  # `take` knows, once the sequence is here
-
-    def admit(self, request: Request) -> None:
-        pass
-
     def take(self, seq: Seq[Sampling]) -> bool:
         try:
             self._loop.submit(seq)
@@ -85,12 +83,6 @@ class Queue:
             raise Refused(Rejected(seq.id, str(error), CODES.get(error.reason, "invalid"))) from error
         return True
 
-    def ready(self, wait_s: float) -> Sequence[Seq[Sampling] | Rejected]:
-        return ()
-
     def drop(self, request_id: int) -> bool:
         self._loop.abort(request_id)
         return False  # the loop has its terminal
-
-    def end(self, seq: Seq[Sampling]) -> None:
-        pass

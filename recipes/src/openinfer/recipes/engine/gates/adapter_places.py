@@ -13,14 +13,14 @@ from openinfer.graph.runner import AdapterQueue, Sampling
 from openinfer.kernels import InvalidAdapter
 from openinfer.kernels.authoring import Adapter, Adapters
 from openinfer.kvpool import adapter_salt
-from openinfer.recipes.engine.gates import full
+from openinfer.recipes.engine.gates import Gate, full
 from openinfer.scheduler import Seq
 from openinfer.tensor import Stream
 
 Array = np.ndarray[Any, Any]
 
 
-class AdapterPlaces:
+class AdapterPlaces(Gate):
     """A Gate: the adapters that requests may name, and the sequences that wait for a place. `adapters` None: an engine
     without places, where no sequence waits.
 
@@ -60,9 +60,6 @@ class AdapterPlaces:
         if request.adapter not in self._loaded:
             return Rejected(request.id, f"the adapter {request.adapter!r} is not loaded")
         return full(request, waiting, self._max_queued)
-
-    def admit(self, request: Request) -> None:
-        pass  # `assign` came before
 
     def take(self, seq: Seq[Sampling]) -> bool:
         if self._queue is None or seq.owner.adapter is None or seq.owner.place:
