@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.frontend.contract import TERMINALS, Engine, KVTransfer, Request, StepOutputs, TokenLogprobs
+from openinfer.frontend.contract import TERMINALS, Engine, Request, StepOutputs, TokenLogprobs
 from openinfer.sampler import SamplingParams
-from openinfer.sampler.form import Grammar
 
 
 @dataclass(frozen=True)
@@ -55,29 +54,21 @@ class Session:
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        *,
-        grammar: Grammar | None = None,
-        prompt_logprobs: int | None = None,
-        adapter: str = "",
-        disable_spec_decode: bool = False,
-        kv_transfer: KVTransfer | None = None,
-        **sampling: Any,
+        **asked: Any,
     ) -> int:
-        """Queue a request, greedy unless `sampling` says otherwise. Its id."""
+        """Queue a request, greedy unless it asks for something else. asked: fields of the request, and of its sampling
+        parameters. Its id."""
         request_id = len(self.outcomes)
+        own = {name: asked.pop(name) for name in Request.__struct_fields__ if name in asked}
         self.outcomes[request_id] = Outcome([], [], [])
         self.engine.submit(
             Request(
                 id=request_id,
                 prompt_token_ids=list(prompt),
-                sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
+                sampling=SamplingParams(**{"temperature": 0.0, **asked}),
                 max_tokens=max_tokens,
                 arrival=0.0,
-                grammar=grammar,
-                prompt_logprobs=prompt_logprobs,
-                adapter=adapter,
-                disable_spec_decode=disable_spec_decode,
-                kv_transfer=kv_transfer,
+                **own,
             )
         )
         return request_id
