@@ -12,7 +12,7 @@ import numpy as np
 from openinfer.cli import recipes
 from openinfer.frontend.contract import Request
 from openinfer.graph import Delta, NoWatch, Readback, StepGraphs, StepPace, StepTrace, Watch
-from openinfer.graph.runner import Leader, LoneLeader, Ring, Runner, Writer, readback_bytes
+from openinfer.graph.runner import Leader, LoneLeader, Ring, Runner, WeightsDesk, Writer, readback_bytes
 from openinfer.kernels import Op
 from openinfer.kernels.authoring import CacheForm
 from openinfer.kvpool import Pool
@@ -23,7 +23,6 @@ from openinfer.recipes.engine.offload import Cache
 from openinfer.recipes.engine.options import O
 from openinfer.recipes.engine.recipe import Recipe, Source
 from openinfer.recipes.engine.startup import STEPS_IN_FLIGHT, buckets_for
-from openinfer.recipes.engine.training import desk_of
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import RowStatus
 from openinfer.scheduler import FirstCome
@@ -52,7 +51,7 @@ def _idle_engine(recipe: Recipe[O], rows: int, stream: Stream) -> Engine:
     blocks = max(rows // 2, 1) * limits.max_blocks
     pool = Pool(blueprint.groups(limits, [blocks] * groups), prefix_cache=False)
     followers = NoFollowers()
-    desk = desk_of(blueprint, model, arena, stream, limits, (), followers, lambda: lambda done, total: None)
+    desk = WeightsDesk(blueprint.validate, blueprint.load, arena, stream, ())  # no command comes
     served = Served("host", tuple(blueprint.config.eos_token_ids), rows, LENGTH, max_queued=4096)
     return Engine(runner, Cache(pool), FirstCome(TOKENS), desk, served, followers)
 

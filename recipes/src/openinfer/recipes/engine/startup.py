@@ -46,7 +46,6 @@ from openinfer.recipes.engine.offload import Cache, check_offload, open_tiers
 from openinfer.recipes.engine.options import O, Options
 from openinfer.recipes.engine.ranks import Ranks
 from openinfer.recipes.engine.recipe import Recipe, Source, named
-from openinfer.recipes.engine.training import desk_of
 from openinfer.sampler.constraint import Masks
 from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
@@ -298,9 +297,10 @@ class Builder(Generic[O]):
             if sharing is not None and digests is not None:
                 sharing.add(weights=digests.result())
             ranks.serve()
-        self.desk = desk_of(
-            blueprint, model, arena, stream, limits, report.filled, followers,
-            functools.partial(self._progress, "updating weights"),
+        self.desk = WeightsDesk(
+            lambda checkpoint: blueprint.validate(checkpoint, limits), functools.partial(blueprint.load, model), arena,
+            stream, [tensor for group in blueprint.cache(model) for tensor in group], report.filled, ranks=followers,
+            progress=functools.partial(self._progress, "updating weights"),
             digests=tiers is not None and tiers.keeps_after_reset,
         )  # fmt: skip
 

@@ -1,45 +1,10 @@
 """The hooks of training in an engine: commands to its weights and memory, while no request runs."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
 from openinfer.frontend.contract import EngineStats, Rejected, Sleep, UpdateWeights, WakeUp
 from openinfer.frontend.errors import Unsupported
 from openinfer.graph import NotPossible
-from openinfer.graph.runner import Progress, WeightsDesk
-from openinfer.recipes.engine.followers import Followers, NoFollowers
-from openinfer.recipes.engine.limits import Limits
+from openinfer.graph.runner import WeightsDesk
 from openinfer.recipes.engine.offload import Cache
-from openinfer.tensor import Arena, Checkpoint, Stream, Tensor
-
-if TYPE_CHECKING:
-    from openinfer.recipes.engine.blueprint import Blueprint
-
-
-def desk_of(
-    blueprint: "Blueprint[Any]",
-    model: Any,
-    arena: Arena,
-    stream: Stream,
-    limits: Limits,
-    weights: Sequence[Tensor],
-    followers: Followers | NoFollowers,
-    progress: Callable[[], Progress],
-    *,
-    digests: bool = False,
-) -> WeightsDesk:
-    """The desk of a model that is laid out in `arena`. weights: the tensors that its first load filled. progress: makes
-    the bar of an update. digests: new weights are digested."""
-    cache = [tensor for group in blueprint.cache(model) for tensor in group]
-    load = partial(blueprint.load, model)
-
-    def check(checkpoint: Checkpoint) -> None:
-        blueprint.validate(checkpoint, limits)
-
-    return WeightsDesk(
-        check, load, arena, stream, cache, weights, ranks=followers, progress=progress, digests=digests
-    )
 
 
 class Training:
