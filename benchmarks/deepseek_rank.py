@@ -145,7 +145,7 @@ def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int
 def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.Generator) -> Shape:
     """Make the batch of a step: rows with `context` - 1 tokens in the cache, then one that begins with a prompt, if
     `prompt` is not 0. Returns the step's bucket."""
-    state, vocab_size = runner.model.batch.rows, runner.model.vocab_size
+    state, vocab_size = runner.model.batch.rows, runner.model.batch.logits.shape[1]
     total, count = rows + prompt, rows + bool(prompt)
     bucket = tokens, num_rows, *_ = runner.buckets.choose(total, count)
     pages = -(-max(context, prompt) // PAGE)

@@ -71,7 +71,7 @@ class Llama(Blueprint[Model]):
         widths = (c.hidden_size, c.q_size + 2 * c.kv_size, c.q_size, c.intermediate_size)
         x, qkv, heads, mlp = (arena.alloc((t, width), dtype) for width in widths)
         kv = self._layout(limits).allocate(arena, stream, pages)
-        return Model(c, c.vocab_size, weights, kv, cos_sin, batch, x, qkv, heads, mlp)
+        return Model(c, weights, kv, cos_sin, batch, x, qkv, heads, mlp)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
         return [[model.kv.pages]]

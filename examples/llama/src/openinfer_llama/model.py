@@ -88,7 +88,6 @@ class Model:
     """Weights, cache, and buffers for the largest step: what openinfer.graph.runner.Model asks for."""
 
     config: Config
-    vocab_size: int
     weights: Weights
     kv: KvCache
     cos_sin: Tensor  # float32 [max_model_len, 2, d / 2]

@@ -95,10 +95,6 @@ class Model:
     tables: Sequence[str | None] = ("block_tables",)
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
     def pages(self) -> list[Tensor]:
         """The tensors of the pool's pages."""
         return [self.kv] if self.keys is None else [self.kv, self.keys]

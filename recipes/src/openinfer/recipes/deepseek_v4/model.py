@@ -75,11 +75,6 @@ class Model:
     tables: Sequence[str | None] = TABLES
 
     @property
-    def vocab_size(self) -> int:
-        """Columns of the logits."""
-        return self.config.vocab_size
-
-    @property
     def hidden(self) -> Tensor:
         """[T, n D]: what `head` needs of each token."""
         return self.buffers.streams.reshape(self.buffers.streams.shape[0], -1)

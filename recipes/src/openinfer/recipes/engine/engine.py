@@ -86,7 +86,7 @@ class Engine:
         store: Store | None = None,
     ) -> None:
         self.runner, self._cache, self._followers, self._store = runner, cache, followers, store
-        self._vocab_size, self._eos_token_ids = runner.model.vocab_size, served.eos_token_ids
+        self._vocab_size, self._eos_token_ids = runner.model.batch.logits.shape[1], served.eos_token_ids
         drafting, pool, tiers, max_queued = runner.drafting, cache.pool, cache.tiers, served.max_queued
         self._loop = StepLoop(
             runner, pool, policy, max_rows=served.max_rows, max_model_len=served.max_model_len,

@@ -285,8 +285,8 @@ class Builder(Generic[O]):
         self.runner = Runner(
             model, pack, stream, graphs, buckets, readback, pace,
             Watch(self.trace, DeviceClock.of(device), device), followers.leader,
-            options.drafting(buckets, pace, model.vocab_size),
-            Masks(limits.max_rows, model.vocab_size, buckets.max_drafts),
+            options.drafting(buckets, pace, blueprint.config.vocab_size),
+            Masks(limits.max_rows, blueprint.config.vocab_size, buckets.max_drafts),
         )  # fmt: skip
         with _phase("steps"):
             self.runner.record()

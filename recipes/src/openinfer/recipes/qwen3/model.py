@@ -78,10 +78,6 @@ class Model:
     tables: Sequence[str | None] = ("block_tables",)
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
     def hidden(self) -> Tensor:
         return self.buffers.x
 

@@ -79,7 +79,7 @@ class Masks(Protocol):
 
 
 class Model(Protocol):
-    """Weights, cache and buffers of one model, laid out, and its forward pass: eight names.
+    """Weights, cache and buffers of one model, laid out, and its forward pass: seven names.
 
     Every method only puts work on the stream of its pack, so that a graph can capture it.
     """
@@ -87,10 +87,6 @@ class Model(Protocol):
     @property
     def batch(self) -> Batch:
         """The rows of a step and the buffers that every model has."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Columns of the logits."""
 
     @property
     def tables(self) -> Sequence[str | None]:

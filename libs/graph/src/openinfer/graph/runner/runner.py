@@ -326,7 +326,7 @@ class Runner:
             prompt=seq.tokens[: seq.prompt_len],
             output=seq.tokens[seq.prompt_len :],
             max_len=seq.max_len,
-            vocabulary=self.model.vocab_size,
+            vocabulary=self.model.batch.logits.shape[1],
             masked=masked,
         )
         if self.drafting.layers and (masked or "allowed_masks" in state):
