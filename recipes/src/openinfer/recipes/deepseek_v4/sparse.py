@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
 from openinfer.kernels.authoring import (
@@ -19,6 +19,7 @@ from openinfer.kernels.authoring import (
     power_of_two,
     require,
     shared_bytes,
+    tensors,
 )
 from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.tensor import Tensor, float16, float32
@@ -176,7 +177,7 @@ class SparseAttendArgs(Generic[T]):
         # A part is a mean of vectors that were normed: float16 holds it to 11 bits where bfloat16 has 8.
         partial = Scratch((tokens, splits, heads, dim), float16) if splits > 1 else self.out
         weight = Scratch((tokens, splits, heads), float32) if splits > 1 else self.sinks
-        entries = self.kv if self.entries is None else self.entries
+        entries = self.entries or self.kv
         sees: dict[str, Arg] = {"heads": aligned(heads), "window": self.window, "most": aligned(self.most)}
         constants = {
             "D": dim,
@@ -187,17 +188,7 @@ class SparseAttendArgs(Generic[T]):
         }
         rotary = {"ROTARY": 2 * self.cos_sin.shape[2], "BLOCK": self.block}
         args: dict[str, Arg] = {
-            "out": self.out,
-            "q": self.q,
-            "kv": self.kv,
-            "entries": entries,
-            "selected": self.token_slots if self.selected is None else self.selected,
-            "sinks": self.sinks,
-            "cos_sin": self.cos_sin,
-            "positions": self.positions,
-            "token_slots": self.token_slots,
-            "kv_tables": self.kv_tables,
-            "entry_tables": self.entry_tables,
+            **tensors(replace(self, entries=entries, selected=self.selected or self.token_slots)),
             "partial": partial,
             "weight": weight,
             "kv_width": self.kv_tables.shape[1],
@@ -225,33 +216,15 @@ class SparseAttendArgs(Generic[T]):
                 early=early,
             )
         if splits > 1:
-            yield self._merge(partial, weight, sees, constants | rotary, early)
-
-    def _merge(
-        self: "SparseAttendArgs[Tensor]",
-        partial: Tensor | Scratch,
-        weight: Tensor | Scratch,
-        sees: dict[str, Arg],
-        constants: dict[str, int],
-        early: bool,
-    ) -> Launch:
-        tokens, heads, _ = self.q.shape
-        block = min(power_of_two(heads), max(1, 16 // power_of_two(constants["SPLITS"])))
-        return launch(
-            _ATTEND,
-            "merge_parts",
-            (tokens, -(-heads // block)),
-            {
-                "out": self.out,
-                "partial": partial,
-                "weight": weight,
-                "sinks": self.sinks,
-                "cos_sin": self.cos_sin,
-                "positions": self.positions,
-                "token_slots": self.token_slots,
-                **sees,
-            },
-            constants | {"HEADS": block},
-            num_warps=2 * block,
-            early=early,
-        )
+            block = min(power_of_two(heads), max(1, 16 // power_of_two(splits)))
+            args = {"out": self.out, "partial": partial, "weight": weight}
+            args |= {**tensors(self, "sinks", "cos_sin", "positions", "token_slots"), **sees}
+            yield launch(
+                _ATTEND,
+                "merge_parts",
+                (tokens, -(-heads // block)),
+                args,
+                constants | rotary | {"HEADS": block},
+                num_warps=2 * block,
+                early=early,
+            )

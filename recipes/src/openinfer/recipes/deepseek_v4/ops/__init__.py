@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
-from openinfer.kernels.authoring import Array, Workload
+from openinfer.kernels.authoring import Array
 
 PAGE = 128
 """Tokens of a page of either group: the least common multiple of the ratios 4 and 128."""
@@ -26,13 +24,3 @@ def live_rows(slots: Array, q_starts: Array, seq_lens: Array, alive: Array) -> I
         first, last = int(q_starts[row]), int(q_starts[row + 1])
         if first < last and alive[slot]:
             yield LiveRow(int(slot), first, last, int(seq_lens[slot]))
-
-
-def unit(x: Array, eps: float) -> Array:
-    """Float32 x / rms(x) over the last axis."""
-    return np.asarray(x * (np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))))
-
-
-def seen(workload: Workload) -> float:
-    """Tokens that a query sees, on average."""
-    return workload.qk_pairs / max(1, workload.tokens)

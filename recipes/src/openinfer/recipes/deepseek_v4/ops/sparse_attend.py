@@ -16,10 +16,11 @@ from openinfer.kernels.authoring import (
     expect_cos_sin,
     f32,
     require,
+    rms_norm,
     rotated_pairs,
     rounded,
 )
-from openinfer.recipes.deepseek_v4.ops import PAGE, seen, unit
+from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.recipes.deepseek_v4.sparse import SparseAttendArgs
 from openinfer.tensor import Tensor, float32, int32
 
@@ -58,7 +59,8 @@ def _check(a: SparseAttendArgs[Tensor]) -> None:
 
 def _reference(a: SparseAttendArgs[Array]) -> None:
     dtype = a.q.dtype
-    turned = rounded(rotated_pairs(rounded(unit(f32(a.q), a.eps), dtype), a.cos_sin, a.positions), dtype)
+    unit = f32(rms_norm(a.q, np.ones(a.q.shape[2], np.float32), a.eps))
+    turned = rounded(rotated_pairs(unit, a.cos_sin, a.positions), dtype)
     o = np.zeros_like(turned)
     for token in np.flatnonzero(a.token_slots):
         # One query at a time: the result must not depend on the chunk.
@@ -92,7 +94,7 @@ def _launches(target: Target, a: SparseAttendArgs[Tensor]) -> Iterator[Command]:
 def _cost(workload: Workload, a: SparseAttendArgs[Tensor]) -> Cost:
     """A row's window and entries count once, or, where tokens choose their own, once a token (at most all of them)."""
     _, heads, dim = a.q.shape
-    context = seen(workload)
+    context = workload.qk_pairs / max(1, workload.tokens)  # tokens that a query sees, on average
     raw = workload.rows * a.window + workload.tokens - workload.rows
     pairs, held = workload.tokens * min(a.window, context), float(min(raw, workload.kv_tokens))
     if a.block:
