@@ -110,17 +110,13 @@ def latent_attend(
         return
     if part * BN >= end:
         return
-    q0 = tl.load(q + place, mask=inside, other=0.0)
-    q1 = tl.load(q + place + QUARTER, mask=inside, other=0.0)
-    q2 = tl.load(q + place + 2 * QUARTER, mask=inside, other=0.0)
-    q3 = tl.load(q + place + 3 * QUARTER, mask=inside, other=0.0)
+    qs = ()
+    for quarter in tl.static_range(4):
+        qs += (tl.load(q + place + quarter * QUARTER, mask=inside, other=0.0),)
     rotary = tl.load(turned + row * ROTARY + turn, mask=inside, other=0.0)
     m = tl.full((BM,), LOW, tl.float32)
-    l = tl.zeros((BM,), tl.float32)
-    acc0 = tl.zeros((BM, QUARTER), tl.float32)
-    acc1 = tl.zeros((BM, QUARTER), tl.float32)
-    acc2 = tl.zeros((BM, QUARTER), tl.float32)
-    acc3 = tl.zeros((BM, QUARTER), tl.float32)
+    l, none = tl.zeros((BM,), tl.float32), tl.zeros((BM, QUARTER), tl.float32)
+    acc = (none, none, none, none)
     for first in range(part * BN, end, SPLITS * BN):
         number = first + i
         live = number < end
@@ -131,25 +127,21 @@ def latent_attend(
         )
         at = page * page_stride + (number & ((1 << PAGE_BITS) - 1)) * (C + ROTARY)
         key, real = (kv + at)[:, None] + column, live[:, None]  # what was never written may be NaN
-        k0 = tl.load(key, mask=real, other=0.0)
-        k1 = tl.load(key + QUARTER, mask=real, other=0.0)
-        k2 = tl.load(key + 2 * QUARTER, mask=real, other=0.0)
-        k3 = tl.load(key + 3 * QUARTER, mask=real, other=0.0)
+        keys, new = (), ()
+        for quarter in tl.static_range(4):
+            keys += (tl.load(key + quarter * QUARTER, mask=real, other=0.0),)
         kr = tl.load((kv + at)[:, None] + C + turn, mask=real, other=0.0)
-        score = tl.dot(q0, tl.trans(k0))
-        score = tl.dot(q1, tl.trans(k1), score)
-        score = tl.dot(q2, tl.trans(k2), score)
-        score = tl.dot(q3, tl.trans(k3), score)
+        score = tl.dot(qs[0], tl.trans(keys[0]))
+        for quarter in tl.static_range(1, 4):
+            score = tl.dot(qs[quarter], tl.trans(keys[quarter]), score)
         score = tl.dot(rotary, tl.trans(kr), score) * scale
         score = tl.where(live[None, :], score, LOW)
         top = tl.maximum(m, tl.max(score, 1))
         p = tl.exp2(score - top[:, None])
         decay = tl.exp2(m - top)
-        share = p.to(k0.dtype)
-        acc0 = tl.dot(share, k0, acc0 * decay[:, None])
-        acc1 = tl.dot(share, k1, acc1 * decay[:, None])
-        acc2 = tl.dot(share, k2, acc2 * decay[:, None])
-        acc3 = tl.dot(share, k3, acc3 * decay[:, None])
+        for quarter in tl.static_range(4):
+            new += (tl.dot(p.to(kv.dtype.element_ty), keys[quarter], acc[quarter] * decay[:, None]),)
+        acc = new
         l = l * decay + tl.sum(p, 1)
         m = top
     to = out + place
@@ -158,10 +150,8 @@ def latent_attend(
         tl.store(weight + own, m + tl.log2(l), mask=head < heads)
         to = partial + own[:, None] * C + column
     less = (1.0 / l)[:, None]
-    tl.store(to, (acc0 * less).to(to.dtype.element_ty), mask=inside)
-    tl.store(to + QUARTER, (acc1 * less).to(to.dtype.element_ty), mask=inside)
-    tl.store(to + 2 * QUARTER, (acc2 * less).to(to.dtype.element_ty), mask=inside)
-    tl.store(to + 3 * QUARTER, (acc3 * less).to(to.dtype.element_ty), mask=inside)
+    for quarter in tl.static_range(4):
+        tl.store(to + quarter * QUARTER, (acc[quarter] * less).to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit

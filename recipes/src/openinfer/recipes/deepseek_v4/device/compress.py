@@ -26,18 +26,29 @@ def _row_of(tile, q_starts, rows, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _taken(top, s, v, a, z):
-    most = tl.maximum(top, z)
-    shrink, weight = tl.exp(top - most), tl.exp(z - most)
-    return most, s * shrink + weight, v * shrink + weight * a
+def _taken(old, a, z):
+    """An accumulation (largest z, s, v) with one more token."""
+    most = tl.maximum(old[0], z)
+    shrink, weight = tl.exp(old[0] - most), tl.exp(z - most)
+    return most, old[1] * shrink + weight, old[2] * shrink + weight * a
 
 
 @triton.jit
-def _merged(p_top, p_s, p_v, b_top, b_s, b_v):
+def _either(mask, one, other):
+    """The accumulation `one` where `mask`, else `other`."""
+    return (
+        tl.where(mask, one[0], other[0]),
+        tl.where(mask, one[1], other[1]),
+        tl.where(mask, one[2], other[2]),
+    )
+
+
+@triton.jit
+def _merged(p, b):
     """v / s of two accumulations together, of which the second is not empty."""
-    top = tl.maximum(p_top, b_top)
-    one, two = tl.exp(p_top - top), tl.exp(b_top - top)
-    return (p_v * one + b_v * two) / (p_s * one + b_s * two)
+    top = tl.maximum(p[0], b[0])
+    one, two = tl.exp(p[0] - top), tl.exp(b[0] - top)
+    return (p[2] * one + b[2] * two) / (p[1] * one + b[1] * two)
 
 
 @triton.jit
@@ -66,13 +77,6 @@ def _old(state, which, mask, D: tl.constexpr):
     place = state + which * 3 * D + tl.arange(0, D)[None, :]
     top = tl.load(place, mask=mask, other=EMPTY)
     return top, tl.load(place + D, mask=mask, other=0.0), tl.load(place + 2 * D, mask=mask, other=0.0)
-
-
-@triton.jit
-def _taken_if(mask, top, s, v, a, z):
-    """The result of _taken where `mask`, else the accumulation unchanged."""
-    new_top, new_s, new_v = _taken(top, s, v, a, z)
-    return tl.where(mask, new_top, top), tl.where(mask, new_s, s), tl.where(mask, new_v, v)
 
 
 @triton.jit
@@ -108,8 +112,8 @@ def compress_windows(
     # A row's first window goes on where the state is; the A half of the window before is A once that one is complete.
     part, ordinal = start % WINDOW > 0, window - start // WINDOW
     has_a = (start > 0) & done & ((ordinal == 0) | ((ordinal == 1) & part))
-    p_top, p_s, p_v = _old(old, tl.where((ordinal == 0) & part, 0, 1), has_a, D)
-    b_top, b_s, b_v = _old(old, ordinal * 0 + 2, (start > 0) & done & (ordinal == 0) & part, D)
+    p = _old(old, tl.where((ordinal == 0) & part, 0, 1), has_a, D)
+    b = _old(old, ordinal * 0 + 2, (start > 0) & done & (ordinal == 0) & part, D)
     for place in tl.static_range(WINDOW):
         position = window * WINDOW + place
         bias = ape + place * COLUMNS + column + window * 0  # in the shape of what it is added to
@@ -119,38 +123,30 @@ def compress_windows(
             tl.load(here, mask=known, other=0.0),
             tl.load(here + COLUMNS, mask=known, other=0.0) + tl.load(bias),
         )
-        p_top, p_s, p_v = _taken_if(known, p_top, p_s, p_v, a, z)
+        p = _either(known, _taken(p, a, z), p)
         known = done & (position >= start)
         here += WINDOW * az_stride.to(tl.int64) + D
         a, z = (
             tl.load(here, mask=known, other=0.0),
             tl.load(here + COLUMNS, mask=known, other=0.0) + tl.load(bias + D),
         )
-        b_top, b_s, b_v = _taken_if(known, b_top, b_s, b_v, a, z)
+        b = _either(known, _taken(b, a, z), b)
     page = tl.load(entry_tables + slot * entry_width + window * WINDOW // PAGE, mask=done, other=0).to(
         tl.int64
     )
     to = entries + page * entry_stride + window % (PAGE // WINDOW) * D + column
-    b_top, b_s = tl.where(done, b_top, 0.0), tl.where(done, b_s, 1.0)
-    e = _merged(p_top, p_s, p_v, b_top, b_s, b_v)
+    e = _merged(p, (tl.where(done, b[0], 0.0), tl.where(done, b[1], 1.0), b[2]))
     _finished(e, to, done, norm_weight, cos_sin, window * WINDOW, eps, D, ROTARY, ROUNDING)
 
 
 @triton.jit
-def _leave(new, p_top, p_s, p_v, a_top, a_s, a_v, b_top, b_s, b_v, D: tl.constexpr, OVERLAP: tl.constexpr):
+def _leave(new, p, a, b, D: tl.constexpr, OVERLAP: tl.constexpr):
     """The accumulations of a state to `new` and the places after it."""
+    kept = b
     if OVERLAP:
-        tl.store(new, p_top)
-        tl.store(new + D, p_s)
-        tl.store(new + 2 * D, p_v)
-        new += 3 * D
-        tl.store(new, a_top)
-        tl.store(new + D, a_s)
-        tl.store(new + 2 * D, a_v)
-        new += 3 * D
-    tl.store(new, b_top)
-    tl.store(new + D, b_s)
-    tl.store(new + 2 * D, b_v)
+        kept = p + a + b
+    for n in tl.static_range(len(kept)):
+        tl.store(new + n * D, kept[n])
 
 
 @triton.jit
@@ -199,9 +195,9 @@ def compress(
         begin = tl.maximum(begin, tl.where(stop <= (page + 1) * PAGE, early, begin))
     column = tl.arange(0, D)
     empty, zero = tl.full((D,), EMPTY, tl.float32), tl.zeros((D,), tl.float32)
-    b_top, b_s, b_v = empty, zero, zero
-    a_top, a_s, a_v = empty, zero, zero
-    p_top, p_s, p_v = empty, zero, zero  # of the window before
+    b = (empty, zero, zero)
+    a = (empty, zero, zero)
+    p = (empty, zero, zero)  # of the window before
     if (tile == 0) & (start > 0):
         old = (
             tl.load(state_tables + slot * state_width + (start - 1) // PAGE).to(tl.int64) * state_stride
@@ -212,11 +208,11 @@ def compress(
             if few & (start % PAGE != 0):
                 old = recent + slot * recent_stride + (start - 1) % RING * STATE + column
         if OVERLAP:
-            p_top, p_s, p_v = tl.load(old), tl.load(old + D), tl.load(old + 2 * D)
+            p = (tl.load(old), tl.load(old + D), tl.load(old + 2 * D))
             old += 3 * D
-            a_top, a_s, a_v = tl.load(old), tl.load(old + D), tl.load(old + 2 * D)
+            a = (tl.load(old), tl.load(old + D), tl.load(old + 2 * D))
             old += 3 * D
-        b_top, b_s, b_v = tl.load(old), tl.load(old + D), tl.load(old + 2 * D)
+        b = (tl.load(old), tl.load(old + D), tl.load(old + 2 * D))
     token = az + (first - start).to(tl.int64) * az_stride + column
     for step in tl.range(0, stop - begin, num_stages=STAGES):
         position = begin + step
@@ -224,27 +220,18 @@ def compress(
         place = position % WINDOW
         bias = ape + place * COLUMNS + column
         if OVERLAP:
-            a, z = tl.load(here), tl.load(here + COLUMNS) + tl.load(bias)
-            a2, z2 = tl.load(here + D), tl.load(here + COLUMNS + D) + tl.load(bias + D)
-            fresh = place == 0
-            p_top, p_s, p_v = (
-                tl.where(fresh, a_top, p_top),
-                tl.where(fresh, a_s, p_s),
-                tl.where(fresh, a_v, p_v),
-            )
-            a_top, a_s, a_v = _taken(
-                tl.where(fresh, EMPTY, a_top), tl.where(fresh, 0.0, a_s), tl.where(fresh, 0.0, a_v), a, z
-            )
-        else:
-            a2, z2 = tl.load(here), tl.load(here + COLUMNS) + tl.load(bias)
-            fresh = place == 0
-        b_top, b_s, b_v = _taken(
-            tl.where(fresh, EMPTY, b_top), tl.where(fresh, 0.0, b_s), tl.where(fresh, 0.0, b_v), a2, z2
-        )
+            of_a, z_a = tl.load(here), tl.load(here + COLUMNS) + tl.load(bias)
+            here, bias = here + D, bias + D
+        of_b, z_b = tl.load(here), tl.load(here + COLUMNS) + tl.load(bias)
+        fresh = place == 0
+        if OVERLAP:
+            p = _either(fresh, a, p)
+            a = _taken(_either(fresh, (EMPTY, 0.0, 0.0), a), of_a, z_a)
+        b = _taken(_either(fresh, (EMPTY, 0.0, 0.0), b), of_b, z_b)
         if ENTRIES & (place == WINDOW - 1) & (position >= page * PAGE):
-            e = b_v / b_s
+            e = b[2] / b[1]
             if OVERLAP:
-                e = _merged(p_top, p_s, p_v, b_top, b_s, b_v)
+                e = _merged(p, b)
             at = tl.load(entry_tables + slot * entry_width + position // PAGE).to(tl.int64) * entry_stride
             to = entries + at + position % PAGE // WINDOW * D + column[None, :]
             written = (column < D)[None, :]
@@ -257,8 +244,8 @@ def compress(
                 + state
                 + column
             )
-            _leave(new, p_top, p_s, p_v, a_top, a_s, a_v, b_top, b_s, b_v, D, OVERLAP)
+            _leave(new, p, a, b, D, OVERLAP)
         if RING > 0:  # noqa: SIM102
             if (position + 1 == end) | (few & (position >= page * PAGE)):
                 new = recent + slot * recent_stride + position % RING * STATE + column
-                _leave(new, p_top, p_s, p_v, a_top, a_s, a_v, b_top, b_s, b_v, D, OVERLAP)
+                _leave(new, p, a, b, D, OVERLAP)

@@ -70,10 +70,9 @@ def sparse_attend(
     column = tl.arange(0, QUARTER)[None, :]
     inside = (head < heads)[:, None]
     place = (token * heads + head[:, None]) * D + column
-    q0 = tl.load(q + place, mask=inside, other=0.0)
-    q1 = tl.load(q + place + QUARTER, mask=inside, other=0.0)
-    q2 = tl.load(q + place + 2 * QUARTER, mask=inside, other=0.0)
-    q3 = tl.load(q + place + 3 * QUARTER, mask=inside, other=0.0)
+    qs = ()
+    for quarter in tl.static_range(4):
+        qs += (tl.load(q + place + quarter * QUARTER, mask=inside, other=0.0),)
     if slot == 0:
         if SPLITS == 1:
             for quarter in tl.static_range(4):
@@ -89,15 +88,15 @@ def sparse_attend(
         return
     kv_table, entry_table = kv_tables + slot * kv_width, entry_tables + slot * entry_width
     # The norm is a factor of a head's scores. It leaves the queries as they came, for the products to take from memory.
-    factor = tl.rsqrt((_squares(q0) + _squares(q1) + _squares(q2) + _squares(q3)) / D + eps) * scale
+    factor = (
+        tl.rsqrt((_squares(qs[0]) + _squares(qs[1]) + _squares(qs[2]) + _squares(qs[3])) / D + eps) * scale
+    )
     factor = factor[:, None]
-    q3 = rotated(q3.to(tl.float32), cos_sin, position, 1.0, QUARTER, ROTARY).to(q3.dtype)
+    last = rotated(qs[3].to(tl.float32), cos_sin, position, 1.0, QUARTER, ROTARY).to(q.dtype.element_ty)
+    qs = (qs[0], qs[1], qs[2], last)
     m = tl.full((BM,), LOW, tl.float32)
-    l = tl.zeros((BM,), tl.float32)
-    acc0 = tl.zeros((BM, QUARTER), tl.float32)
-    acc1 = tl.zeros((BM, QUARTER), tl.float32)
-    acc2 = tl.zeros((BM, QUARTER), tl.float32)
-    acc3 = tl.zeros((BM, QUARTER), tl.float32)
+    l, none = tl.zeros((BM,), tl.float32), tl.zeros((BM, QUARTER), tl.float32)
+    acc = (none, none, none, none)
     for block in range(part, blocks, SPLITS):
         raw = block < of_window
         first = tl.where(raw, block, block - of_window) * BN
@@ -120,24 +119,20 @@ def sparse_attend(
         page = tl.load(table + (number >> bits), mask=paged, other=0).to(tl.int64)
         key = (base + page * stride + at * D)[:, None] + column
         real = live[:, None]  # what was never written may be NaN
-        k0 = tl.load(key, mask=real, other=0.0)
-        k1 = tl.load(key + QUARTER, mask=real, other=0.0)
-        k2 = tl.load(key + 2 * QUARTER, mask=real, other=0.0)
-        k3 = tl.load(key + 3 * QUARTER, mask=real, other=0.0)
-        score = tl.dot(q0, tl.trans(k0)) * factor
-        score += tl.dot(q1, tl.trans(k1)) * factor
-        score += tl.dot(q2, tl.trans(k2)) * factor
-        score += tl.dot(q3, tl.trans(k3)) * factor
+        keys, new = (), ()
+        for quarter in tl.static_range(4):
+            keys += (tl.load(key + quarter * QUARTER, mask=real, other=0.0),)
+        score = tl.dot(qs[0], tl.trans(keys[0])) * factor
+        for quarter in tl.static_range(1, 4):
+            score += tl.dot(qs[quarter], tl.trans(keys[quarter])) * factor
         if count < BN:
             score = tl.where(live[None, :], score, LOW)
         top = tl.maximum(m, tl.max(score, 1))
         p = tl.exp2(score - top[:, None])
         decay = tl.exp2(m - top)
-        share = p.to(k0.dtype)
-        acc0 = tl.dot(share, k0, acc0 * decay[:, None])
-        acc1 = tl.dot(share, k1, acc1 * decay[:, None])
-        acc2 = tl.dot(share, k2, acc2 * decay[:, None])
-        acc3 = tl.dot(share, k3, acc3 * decay[:, None])
+        for quarter in tl.static_range(4):
+            new += (tl.dot(p.to(kv.dtype.element_ty), keys[quarter], acc[quarter] * decay[:, None]),)
+        acc = new
         l = l * decay + tl.sum(p, 1)
         m = top
     if SPLITS > 1:
@@ -150,10 +145,9 @@ def sparse_attend(
         top = tl.maximum(m, sink)
         l = (l * tl.exp2(m - top) + tl.exp2(sink - top)) / tl.exp2(m - top)
     less = (1.0 / l)[:, None]
-    tl.store(to, (acc0 * less).to(to.dtype.element_ty), mask=inside)
-    tl.store(to + QUARTER, (acc1 * less).to(to.dtype.element_ty), mask=inside)
-    tl.store(to + 2 * QUARTER, (acc2 * less).to(to.dtype.element_ty), mask=inside)
-    last = acc3 * less
+    for quarter in tl.static_range(3):
+        tl.store(to + quarter * QUARTER, (acc[quarter] * less).to(to.dtype.element_ty), mask=inside)
+    last = acc[3] * less
     if SPLITS == 1:
         last = rotated(last, cos_sin, position, -1.0, QUARTER, ROTARY)
     tl.store(to + 3 * QUARTER, last.to(to.dtype.element_ty), mask=inside)
