@@ -14,12 +14,11 @@ from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoi
 
 
 @triton.jit
-def _input(
-    channel, inside, position, begin, start, ring, recent, recent_width, token, qkv_stride, width, ring_size,
-    TAPS: tl.constexpr,
-):  # fmt: skip
-    """The convolution's inputs of channels at positions, 0 where not `inside`. begin, start: the positions of the row's
-    state and of its first new token, which `token` points at. Before position 0: what the ring holds there."""
+def _input(channel, inside, position, row, width, TAPS: tl.constexpr):
+    """The convolution's inputs of channels at positions, 0 where not `inside`. row: the positions of its state and of
+    its first new token; its ring; the inputs of drafts, their width and number; the first new token, and the distance
+    to the next. Before position 0: what the ring holds there."""
+    begin, start, ring, recent, recent_width, ring_size, token, qkv_stride = row
     kept = tl.load(
         ring + (position + TAPS) % TAPS * width + channel,
         mask=inside & (position < begin) & (begin > 0),
@@ -38,20 +37,12 @@ def _input(
 
 
 @triton.jit
-def _kept(
-    channel, inside, upto, block, begin, start, ring, recent, recent_width, token, qkv_stride, width, conv_state,
-    conv_stride, ring_size, TAPS: tl.constexpr,
-):  # fmt: skip
+def _kept(channel, inside, upto, block, row, width, conv_state, conv_stride, TAPS: tl.constexpr):
     """The ring of a block gets the inputs of the last TAPS positions before `upto`."""
     inputs = ()
     for back in tl.static_range(TAPS):
         position = upto - 1 - back
-        inputs += (
-            _input(
-                channel, inside, position, begin, start, ring, recent, recent_width, token, qkv_stride, width,
-                ring_size, TAPS,
-            ),
-        )  # fmt: skip
+        inputs += (_input(channel, inside, position, row, width, TAPS),)
     to = conv_state + block.to(tl.int64) * conv_stride
     for back in tl.static_range(TAPS):
         tl.store(to + (upto - 1 - back + TAPS) % TAPS * width + channel, inputs[back], mask=inside)
@@ -109,16 +100,14 @@ def delta_token_inputs(
     inside = column < tl.where(is_key, DK, DV)
     ring = conv_state + tl.load(state_from + slot).to(tl.int64) * conv_stride
     token = qkv + first.to(tl.int64) * qkv_stride
+    of_step = (begin, start, ring, drafts, recent_width, ring_size, token, qkv_stride)
     of_row = _made(made, row, first, ring_size, width, BY_ROW)
     for tile in range(begin + program * TILE, end, tl.num_programs(2) * TILE):
         step = tile + tl.arange(0, TILE)[:, None]
         live = (step < end) & inside[None, :]
         total = tl.zeros((TILE, WIDE), tl.float32)
         for back in tl.static_range(TAPS):
-            value = _input(
-                channel[None, :], live & (step >= back), step - back, begin, start, ring, drafts, recent_width, token,
-                qkv_stride, width, ring_size, TAPS,
-            )  # fmt: skip
+            value = _input(channel[None, :], live & (step >= back), step - back, of_step, width, TAPS)
             tap = tl.load(conv_weight + channel * TAPS + TAPS - 1 - back, mask=inside, other=0.0)
             total += value.to(tl.float32) * tap.to(tl.float32)[None, :]
         value = silu(total).to(qkv.dtype.element_ty).to(tl.float32)
@@ -133,21 +122,16 @@ def delta_token_inputs(
     for n in range(snapshots):
         upto = tl.load(snapshot_ends + row * snapshots + n)
         if (upto > start) & (upto <= sure):
-            _kept(
-                channel, inside, upto, tl.load(snapshot_blocks + row * snapshots + n), begin, start, ring, drafts,
-                recent_width, token, qkv_stride, width, conv_state, conv_stride, ring_size, TAPS,
-            )  # fmt: skip
-    _kept(
-        channel, inside, sure, tl.load(state_to + slot), begin, start, ring, drafts, recent_width, token, qkv_stride,
-        width, conv_state, conv_stride, ring_size, TAPS,
-    )  # fmt: skip
+            block = tl.load(snapshot_blocks + row * snapshots + n)
+            _kept(channel, inside, upto, block, of_step, width, conv_state, conv_stride, TAPS)
+    _kept(channel, inside, sure, tl.load(state_to + slot), of_step, width, conv_state, conv_stride, TAPS)
     for position in range(sure, end):
         new = tl.load(token + (position - start).to(tl.int64) * qkv_stride + channel, mask=inside)
         tl.store(drafts + (position & (ring_size - 1)) * recent_width + channel, new, mask=inside)
 
 
 @triton.jit
-def _gates(position, begin, start, new, ba_stride, kept, recent_width, ring_size, more, heads: tl.constexpr):
+def _gates(position, start, new, ba_stride, kept, recent_width, ring_size, more, heads: tl.constexpr):
     """a and b of a head at a position, 0 unless `more`: of a new token, or of an accepted draft."""
     of_new, of_draft = new + (position - start).to(tl.int64) * ba_stride, position & (ring_size - 1)
     of_draft = kept + of_draft * recent_width
@@ -201,7 +185,7 @@ def delta_tokens(
     new = ba + first.to(tl.int64) * ba_stride + head
     kept = recent + slot.to(tl.int64) * recent_stride + width + head
     next_q, next_k, next_v = tl.load(of_q), tl.load(of_k), tl.load(of_v)
-    next_a, next_b = _gates(begin, begin, start, new, ba_stride, kept, recent_width, ring_size, True, heads)
+    next_a, next_b = _gates(begin, start, new, ba_stride, kept, recent_width, ring_size, True, heads)
     rate, bias = tl.load(decay + head), tl.load(dt_bias + head)
     which = tl.arange(0, SNAPSHOTS)
     ends = tl.load(snapshot_ends + row * snapshots + which, mask=which < snapshots, other=0)
@@ -214,7 +198,7 @@ def delta_tokens(
         next_k = tl.load(of_k + behind, mask=more, other=0.0)
         next_v = tl.load(of_v + behind, mask=more, other=0.0)
         next_a, next_b = _gates(
-            position + 1, begin, start, new, ba_stride, kept, recent_width, ring_size, more, heads
+            position + 1, start, new, ba_stride, kept, recent_width, ring_size, more, heads
         )
         left = tl.exp(log_decay(a, rate, bias))
         beta = sigmoid(b.to(tl.float32)).to(dtype).to(tl.float32)
