@@ -12,6 +12,7 @@ import pytest
 from openinfer.cli.explain.segments import Outline
 from openinfer.kernels import GPUS, H200
 from openinfer.recipes.deepseek_v4 import RECIPE
+from openinfer.recipes.deepseek_v4.cache import groups
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.published import config_json
@@ -39,7 +40,7 @@ def test_the_page_has_the_bytes_of_a_plan(size: str, ranks: tuple[int, ...]) -> 
     source, page = Source(config_json(size)), PAGE.read_text()
     plans = {n: Outline(RECIPE, source, options, H200, ranks=n).memory for n in ranks}
     same = (4 * plans[4]["weights"] - 2 * plans[2]["weights"]) / 2  # a rank of n has same + shared / n
-    entry = Config.parse(source.config).entry_page_bytes(2) / 128
+    entry = groups(Config.parse(source.config), bfloat16, (2, 2))[1].block_bytes / 128
     for n, plan in plans.items():
         left = MEMORY - sum(plan.values())
         tokens = f"{left / 2 / entry / 1e6:.1f} million" if left > 0 else "it does not fit"

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from openinfer.frontend.contract import ResetPrefixCache
-from openinfer.recipes.deepseek_v4.cache import WINDOW
+from openinfer.recipes.deepseek_v4.cache import WINDOW, groups
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.engine import Source
+from openinfer.tensor import float32
 
 TINY = Path(__file__).parent / "goldens" / "deepseek_v4-tiny"
 
@@ -101,7 +102,7 @@ def test_prompts_pass_through_a_window_group_that_is_smaller_than_they_are(sessi
     prompts = [*chats(2, 600, seed=1), *chats(2, 150, seed=2), chats(1, 800, seed=3)[0]]
     flags = {"max_model_len": 1024, "max_num_batched_tokens": 300, "enable_prefix_caching": caching}
     roomy = session(TINY, **flags)
-    page = Config.parse(Source.read(TINY).config).window_page_bytes(4)
+    page = groups(Config.parse(Source.read(TINY).config), float32, (2, 2))[0].block_bytes
     tight = session(TINY, kv_cache_memory_bytes=10 * page, **flags)
     pool, most = tight.engine.pool, 0
     assert (pool.groups[WINDOW].num_blocks, tight.engine.info.max_model_len) == (5, 1024)

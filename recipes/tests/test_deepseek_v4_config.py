@@ -78,7 +78,7 @@ def test_published_sizes_have_their_inventory(size: str) -> None:
     tensors, nbytes, growth = PUBLISHED[size]
     assert len({entry.name for entry in entries}) == len(entries) == tensors
     assert sum(map(nbytes_of, entries)) == nbytes
-    assert config.entry_page_bytes(2) == 128 * growth
+    assert groups(config, bfloat16, (2, 2))[1].block_bytes == 128 * growth
     if size == "Flash":
         assert Counter(entry.dtype.name for entry in entries) == FLASH_DTYPES
 
@@ -124,7 +124,7 @@ def share(nbytes: int, **flags: Any) -> tuple[int, int]:
 
 def test_memory_is_shared_between_the_groups() -> None:
     config = Config.parse(config_json("Flash", layers=5))
-    window, entry = config.window_page_bytes(2), config.entry_page_bytes(2)
+    window, entry = (group.block_bytes for group in groups(config, bfloat16, (2, 2)))
     plain = share(4 << 30, max_num_seqs=8)
     assert plain[0] == (4 << 30) // 2 // window
     assert plain[0] * window + plain[1] * entry <= 4 << 30
@@ -144,7 +144,8 @@ def test_a_sequence_fits_the_cache() -> None:
     config = Config.parse(config_json("Flash", layers=5))
     chosen, default = RECIPE.options(max_model_len=1_048_576, max_num_seqs=8), RECIPE.options()
     capacity = {
-        entries: Pool(groups(config, 2, 80, entries)).capacity_tokens for entries in (8193, 8192, 1001)
+        entries: Pool(groups(config, bfloat16, (80, entries))).capacity_tokens
+        for entries in (8193, 8192, 1001)
     }
     blueprint = RECIPE.blueprint(Source(config_json("Flash", layers=5)), default)
     limits = decide(chosen, Device("cuda"), blueprint)
@@ -168,11 +169,11 @@ def test_frequencies_of_layers_with_entries_are_slowed_from_channel_15_to_25() -
 
 def test_pages_are_what_the_pool_is_told() -> None:
     config = Config.parse(config_json("Flash"))
-    for itemsize, dtype in ((2, bfloat16), (4, float32)):
+    for dtype in (bfloat16, float32):
         arenas = [Arena(Device("null"), None) for _ in range(3)]
-        for arena, (window, entries) in zip(arenas, ((8, 8), (9, 8), (8, 9)), strict=True):
-            V4Cache.allocate(config, arena, dtype, window, entries)
-        kept = groups(config, itemsize, 8, 8)
+        for arena, blocks in zip(arenas, ((8, 8), (9, 8), (8, 9)), strict=True):
+            V4Cache.allocate(config, arena, dtype, blocks)
+        kept = groups(config, dtype, (8, 8))
         assert [group.block_bytes for group in kept] == [a.used - arenas[0].used for a in arenas[1:]]
         assert kept[0].window == 127
 
@@ -322,7 +323,7 @@ def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path, scale: int,
 @pytest.mark.parametrize(("policy", "found"), [(eviction, 384), ("lru", 0)])
 def test_a_long_prompt_does_not_evict_where_other_prompts_start(policy: Any, found: int) -> None:
     config = Config.parse(config_json("Flash"))
-    pool = Pool(groups(config, 2, 65, 1025), eviction=policy)
+    pool = Pool(groups(config, bfloat16, (65, 1025)), eviction=policy)
 
     def computed(tokens: list[int]) -> int:
         with pool.acquire(tokens) as lease:
@@ -338,7 +339,7 @@ def test_a_long_prompt_does_not_evict_where_other_prompts_start(policy: Any, fou
 
 
 def test_few_pages_for_windows_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    page = Config.parse(config_json("Flash", layers=5)).window_page_bytes(2)
+    page = groups(Config.parse(config_json("Flash", layers=5)), bfloat16, (2, 2))[0].block_bytes
     for pages, said in ((950, 0), (700, 1)):  # 256 rows with 3 pages each, and two steps of 8,192 tokens
         share(2 * pages * page)
         assert len(caplog.records) == said

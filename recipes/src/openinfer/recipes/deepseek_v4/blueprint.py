@@ -96,15 +96,13 @@ class DeepseekV4(Blueprint[Model]):
         return windows, entries
 
     def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
-        windows, entries = blocks or (2, 2)
-        itemsize, drafting = limits.dtype.itemsize, self.form.drafting
-        return groups(self.config, itemsize, windows, entries, drafting=drafting)
+        return groups(self.config, limits.dtype, blocks or (2, 2), drafting=self.form.drafting)
 
     def eviction(self, group: Group) -> Eviction:
         return eviction(group)
 
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
-        c, d, (windows, entries) = self.config, self.form.dspark, blocks
+        c, d = self.config, self.form.dspark
         length, width, seen = limits.max_model_len, c.hc_mult * c.hidden_size, None
         if d is not None:  # a step's drafts are computed at once, and may lie behind the last position
             limits = dataclasses.replace(limits, max_tokens=max(limits.max_tokens, d.block * limits.max_rows))
@@ -118,7 +116,7 @@ class DeepseekV4(Blueprint[Model]):
             ranks=c.part.ranks, adds=False,
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits, self.quantized)
-        cache = V4Cache.allocate(c, arena, limits.dtype, windows, entries, drafting=self.form.drafting)
+        cache = V4Cache.allocate(c, arena, limits.dtype, blocks, drafting=self.form.drafting)
         if arena.device.kind == "cuda":
             cache.zero_(stream)
         recent = None

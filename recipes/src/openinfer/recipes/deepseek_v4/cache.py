@@ -1,5 +1,6 @@
 """The KV cache on the device: two groups of pages of 128 tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -10,7 +11,7 @@ from openinfer.kernels.authoring import power_of_two
 from openinfer.kvpool import Eviction, Group, Lru, S3Fifo
 from openinfer.recipes.deepseek_v4.config import CSA, HCA, Config
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.tensor import Arena, Stream, Tensor, float32
+from openinfer.tensor import Arena, Device, Stream, Tensor, float32
 
 WINDOW, ENTRIES = 0, 1
 """The pool's groups.
@@ -42,17 +43,10 @@ class V4Cache:
 
     @classmethod
     def allocate(
-        cls,
-        config: Config,
-        arena: Arena,
-        dtype: np.dtype[Any],
-        window_pages: int,
-        entry_pages: int,
-        *,
-        drafting: int = 0,
+        cls, config: Config, arena: Arena, dtype: np.dtype[Any], blocks: Sequence[int], *, drafting: int = 0
     ) -> "V4Cache":
-        """Uninitialised. drafting: layers that draft."""
-        c, csa, hca = config, config.count(CSA), config.count(HCA)
+        """Uninitialised. blocks: pages of each group. drafting: layers that draft."""
+        c, csa, hca, (window_pages, entry_pages) = config, config.count(CSA), config.count(HCA), blocks
         layers = c.num_layers + drafting
         return cls(
             window=arena.alloc((window_pages, layers, PAGE, c.head_dim), dtype, "window"),
@@ -100,19 +94,13 @@ class Recent:
         )
 
 
-def groups(
-    config: Config, itemsize: int, window_pages: int, entry_pages: int, *, drafting: int = 0
-) -> list[Group]:
+def groups(config: Config, dtype: np.dtype[Any], blocks: Sequence[int], *, drafting: int = 0) -> list[Group]:
     """The pool's groups."""
+    page = V4Cache.allocate(config, Arena(Device("null"), None), dtype, (1, 1), drafting=drafting)
+    window, entries = (sum(tensor.nbytes for tensor in tensors) for tensors in page.by_group())
     return [
-        Group(
-            "window",
-            PAGE,
-            window_pages,
-            config.window_page_bytes(itemsize, drafting=drafting),
-            window=max(1, config.sliding_window - 1),
-        ),
-        Group("entries", PAGE, entry_pages, config.entry_page_bytes(itemsize)),
+        Group("window", PAGE, blocks[0], window, window=max(1, config.sliding_window - 1)),
+        Group("entries", PAGE, blocks[1], entries),
     ]
 
 

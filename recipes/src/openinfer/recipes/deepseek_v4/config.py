@@ -105,18 +105,6 @@ class Config(ModelConfig):
         out = self.o_lora_rank * width + self.o_groups * self.o_lora_rank * self.hidden_size
         return self.num_layers * (width * self.q_lora_rank + out)
 
-    def window_page_bytes(self, itemsize: int, *, drafting: int = 0) -> int:
-        """Bytes of a page of the window group: 128 raw vectors a layer, and the states of the compressors after the
-        last of them. drafting: layers that draft, which have vectors there too."""
-        raw = (self.num_layers + drafting) * PAGE * self.head_dim * itemsize
-        csa, hca = 9 * (self.head_dim + self.index_dim), 3 * self.head_dim
-        return raw + 4 * (self.count(CSA) * csa + self.count(HCA) * hca)
-
-    def entry_page_bytes(self, itemsize: int) -> int:
-        """Bytes of a page of the entries group: the entries of 128 tokens."""
-        csa = PAGE // CSA * (self.head_dim + self.index_dim)
-        return itemsize * (self.count(CSA) * csa + self.count(HCA) * PAGE // HCA * self.head_dim)
-
     @classmethod
     def parse(cls, raw: Mapping[str, Any], eos: object = None) -> "Config":
         """From the parsed config.json; eos None: that of config.json. Raises UnsupportedModel naming the key."""
