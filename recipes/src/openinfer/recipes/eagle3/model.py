@@ -26,6 +26,7 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.authoring import LinearPlaces, WeightPart
 from openinfer.recipes.eagle3.config import READ, Head, TargetConfig
+from openinfer.recipes.engine.limits import Limits
 from openinfer.sampler.gpu import widen
 from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, float32, int32, int64, nbytes_of
 
@@ -118,19 +119,19 @@ class Buffers:
 
     @classmethod
     def allocate(
-        cls, head: Head, target: TargetConfig, arena: Arena, stream: Stream, dtype: np.dtype[Any],
-        *, max_tokens: int, max_logits: int, length: int,
-    ) -> "Buffers":  # fmt: skip
-        """For steps of at most max_tokens tokens, and sequences of at most `length`."""
-        h = target.hidden_size
+        cls, head: Head, target: TargetConfig, arena: Arena, stream: Stream, limits: Limits
+    ) -> "Buffers":
+        """For the largest step, and the longest sequence."""
+        h, max_tokens = target.hidden_size, limits.step_tokens
         q, kv, inter = head.sizes(target)
         widths = (h, h, h, q + 2 * kv, q, inter)
-        fused, embeds, normed, qkv, heads, mlp = (arena.alloc((max_tokens, width), dtype) for width in widths)
-        logits = arena.alloc((max_logits, head.draft_vocab_size), float32)
+        fused, embeds, normed, qkv, heads, mlp = (arena.alloc((max_tokens, n), limits.dtype) for n in widths)
+        logits = arena.alloc((limits.max_logits, head.draft_vocab_size), float32)
         counts = arena.alloc((max_tokens + 1,), int32)
         if arena.device.kind != "null":
             counts.copy_from(np.arange(max_tokens + 1, dtype=np.int32), stream)
-        cos_sin = place_rope_table(arena, stream, head.rope.inv_freq, length, head.rope.rope_scale)
+        inv_freq, scale = head.rope.inv_freq, head.rope.rope_scale
+        cos_sin = place_rope_table(arena, stream, inv_freq, limits.max_model_len, scale)
         return cls(fused, embeds, normed, qkv, heads, mlp, logits, counts, cos_sin)
 
 
@@ -145,14 +146,11 @@ class Drafter:
 
     @classmethod
     def allocate(
-        cls, head: Head, target: TargetConfig, arena: Arena, stream: Stream, dtype: np.dtype[Any],
-        *, max_tokens: int, max_logits: int, length: int,
-    ) -> "Drafter":  # fmt: skip
-        """Its memory; the weights have no values yet. For steps of at most max_tokens tokens and max_logits rows of
-        logits, and sequences of at most `length` tokens."""
-        weights = Weights.allocate(head, target, arena, dtype)
-        sizes = {"max_tokens": max_tokens, "max_logits": max_logits, "length": length}
-        return cls(head, target, weights, Buffers.allocate(head, target, arena, stream, dtype, **sizes))
+        cls, head: Head, target: TargetConfig, arena: Arena, stream: Stream, limits: Limits
+    ) -> "Drafter":
+        """Its memory, for the largest step and the longest sequence; the weights have no values yet."""
+        weights = Weights.allocate(head, target, arena, limits.dtype)
+        return cls(head, target, weights, Buffers.allocate(head, target, arena, stream, limits))
 
     @property
     def nbytes(self) -> int:

@@ -72,10 +72,7 @@ class Qwen3(Blueprint[Model]):
         kv = self._layout(limits).allocate(arena, stream, pages)
         if self.head is None:
             return Model(c, weights, kv, cos_sin, batch, buffers)
-        drafter = Drafter.allocate(
-            self.head, c, arena, stream, limits.dtype, max_tokens=limits.step_tokens,
-            max_logits=limits.max_logits, length=limits.max_model_len,
-        )  # fmt: skip
+        drafter = Drafter.allocate(self.head, c, arena, stream, limits)
         return DraftingModel(c, weights, kv, cos_sin, batch, buffers, drafter=drafter)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
