@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Generic
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from openinfer.kernels.authoring import (
     rounded,
     tensors,
 )
-from openinfer.recipes.deepseek_v4.ops import PAGE, LiveRow, live_rows
+from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
 from openinfer.tensor import Tensor, float32, int32
 
@@ -148,24 +148,20 @@ def _check(a: _Args[Tensor]) -> None:
     )
 
 
-class _Sums(NamedTuple):
-    """Accumulations of several windows side by side, each [windows, 3, d]: largest z, s, v."""
+def _empty(windows: int, dim: int) -> Array:
+    """Accumulations of several windows side by side, [windows, 3, d]: largest z, s, v."""
+    sums = np.zeros((windows, 3, dim), np.float32)
+    sums[:, 0] = -np.inf
+    return sums
 
-    values: Array
 
-    @classmethod
-    def empty(cls, windows: int, dim: int) -> "_Sums":
-        values = np.zeros((windows, 3, dim), np.float32)
-        values[:, 0] = -np.inf
-        return cls(values)
-
-    def take(self, low: int, high: int, a: Array, z: Array) -> None:
-        part = self.values[low:high]
-        top = np.maximum(part[:, 0], z)
-        shrink, weight = np.exp(part[:, 0] - top), np.exp(z - top)
-        part[:, 1] = part[:, 1] * shrink + weight
-        part[:, 2] = part[:, 2] * shrink + weight * a
-        part[:, 0] = top
+def _take(sums: Array, a: Array, z: Array) -> None:
+    """One more token of each window."""
+    top = np.maximum(sums[:, 0], z)
+    shrink, weight = np.exp(sums[:, 0] - top), np.exp(z - top)
+    sums[:, 1] = sums[:, 1] * shrink + weight
+    sums[:, 2] = sums[:, 2] * shrink + weight * a
+    sums[:, 0] = top
 
 
 def _merged(first: Array, second: Array) -> Array:
@@ -175,55 +171,56 @@ def _merged(first: Array, second: Array) -> Array:
     return np.asarray((first[:, 2] * one + second[:, 2] * two) / (first[:, 1] * one + second[:, 1] * two))
 
 
-def _windows(row: LiveRow, a: Array, z: Array, old: Array | None, window: int, kinds: int, dim: int) -> Array:
-    """The accumulations [windows, kinds, 3, d] of every window that the row has tokens of, after the last of these.
-    `old` [kinds, 3, d]: the state before. Windows are side by side, the tokens of one in order: how a row is cut into
-    steps changes no bit."""
-    count = row.last - row.first
-    end, low = row.start + count, row.start // window
+def _windows(start: int, a: Array, z: Array, old: Array | None, window: int, kinds: int, dim: int) -> Array:
+    """The accumulations [windows, kinds, 3, d] of every window that a row has tokens of, after the last of these: the
+    first is at position `start`. `old` [kinds, 3, d]: the state before. Windows are side by side, the tokens of one in
+    order: how a row is cut into steps changes no bit."""
+    end, low = start + len(a), start // window
     windows = -(-end // window) - low
-    halves = [_Sums.empty(windows, dim) for _ in range(2 if kinds == 3 else 1)]
-    if row.start % window and old is not None:
+    halves = [_empty(windows, dim) for _ in range(2 if kinds == 3 else 1)]
+    if start % window and old is not None:
         for half, kept in zip(halves, old[-len(halves) :], strict=True):
-            half.values[0] = kept
+            half[0] = kept
     for j in range(window):
-        first = -(-(row.start - j) // window) - low
+        first = -(-(start - j) // window) - low
         last = -(-(end - j) // window) - low
         if first < last:
-            at = slice((first + low) * window + j - row.start, None, window)
+            at = slice((first + low) * window + j - start, None, window)
             for h, half in enumerate(halves):
                 columns = slice(h * dim, (h + 1) * dim)
-                half.take(first, last, a[at, columns][: last - first], z[at, columns][: last - first])
+                _take(half[first:last], a[at, columns][: last - first], z[at, columns][: last - first])
     if kinds == 1:
-        return halves[0].values[:, None]
-    before = _Sums.empty(windows, dim).values
-    before[1:] = halves[0].values[:-1]
+        return halves[0][:, None]
+    before = _empty(windows, dim)
+    before[1:] = halves[0][:-1]
     if old is not None:
-        before[0] = old[A_PREVIOUS] if row.start % window else old[A]
-    return np.stack([before, halves[0].values, halves[1].values], axis=1)
+        before[0] = old[A_PREVIOUS] if start % window else old[A]
+    return np.stack([before, *halves], axis=1)
 
 
 def _reference(a: _Args[Array]) -> None:
     (_, kinds, _, dim), (window, columns) = a.state.shape, a.ape.shape
     dtype, per_page = a.entries.dtype, a.entries.shape[1]
-    for row in live_rows(a.slots, a.q_starts, a.seq_lens, a.alive):
-        end = row.start + row.last - row.first
-        tokens = a.az[row.first : row.last]
-        z = tokens[:, columns:] + a.ape[np.arange(row.start, end) % window]
+    for row, slot in enumerate(a.slots):
+        tokens, start = a.az[a.q_starts[row] : a.q_starts[row + 1]], int(a.seq_lens[slot])
+        end = start + len(tokens)
+        if start == end or not a.alive[slot]:
+            continue
+        z = tokens[:, columns:] + a.ape[np.arange(start, end) % window]
         numbers = np.ascontiguousarray(tokens[:, :columns])
         short = a.recent is not None and len(tokens) <= a.recent.shape[1] // 2
-        old = a.state[a.state_tables[row.slot, (row.start - 1) // PAGE]] if row.start else None
-        if a.recent is not None and short and row.start % PAGE:
-            old = a.recent[row.slot, (row.start - 1) % a.recent.shape[1]].copy()
-        sums = _windows(row, numbers, z, old, window, kinds, dim)
-        low = row.start // window
+        old = a.state[a.state_tables[slot, (start - 1) // PAGE]] if start else None
+        if a.recent is not None and short and start % PAGE:
+            old = a.recent[slot, (start - 1) % a.recent.shape[1]].copy()
+        sums = _windows(start, numbers, z, old, window, kinds, dim)
+        low = start // window
         if a.recent is not None:
             for count in range(1 if short else len(tokens), len(tokens) + 1):
-                part = _windows(row._replace(last=row.first + count), numbers, z, old, window, kinds, dim)
-                a.recent[row.slot, (row.start + count - 1) % a.recent.shape[1]] = part[-1]
-        for page in range(row.start // PAGE, -(-end // PAGE)):
+                part = _windows(start, numbers[:count], z[:count], old, window, kinds, dim)
+                a.recent[slot, (start + count - 1) % a.recent.shape[1]] = part[-1]
+        for page in range(start // PAGE, -(-end // PAGE)):
             last = min(end, (page + 1) * PAGE) - 1
-            a.state[a.state_tables[row.slot, page]] = sums[last // window - low]
+            a.state[a.state_tables[slot, page]] = sums[last // window - low]
         done = end // window - low
         if done:
             full = sums[:done]
@@ -235,7 +232,7 @@ def _reference(a: _Args[Array]) -> None:
                 y = rounded_key(y, 2 * a.cos_sin.shape[2])
             elif a.rounding == "hadamard_q4":
                 y = q4(rounded(hadamard(y), dtype))
-            a.entries[a.entry_tables[row.slot, w // per_page], w % per_page] = y
+            a.entries[a.entry_tables[slot, w // per_page], w % per_page] = y
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
