@@ -284,10 +284,8 @@ def _mlp(p: _Places, c: Config, at: str, width: int) -> Mlp:
 
 def _mixture(p: _Places, c: Config, at: str) -> Mixture:
     experts, hidden, count = c.experts, c.hidden_size, c.experts.count
-    gate_up, down = expert_places(
-        p, at + "experts", c.part.slice(count), experts.intermediate_size, hidden, c.packing,
-        unfused=c.unfused_experts,
-    )  # fmt: skip
+    unfused = c.unfused_experts
+    gate_up, down = expert_places(p, at + "experts", experts, c.part, hidden, c.packing, unfused=unfused)
     bias = p.converted(at + "gate.e_score_correction_bias", count, convert=lambda w: w.astype(np.float32))
     router = p.linear((at + "gate", count), columns=hidden, pad=padded_rows(count) - count)
     return Mixture(router, bias, gate_up, down, _mlp(p, c, at + "shared_experts.", experts.shared_size))

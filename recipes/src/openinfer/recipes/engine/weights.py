@@ -16,7 +16,7 @@ from openinfer.kernels.authoring import (
     packing_text,
     without_coding,
 )
-from openinfer.recipes.engine.config_fields import Fields
+from openinfer.recipes.engine.config_fields import Fields, Part
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.tensor import Checkpoint, Tensor, TensorLoad
 
@@ -73,17 +73,11 @@ class Experts:
 
 
 def expert_places(
-    p: LinearPlaces,
-    at: str,
-    own: slice,
-    width: int,
-    hidden: int,
-    packing: AnyPacking | None,
-    *,
-    unfused: bool,
-) -> tuple[Linear[Tensor], Linear[Tensor]]:
+    p: LinearPlaces, at: str, experts: Experts, part: Part, hidden: int, packing: AnyPacking | None, *, unfused: bool
+) -> tuple[Linear[Tensor], Linear[Tensor]]:  # fmt: skip
     """The weights [E, 2 I, H] and [E, H, I] of a rank's experts, whose modules begin with `at`. unfused: the checkpoint
     has tensors for each expert, else one for all. Raises UnsupportedModel."""
+    own, width = part.slice(experts.count), experts.intermediate_size
     form = module_packing(packing, at + ".0.gate_proj")
     if isinstance(form, Packing) and form.by_row:
         if not form.made:

@@ -82,11 +82,10 @@ def _layer(p: LinearPlaces, config: Config, at: str) -> Layer:
     )
     router = None
     if config.experts:
-        count, module = config.experts.count, at + "mlp.experts"
+        count, module, unfused = config.experts.count, at + "mlp.experts", config.unfused_experts
         gate_up, down = expert_places(
-            p, module, part.slice(count), config.experts.intermediate_size, hidden,
-            config.packing, unfused=config.unfused_experts,
-        )  # fmt: skip
+            p, module, config.experts, part, hidden, config.packing, unfused=unfused
+        )
         router = p.linear((at + "mlp.gate", count), columns=hidden, pad=padded_rows(count) - count)
     else:
         gate_up = linear(hidden, ("mlp.gate_proj", width, first), ("mlp.up_proj", width, first))

@@ -304,10 +304,8 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None
     router = (WeightPart(at + "gate", experts.count), WeightPart(at + "shared_expert_gate", 1))
-    gate_up, down = expert_places(
-        p, at + "experts", config.part.slice(experts.count), experts.intermediate_size, hidden,
-        p.form.packing_of(at + "experts.0.gate_proj"), unfused=p.form.unfused_experts,
-    )  # fmt: skip
+    packing, unfused = p.form.packing_of(at + "experts.0.gate_proj"), p.form.unfused_experts
+    gate_up, down = expert_places(p, at + "experts", experts, config.part, hidden, packing, unfused=unfused)
     pad = padded_rows(experts.count + 1) - experts.count - 1
     return Mixture(
         router=p.stack(*router, columns=hidden, pad=pad),
