@@ -19,7 +19,7 @@ from openinfer.kernels.formats.linear import Linear
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import CSA
 from openinfer.recipes.deepseek_v4.model import Model
-from openinfer.recipes.deepseek_v4.places import Format
+from openinfer.recipes.deepseek_v4.weights import Format
 from openinfer.tensor import (
     Checkpoint,
     Tensor,

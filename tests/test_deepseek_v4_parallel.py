@@ -14,9 +14,8 @@ from openinfer.kernels import GPUS, H200
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.cache import groups
 from openinfer.recipes.deepseek_v4.config import Config
-from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.published import config_json
-from openinfer.recipes.deepseek_v4.weights import Weights
+from openinfer.recipes.deepseek_v4.weights import Format, Weights
 from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.tensor import Arena, Device, bfloat16
 

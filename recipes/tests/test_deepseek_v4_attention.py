@@ -15,7 +15,7 @@ import pytest
 from openinfer.kernels import Launch, NullPack, Op, Target
 from openinfer.kernels.op.target import H200
 from openinfer.kernels.testing import error, run_interpreted
-from openinfer.recipes.deepseek_v4 import sparse
+from openinfer.recipes.deepseek_v4.ops import sparse_attend as sparse
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.tensor import Tensor, bfloat16, float32
 

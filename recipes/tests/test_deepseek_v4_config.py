@@ -16,9 +16,8 @@ from openinfer.kvpool import Pool
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.cache import V4Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.config import Config
-from openinfer.recipes.deepseek_v4.places import Format, check_scales
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
-from openinfer.recipes.deepseek_v4.weights import Weights, validate
+from openinfer.recipes.deepseek_v4.weights import Format, Weights, check_scales, validate
 from openinfer.recipes.engine import SetupError, Source, UnsupportedModel
 from openinfer.recipes.engine.limits import Room, decide, fit
 from openinfer.recipes.engine.startup import kernel_specs

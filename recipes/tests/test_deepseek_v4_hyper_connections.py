@@ -16,8 +16,7 @@ from openinfer.kernels import CudaDriver, Launch, LaunchPack, NullPack, Target, 
 from openinfer.kernels.authoring import Linear, Memory
 from openinfer.kernels.measure.tuner import DeviceMeter
 from openinfer.kernels.testing import error, never_coded, values_in
-from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre
-from openinfer.recipes.deepseek_v4.ops.streams import hc_post, spread
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
 from openinfer.tensor import bfloat16, float32
 
 Array = np.ndarray[Any, Any]

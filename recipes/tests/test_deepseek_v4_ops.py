@@ -13,9 +13,8 @@ from openinfer.kernels.op.op import mapped
 from openinfer.kernels.op.rounding import hadamard, q4, q8
 from openinfer.kernels.testing import never_coded
 from openinfer.recipes.deepseek_v4.ops.compress import compress
-from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, sinkhorn
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
-from openinfer.recipes.deepseek_v4.ops.streams import hc_post, sinkhorn
 from openinfer.tensor import Tensor
 
 Array = np.ndarray[Any, Any]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from openinfer.kernels import Launch, NullPack, Target
-from openinfer.recipes.deepseek_v4.ops.streams import hc_post
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_post
 from openinfer.tensor import Arena, Device, bfloat16, float32
 
 WORKER = """
@@ -20,7 +20,7 @@ from openinfer.tensor import Tensor, bfloat16
 
 file, rank, ranks = map(int, sys.argv[1:4])
 driver = HostPeers(file, rank, ranks, 2 * 256)
-from openinfer.recipes.deepseek_v4.ops.streams import hc_post
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_post
 
 of, rng = Tensor.from_numpy, np.random.default_rng(0)
 pack = LaunchPack(Target(90, 132, rank=rank), driver, None, None)

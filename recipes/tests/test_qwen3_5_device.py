@@ -18,7 +18,7 @@ from openinfer.kernels import H200, InterpDriver, LaunchPack, NullPack, Op, Stor
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.testing import copied, error, of_the_day, run_interpreted, run_reference
-from openinfer.recipes.qwen3_5 import delta
+from openinfer.recipes.qwen3_5.ops import gated_delta_net as delta
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
 

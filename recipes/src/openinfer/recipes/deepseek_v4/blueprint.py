@@ -12,17 +12,14 @@ from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
 from openinfer.kvpool import Eviction, Group
-from openinfer.recipes.deepseek_v4.buffers import Buffers, activations
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.choices import choices
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.dspark import BlockBuffers, BlockDraftingModel
 from openinfer.recipes.deepseek_v4.layers import layers_alone
-from openinfer.recipes.deepseek_v4.model import Model
-from openinfer.recipes.deepseek_v4.mtp import DraftingModel
+from openinfer.recipes.deepseek_v4.model import Buffers, DraftingModel, Model, activations
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.recipes.deepseek_v4.places import Format
-from openinfer.recipes.deepseek_v4.weights import Layer, Weights, validate
+from openinfer.recipes.deepseek_v4.weights import Format, Layer, Weights, validate
 from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.controls import of_halves, of_ranks, of_rotation
 from openinfer.recipes.engine.engine import Engine

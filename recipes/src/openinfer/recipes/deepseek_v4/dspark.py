@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from openinfer.graph.runner import StepRows
 from openinfer.kernels import Pack, code_rows, embed, norm_rows
 from openinfer.kernels.authoring import Coded
-from openinfer.recipes.deepseek_v4.buffers import Activations
 from openinfer.recipes.deepseek_v4.config import Config, Dspark
-from openinfer.recipes.deepseek_v4.model import Model, StepSize
+from openinfer.recipes.deepseek_v4.model import Activations, Model, StepSize
 from openinfer.recipes.deepseek_v4.ops.blocks import markov, start_block
-from openinfer.recipes.deepseek_v4.ops.streams import mean_streams, spread
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import mean_streams, spread
 from openinfer.recipes.deepseek_v4.weights import Stages
 from openinfer.recipes.engine.limits import Limits
 from openinfer.tensor import Arena, Tensor, float32

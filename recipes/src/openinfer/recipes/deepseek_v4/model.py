@@ -9,9 +9,11 @@ which is on one rank. The parts of their sum are scattered. Ops on own tokens ru
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from openinfer.graph.runner import Batch, NoStates, States
+import numpy as np
+
+from openinfer.graph.runner import Batch, NoStates, States, StepRows
 from openinfer.kernels import (
     Pack,
     all_gather,
@@ -19,22 +21,98 @@ from openinfer.kernels import (
     experts,
     gate_up_clamped,
     index_topk,
+    norm_rows,
     project,
     reduce_scatter,
     route,
 )
-from openinfer.kernels.authoring import SCALE_BLOCK, Coded, DealtPack, Linear, fork
-from openinfer.recipes.deepseek_v4.buffers import Activations, Buffers
+from openinfer.kernels.authoring import SCALE_BLOCK, Coded, DealtPack, Linear, fork, padded_rows
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache
 from openinfer.recipes.deepseek_v4.config import CSA, Config
 from openinfer.recipes.deepseek_v4.ops.compress import compress
-from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
 from openinfer.recipes.deepseek_v4.ops.queries import place_vectors, q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
-from openinfer.recipes.deepseek_v4.ops.streams import hc_post, spread
-from openinfer.recipes.deepseek_v4.places import Mixing
-from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Heavy, Layer, Sparse, Weights
-from openinfer.tensor import Stream, Tensor
+from openinfer.recipes.deepseek_v4.weights import (
+    Attention,
+    Compressor,
+    Heavy,
+    Layer,
+    Mixing,
+    Mtp,
+    Sparse,
+    Weights,
+)
+from openinfer.recipes.engine.limits import Limits
+from openinfer.tensor import Arena, Stream, Tensor, float32, int32
+
+Activations = Coded[Tensor] | Tensor
+
+
+def activations(arena: Arena, shape: tuple[int, int], dtype: np.dtype[Any], quantized: bool) -> Activations:
+    """Inputs of products: their codes if they are rounded."""
+    return Coded.allocate(arena, shape, dtype) if quantized else arena.alloc(shape, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Activations, allocated once for the largest step; a smaller step uses their first rows. Inputs of products are
+    codes where the model rounds them; elsewhere `rounded` is `normed`."""
+
+    streams: Tensor
+    mix: Tensor
+    normed: Tensor
+    rounded: Activations
+    y: Tensor
+    qkv: Tensor
+    qr: Activations
+    q: Tensor
+    heads: Tensor
+    groups: Activations
+    compressing: Tensor
+    index_q: Tensor
+    selected: Tensor
+    router: Tensor
+    expert_ids: Tensor
+    expert_weights: Tensor
+    hidden: Activations
+    shared: Tensor
+    collapsed: Tensor
+
+    @classmethod
+    def allocate(cls, config: Config, arena: Arena, limits: Limits, quantized: bool) -> "Buffers":
+        """For the largest step. quantized: products round their inputs."""
+        c, hidden, n = config, config.hidden_size, config.hc_mult
+        compressing = 4 * (c.head_dim + c.index_dim) + c.index_heads
+
+        def by_token(*shape: int, kind: np.dtype[Any] = limits.dtype) -> Tensor:
+            return arena.alloc((limits.step_tokens, *shape), kind)
+
+        def read(width: int) -> Activations:
+            return activations(arena, (limits.step_tokens, width), limits.dtype, quantized)
+
+        normed = by_token(hidden)
+        return cls(
+            streams=by_token(n, hidden),
+            mix=by_token(n + n * n, kind=float32),
+            normed=normed,
+            rounded=read(hidden) if quantized else normed,
+            y=by_token(hidden),
+            qkv=by_token(c.q_lora_rank + c.head_dim),
+            qr=read(c.q_lora_rank),
+            q=by_token(c.part.of(c.num_heads), c.head_dim),
+            heads=by_token(c.part.of(c.num_heads) * c.head_dim),
+            groups=read(c.part.of(c.o_groups) * c.o_lora_rank),
+            compressing=by_token(compressing, kind=float32),
+            index_q=by_token(c.index_heads, c.index_dim),
+            selected=by_token(c.index_topk, kind=int32),
+            router=by_token(padded_rows(c.num_experts), kind=float32),
+            expert_ids=by_token(c.experts_per_token, kind=int32),
+            expert_weights=by_token(c.experts_per_token, kind=float32),
+            hidden=read(c.part.of(c.moe_intermediate_size)),
+            shared=by_token(hidden),
+            collapsed=arena.alloc((limits.max_logits, hidden), limits.dtype),
+        )
 
 
 class StepSize(NamedTuple):
@@ -383,3 +461,50 @@ def _flat_read(buffer: Activations, tokens: int, columns: int) -> Activations:
 def _flat(buffer: Tensor, tokens: int, columns: int) -> Tensor:
     """The beginning of a buffer's memory as [tokens, columns]."""
     return buffer.reshape(-1)[: tokens * columns].reshape(tokens, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingModel(Model):
+    """graph.runner.Proposer: a Model whose MTP layer drafts. It reads the buffers that a step of the main model has
+    filled. Its raw vectors have the last layer of the window's pages.
+
+    work [T n, D]: scratch.
+    """
+
+    work: Activations | None = None
+
+    @property
+    def _layer(self) -> tuple[Mtp, Activations]:
+        if self.weights.mtp is None or self.work is None:
+            raise TypeError("the MTP layer is not loaded")
+        return self.weights.mtp, self.work
+
+    seen = Model.hidden
+
+    def further(
+        self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
+        *, first: bool, only_keys: bool = False,
+    ) -> None:  # fmt: skip
+        """Turn the streams of the main model's last layer, or of this layer, into those of this layer, in place. It
+        takes positions and slots of tokens from the batch, as every layer does."""
+        (mtp, work), b, t, rows = self._layer, self.buffers, token_ids.shape[0], step["slots"].shape[0]
+        streams, width = b.streams[:t], b.streams.shape[2]
+        flat, scratch = streams.reshape(-1, width), work[: t * streams.shape[1]]
+        embed(pack, out=b.shared[:t], token_ids=token_ids, table=self.weights.embed)
+        eps = self.config.rms_norm_eps
+        norm_rows(pack, out=b.rounded[:t], x=b.shared[:t], norm_weight=mtp.e_norm, eps=eps)
+        self._project(pack, b.y[:t], b.rounded[:t], mtp.e_proj)
+        norm_rows(pack, out=scratch, x=flat, norm_weight=mtp.h_norm, eps=eps)
+        self._project(pack, flat, scratch, mtp.h_proj)
+        spread(pack, streams=streams, x=b.y[:t], add=True)
+        layer, size = mtp.layer, StepSize(t, rows, max_q_len)
+        if only_keys:
+            self.read_streams(pack, layer.attn_mixing, layer.attn_norm, size)
+            self.write_keys(pack, layer, size)
+        else:
+            self.layer(pack, layer, size)
+
+    def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
+        """Logits of this layer's streams in `batch.last`."""
+        mtp, _ = self._layer
+        self.logits_of(pack, mtp.head, mtp.norm, self.batch.last[:num_rows])

@@ -62,7 +62,7 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
         """The model of a source. Without a checkpoint its experts are in FP4, as the published ones are."""
         from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
         from openinfer.recipes.deepseek_v4.config import Config, Dspark
-        from openinfer.recipes.deepseek_v4.places import Format
+        from openinfer.recipes.deepseek_v4.weights import Format
 
         whole, deals = Config.parse(source.config, source.eos), not options.batch_invariant
         config = whole.of_rank(rank, ranks, deals=deals)

@@ -9,8 +9,8 @@ import numpy as np
 
 from openinfer.kernels import index_topk
 from openinfer.kernels.authoring import Command, Commands, Memory, OpCase, Target, Workload
-from openinfer.recipes.deepseek_v4 import sparse
 from openinfer.recipes.deepseek_v4.ops import PAGE
+from openinfer.recipes.deepseek_v4.ops import sparse_attend as sparse
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend

@@ -1,40 +1,376 @@
 """gated_delta_net: linear attention between its projections: causal convolution, gated delta rule, gated norm."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
 from openinfer.kernels.authoring import (
     FLOATS,
+    Arg,
     Array,
     CaseRows,
     Command,
     Commands,
     Cost,
+    Launch,
     Memory,
     Op,
     OpCase,
+    Scratch,
+    T,
     Target,
     Workload,
+    aligned,
+    beside,
     expect,
     expect_bf16,
     expect_each,
     expect_max_q_len,
     expect_rows,
     f32,
+    launch,
     power_of_two,
     require,
     rounded,
     silu,
+    tensors,
 )
-from openinfer.recipes.qwen3_5 import delta
-from openinfer.recipes.qwen3_5.delta import DeltaArgs
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
-STATE_CHUNK = delta.CHUNK
-"""Snapshots are taken only after multiples of this many tokens, because there kernels for long rows hold the state."""
+STATE_CHUNK = 64
+"""Tokens of a chunk: its triangular system has this size. Kernels for long rows hold the state at multiples of it, so
+snapshots are taken only there."""
+
+TILED_ROWS, SCANNED_ROWS = 8, 2
+"""Rows of many tokens that a step has programs for. In a step with more such rows, programs take several tiles, or
+rows. A program without work is not free. A row's scan alone fills a GPU."""
+
+VERIFIED_COLUMNS = 32
+"""Columns of a state that a warp has in rows with drafts. A program has one warp, so that no sum crosses warps."""
+
+ALONE_COLUMNS = 16
+"""The same where rows of any length go token by token: a prompt alone then has a warp for every two or four parts of
+an SM, and a row of a state is still 64 bytes of memory."""
+
+TILE, DEALT = 16, 64
+"""Positions that a program of the convolution takes at a time, more than MAX_DRAFTS and the taps; and programs of all
+rows that share a head's tiles."""
+
+_DEVICE = "openinfer.recipes.qwen3_5.device."
+_TOKENS = _DEVICE + "delta_tokens"
+_OF_ROWS = ("slots", "q_starts", "seq_lens", "alive")
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the kernels are compiled. `step_columns`, `columns`: the columns of a state's DV that a program of the step,
+    or of the scan, has."""
+
+    step_columns: int = 128
+    step_warps: int = 4
+    step_registers: int = 0
+    inputs_warps: int = 8
+    inputs_registers: int = 80
+    prepare_warps: int = 4
+    prepare_registers: int = 168
+    columns: int = 32
+    scan_warps: int = 4
+    scan_stages: int = 3
+    norm_warps: int = 8
+    beside: bool = False  # whether decode rows and prompts are branches of the graph
+    alone: bool = False  # whether every token goes by itself
+
+
+def choose_tuning(target: Target, heads: int, rows: int) -> Tuning:
+    """The tuning that was fastest on an H200.
+
+    A few rows run in small parts, so that there are enough programs for the SMs. Decode rows run beside prompts only
+    where they are many enough to take longer than a fork and a join of the graph.
+    """
+    if target.batch_invariant:
+        return Tuning(alone=True)
+    if heads * rows <= 2 * target.num_sms:
+        return Tuning(step_columns=32, step_warps=1)
+    return Tuning(beside=heads * rows > 32 * target.num_sms)
+
+
+class Sizes(NamedTuple):
+    """Sizes that follow from the shapes of a call."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaArgs(Generic[T]):
+    """out[t] = gated norm of the delta rule's output for token t, whose state is carried from token to token of a row.
+
+    Rows, slots, q_starts, seq_lens and alive as in expand_rows. With m = qkv[t] of a row's tokens in order:
+
+        c = silu(sum over j of conv_weight[:, j] * m at position p - (K - 1) + j)    rounded; zeros before position 0
+        q, k, v = c split into Hk heads of dk, Hk heads of dk and Hv heads of dv; all below in float32:
+        q = q / sqrt(sum(q^2) + 1e-6) / sqrt(dk);  k = k / sqrt(sum(k^2) + 1e-6)
+        each value head h has q and k of key head h // (Hv / Hk), and S [dk, dv] of its own:
+        beta = sigmoid(b), rounded;  g = decay * softplus(a + dt_bias)
+        S = exp(g) * S;  u = beta * (v - S^T k);  S = S + k u^T;  o = S^T q, rounded
+        out = norm_weight * (o / rms(o)) rounded, * silu(z), rounded                 rms over dv, with eps
+
+    qkv [T, 2 Hk dk + Hv dv], z [T, Hv dv], ba [T, 2 Hv] (b of all heads, then a): one float dtype, rows at any stride.
+    out [T, Hv dv] and conv_weight [2 Hk dk + Hv dv, K] of that dtype. decay, dt_bias float32 [Hv], norm_weight float32
+    [dv].
+
+    State of a sequence is kept in blocks. state [B, Hv, dk, dv] is S, float32 or bfloat16; bfloat16 is rounded after
+    each token, in kernels for many tokens after each chunk. conv_state [B, K, 2 Hk dk + Hv dv] is a ring, m of position
+    p at p % K, that holds the last K positions. Blocks may be at any stride, and further apart than 2^31 elements. A
+    row reads the block state_from[slot], unless seq_lens[slot] == 0: then both states are zeros, whatever memory holds.
+    The row's new states go to the block state_to[slot]. state_from and state_to are int32 [S] and may name the same
+    block.
+
+    snapshot_ends, snapshot_blocks int32 [R, M]: when row r has seen snapshot_ends[r, i] tokens in all, its two states
+    also go to the block snapshot_blocks[r, i]. An end is 0 (none) or a multiple of STATE_CHUNK that the row reaches in
+    this step. With max_q_len == 1 both are ignored.
+
+    With recent, accepted and num_drafts, the last num_drafts[r] (int32 [R]) tokens of a row are drafts, which may be
+    wrong. The states that the row leaves are those before its drafts. The inputs of the drafts, qkv and ba side by
+    side, go to recent [S, L, 2 Hk dk + Hv dv + 2 Hv]: those of position p to recent[slot, p % L]. The row's next step
+    knows how many of them were accepted: accepted[slot] (int32 [S]). It takes these from `recent` before its own
+    tokens, so seq_lens[slot] counts them, and the states are those of position seq_lens[slot] - accepted[slot]. L is a
+    power of two, at least 2 D + 2 where rows have up to D drafts.
+
+    Dead rows and tokens past q_starts[R] change no state but that of block 0, which no row reads. Their elements of
+    `out` are finite and otherwise unspecified. max_q_len: no row has more tokens than this (1 in a decode step).
+    """
+
+    out: T
+    qkv: T
+    z: T
+    ba: T
+    conv_weight: T
+    decay: T
+    dt_bias: T
+    norm_weight: T
+    conv_state: T
+    state: T
+    slots: T
+    q_starts: T
+    seq_lens: T
+    alive: T
+    state_from: T
+    state_to: T
+    snapshot_ends: T
+    snapshot_blocks: T
+    eps: float
+    max_q_len: int
+    recent: T | None = None
+    accepted: T | None = None
+    num_drafts: T | None = None
+
+    @property
+    def sizes(self: "DeltaArgs[Any]") -> Sizes:
+        value_heads, key_dim, value_dim = self.state.shape[1:]
+        key_heads = (self.qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+        return Sizes(key_heads, value_heads, key_dim, value_dim)
+
+
+def _sizes(a: DeltaArgs[Tensor]) -> dict[str, int]:
+    key_heads, heads, dk, dv = a.sizes
+    return {"KEYS": key_heads, "DK": dk, "DV": dv, "GROUP": heads // key_heads}
+
+
+def _taps(a: DeltaArgs[Tensor]) -> dict[str, int]:
+    return {"TAPS": a.conv_weight.shape[1]}
+
+
+def _strides(a: DeltaArgs[Tensor], *names: str) -> dict[str, Arg]:
+    """Elements from one token or block of a tensor to the next, as `<name>_stride`."""
+    given = tensors(a, *names).items()
+    return {f"{name}_stride".replace("_state_", "_"): aligned(tensor.strides[0]) for name, tensor in given}
+
+
+def delta_launches(a: DeltaArgs[Tensor], tuning: Tuning) -> Iterator[Command]:
+    """The launches of a call. Rows of one token go to one kernel. Other rows go in chunks through four kernels. A step
+    may have both; many rows of one token are then a branch beside the four kernels.
+
+    Batch-invariant kernels take every token by itself, prompts too: however a prompt is cut, whichever prefix was
+    cached and whichever tokens were drafts, the state went through the same roundings.
+
+    Where rows have drafts, rows of a few tokens go to kernels of their own, rows without drafts too: such a row may
+    have accepted some in the step before."""
+    tokens, rows = a.out.shape[0], a.slots.shape[0]
+    if tuning.alone:
+        yield from _token_by_token(a, tokens, alone=True)
+    elif a.recent is not None:
+        short = a.recent.shape[1] // 2
+        if a.max_q_len > short:
+            yield from _chunks(a, tuning, short)
+        yield from _token_by_token(a, tokens if a.max_q_len <= short else 0, alone=False)
+    elif a.max_q_len == 1:
+        yield _step(a, tuning, tokens)
+    elif rows == 1:  # a prompt: that it may have one token left is not worth a launch in every step
+        yield from _chunks(a, tuning, 0)
+    elif tuning.beside:
+        yield from beside(_chunks(a, tuning, 1), [_step(a, tuning, 0)])
+    else:
+        yield from (*_chunks(a, tuning, 1), _step(a, tuning, 0))
+
+
+def _step(a: DeltaArgs[Tensor], tuning: Tuning, tokens: int) -> Launch:
+    """Rows of one token, and zeros for the tokens from the last row's end to `tokens`."""
+    (_, heads, _, dv), rows = a.state.shape, a.slots.shape[0]
+    columns = min(tuning.step_columns, dv)
+    args = (
+        tensors(a, "out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state")
+        | tensors(a, "state", *_OF_ROWS, "state_from", "state_to")
+        | {
+            "partial": Scratch((rows, heads, dv), float32),
+            "arrived": Scratch((rows, heads), int32, zeroed=True),
+        }
+        | _strides(a, "qkv", "z", "ba", "conv_state", "state")
+        | {"eps": a.eps, "tokens": tokens}
+    )
+    grid = (heads * (dv // columns), rows)
+    constants = _sizes(a) | _taps(a) | {"BV": columns}
+    return launch(
+        _DEVICE + "delta_step",
+        "delta_step",
+        grid,
+        args,
+        constants,
+        num_warps=tuning.step_warps,
+        max_registers=tuning.step_registers,
+    )
+
+
+def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterator[Launch]:
+    """Zeros for the tokens from the last row's end to `tokens`, and rows of at most half the places of `recent`. alone:
+    rows of any length, by kernels that are the same for every step."""
+    (_, heads, dk, dv), (rows, snapshots) = a.state.shape, a.snapshot_ends.shape
+    width, ring = a.qkv.shape[1], a.recent.shape[1] if a.recent is not None else 0
+    short, places = (tokens, tokens + rows * ring // 2) if alone else (ring // 2, rows * ring)
+    rest = tensors(a, *_OF_ROWS, "state_from", "state_to", "snapshot_ends", "snapshot_blocks") | {
+        "recent": a.recent or a.qkv,
+        "accepted": a.accepted or a.seq_lens,
+        "num_drafts": a.num_drafts or a.slots,
+    }
+    made: dict[str, Arg] = {
+        "recent_stride": aligned(0 if a.recent is None else a.recent.strides[0]),
+        "made": Scratch((places, width), float32), "snapshots": snapshots if a.max_q_len > 1 else 0,
+        "short": short, "ring_size": ring,
+    }  # fmt: skip
+    tile, constants = TILE if alone else ring, {**_sizes(a), "BY_ROW": not alone}
+    yield launch(
+        _TOKENS,
+        "delta_token_inputs",
+        (2 * a.sizes.key_heads + heads + 1, rows, max(1, min(-(-short // tile), DEALT // rows))),
+        tensors(a, "qkv", "ba", "conv_weight", "conv_state")
+        | {**rest, **_strides(a, "qkv", "ba", "conv_state"), **made},
+        constants | _taps(a) | {"TILE": tile, "WIDE": max(dk, dv), "GATES": power_of_two(2 * heads)},
+    )
+    constants |= {"SNAPSHOTS": power_of_two(snapshots)}
+    columns = min(ALONE_COLUMNS if alone else VERIFIED_COLUMNS, dv)
+    out = Scratch((tokens, heads, dv), a.out.dtype) if alone else a.out
+    without, sums = dict.fromkeys(["partial", "arrived"]) if alone else {}, dict[str, Arg]()
+    if not alone:
+        sums["partial"] = Scratch((rows, heads, short, dv), float32)
+        sums["arrived"] = Scratch((rows, heads), int32, zeroed=True)
+    args: dict[str, Arg] = {
+        "out": out,
+        **tensors(a, "z", "ba", "decay", "dt_bias", "norm_weight", "state"),
+        **rest,
+    }
+    args |= {**_strides(a, "z", "ba", "state"), **made, **sums, "eps": a.eps, "tokens": tokens}
+    grid = (heads * (dv // columns), rows)
+    yield launch(_TOKENS, "delta_tokens", grid, args, constants | {"BV": columns, **without}, num_warps=1)
+    if alone:
+        args = {
+            "out": a.out,
+            "o": out,
+            "z": a.z,
+            "norm_weight": a.norm_weight,
+            **_strides(a, "z"),
+            "eps": a.eps,
+        }
+        yield launch(_TOKENS, "delta_token_norm", (tokens, heads), args, {"DV": dv}, num_warps=1)
+
+
+_CHUNKS = _DEVICE + "delta_chunks"
+
+
+def _chunks(a: DeltaArgs[Tensor], tuning: Tuning, short: int) -> Iterator[Launch]:
+    """Rows of more than `short` tokens, and zeros for the tokens after the last row."""
+    (_, heads, dk, dv), (tokens, _), rows = (a.state.shape, a.out.shape, a.slots.shape[0])
+    dtype = a.out.dtype
+    q, k = (Scratch((tokens, a.sizes.key_heads, dk), dtype) for _ in range(2))
+    v, o = (Scratch((tokens, heads, dv), dtype) for _ in range(2))
+    solved, scores = (Scratch((tokens, heads, STATE_CHUNK), dtype) for _ in range(2))
+    made: dict[str, Arg] = {"solved": solved, "scores": scores, "decays": Scratch((heads, tokens), float32)}
+    common: dict[str, Arg] = {"rows": rows, "short": short}
+    tiles, loop = tokens // STATE_CHUNK + 2 * min(rows, TILED_ROWS), rows > TILED_ROWS
+    sizes = _sizes(a) | {"C": STATE_CHUNK}
+    yield launch(
+        _CHUNKS,
+        "delta_inputs",
+        (2 * a.sizes.key_heads + heads, tiles),
+        {"q": q, "k": k, "v": v}
+        | tensors(a, "qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
+        | _strides(a, "qkv", "conv_state")
+        | common,
+        sizes | _taps(a) | {"LOOP": loop},
+        num_warps=tuning.inputs_warps,
+        max_registers=128 if loop else tuning.inputs_registers,
+    )
+    yield launch(
+        _CHUNKS,
+        "delta_prepare",
+        (heads, tiles, 2),
+        made
+        | {"q": q, "k": k}
+        | tensors(a, "ba", "decay", "dt_bias", *_OF_ROWS)
+        | _strides(a, "ba")
+        | {"tokens": tokens, **common},
+        {name: sizes[name] for name in ("KEYS", "DK", "GROUP", "C")}
+        | {"LEVELS": STATE_CHUNK.bit_length() - 1, "LOOP": loop},
+        num_warps=tuning.prepare_warps,
+        max_registers=0 if loop else tuning.prepare_registers,
+    )
+    yield _scan(a, tuning, {"out": o, "q": q, "k": k, "v": v, **made}, short)
+    yield launch(
+        _CHUNKS,
+        "delta_norm",
+        (heads, tiles),
+        tensors(a, "out")
+        | {"o": o}
+        | tensors(a, "z", "norm_weight", "slots", "q_starts", "alive")
+        | _strides(a, "z")
+        | {"rows": rows, "tokens": tokens, "eps": a.eps, "short": short},
+        {"HEADS": heads, "DV": dv, "C": STATE_CHUNK},
+        num_warps=tuning.norm_warps,
+    )
+
+
+def _scan(a: DeltaArgs[Tensor], tuning: Tuning, made: dict[str, Arg], short: int) -> Launch:
+    """The scan: the chunks of each row in order. `made`: the outputs of the launches before."""
+    _, heads, _, dv = a.state.shape
+    rows, snapshots = a.snapshot_ends.shape
+    tokens = a.out.shape[0]
+    loop = rows > TILED_ROWS
+    columns = min(2 * tuning.columns if loop else tuning.columns, dv)
+    args = (
+        made
+        | tensors(a, "qkv", "conv_state", "state", *_OF_ROWS, "state_from", "state_to")
+        | tensors(a, "snapshot_ends", "snapshot_blocks")
+        | _strides(a, "qkv", "conv_state", "state")
+        | {"snapshots": snapshots, "tokens": tokens, "rows": rows, "short": short}
+    )
+    constants = _sizes(a) | _taps(a) | {"C": STATE_CHUNK, "BV": columns, "SNAPSHOTS": power_of_two(snapshots)}
+    constants |= {"STAGES": tuning.scan_stages, "LOOP": loop}
+    grid = (dv // columns, heads, SCANNED_ROWS if loop else rows)
+    return launch(_CHUNKS, "delta_scan", grid, args, constants, num_warps=tuning.scan_warps)
+
 
 L2_EPS = 1e-6
 """Inside the square root of the key and query norms; a constant of the published model."""
@@ -186,7 +522,7 @@ def _launches(target: Target, a: DeltaArgs[Tensor]) -> Iterator[Command]:
             f"{name} heads are of {size}; on a GPU they are powers of two from 16",
         )
     require(taps == power_of_two(taps), f"the convolution has {taps} taps; on a GPU it has a power of two")
-    yield from delta.delta_launches(a, delta.choose_tuning(target, sizes.value_heads, a.slots.shape[0]))
+    yield from delta_launches(a, choose_tuning(target, sizes.value_heads, a.slots.shape[0]))
 
 
 def _cost(workload: Workload, a: DeltaArgs[Tensor]) -> Cost:
@@ -261,7 +597,7 @@ def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     for name, change in changes.items():
 
         def commands(a: DeltaArgs[Tensor], change: Mapping[str, Any] = change) -> Iterable[Command]:
-            chosen = delta.choose_tuning(target, a.sizes.value_heads, a.slots.shape[0])
-            return delta.delta_launches(a, replace(chosen, **change))
+            chosen = choose_tuning(target, a.sizes.value_heads, a.slots.shape[0])
+            return delta_launches(a, replace(chosen, **change))
 
         yield name, commands
