@@ -1,25 +1,10 @@
 """The published DeepSeek-V4 sizes, by their config.json."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Size(NamedTuple):
-    """The sizes that differ between the published models."""
-
-    hidden: int
-    ratios: tuple[int, ...]  # of the main model's layers
-    heads: int
-    q_lora_rank: int
-    o_groups: int
-    index_topk: int
-    intermediate: int
-    experts: int
-    scaling: float
-
-
-SIZES = {
-    "Flash": Size(4096, (0, 0, *(4, 128) * 20, 4), 64, 1024, 8, 512, 2048, 256, 1.5),
-    "Pro": Size(7168, (128, 128, *(4, 128) * 29, 4), 128, 1536, 16, 1024, 3072, 384, 2.5),
+SIZES = {  # hidden, ratios of the layers, heads, q_lora_rank, o_groups, index_topk, intermediate, experts, scaling
+    "Flash": (4096, (0, 0, *(4, 128) * 20, 4), 64, 1024, 8, 512, 2048, 256, 1.5),
+    "Pro": (7168, (128, 128, *(4, 128) * 29, 4), 128, 1536, 16, 1024, 3072, 384, 2.5),
 }
 
 RELEASES = {"Flash-0731": ("Flash", 256), "Pro-0813": ("Pro", 512)}
@@ -33,8 +18,8 @@ def config_json(name: str, *, layers: int | None = None, drafting: bool | None =
     default if it is not cut short.
     """
     size, rank = RELEASES.get(name, (name, 0))
-    s = SIZES[size]
-    ratios, drafting = s.ratios[:layers], layers is None if drafting is None else drafting
+    hidden, whole, heads, q_lora_rank, o_groups, index_topk, intermediate, experts, scaling = SIZES[size]
+    ratios, drafting = whole[:layers], layers is None if drafting is None else drafting
     dspark = {
         "dspark_block_size": 5, "dspark_noise_token_id": 128799, "dspark_markov_rank": rank,
         "dspark_target_layer_ids": list(range(len(ratios))[-3:]),
@@ -43,27 +28,27 @@ def config_json(name: str, *, layers: int | None = None, drafting: bool | None =
         **(dspark if rank and drafting else {}),
         "model_type": "deepseek_v4",
         "vocab_size": 129280,
-        "hidden_size": s.hidden,
+        "hidden_size": hidden,
         "num_hidden_layers": len(ratios),
         "compress_ratios": [*ratios, *[0] * drafting * (3 if rank else 1)],
         "num_nextn_predict_layers": int(drafting),
-        "num_attention_heads": s.heads,
+        "num_attention_heads": heads,
         "num_key_value_heads": 1,
         "head_dim": 512,
         "qk_rope_head_dim": 64,
-        "q_lora_rank": s.q_lora_rank,
-        "o_groups": s.o_groups,
+        "q_lora_rank": q_lora_rank,
+        "o_groups": o_groups,
         "o_lora_rank": 1024,
         "index_n_heads": 64,
         "index_head_dim": 128,
-        "index_topk": s.index_topk,
+        "index_topk": index_topk,
         "sliding_window": 128,
-        "moe_intermediate_size": s.intermediate,
-        "n_routed_experts": s.experts,
+        "moe_intermediate_size": intermediate,
+        "n_routed_experts": experts,
         "n_shared_experts": 1,
         "num_experts_per_tok": 6,
         "num_hash_layers": 3,
-        "routed_scaling_factor": s.scaling,
+        "routed_scaling_factor": scaling,
         "scoring_func": "sqrtsoftplus",
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,
