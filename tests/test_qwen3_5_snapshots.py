@@ -10,7 +10,7 @@ import pytest
 
 from openinfer.graph import Field, Rows
 from openinfer.kvpool import Group, Pool
-from openinfer.recipes.qwen3_5.states import STATES, Boundaries, States
+from openinfer.recipes.qwen3_5.states import STATES, States
 from openinfer.scheduler import Row, Seq, Step
 from openinfer.tensor import Arena, Device, Stream
 
@@ -124,7 +124,7 @@ def test_a_chunk_of_one_token_leaves_no_snapshot(start, count, taken):
     assert seq.lease.reserve(64) is not None
     fields = [Field("snapshot_ends", (2 * 9,)), Field("snapshot_blocks", (2 * 9,))]
     rows = Rows(Arena(Device("cpu"), 1 << 20), fields, Stream(Device("cpu")))
-    states = States(Boundaries(512), max_tokens=512)
+    states = States(512, max_tokens=512)
     assert states.max_snapshots <= 9
     states.chunks(rows, Step(0, [Row(seq, count, False, start)], True, 0, (), [], []), 2)
     words = [delta.values for delta in rows.uploads(Stream(Device("cpu")))]

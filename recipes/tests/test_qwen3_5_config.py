@@ -16,7 +16,7 @@ from openinfer.recipes.engine.startup import kernel_specs
 from openinfer.recipes.qwen3_5 import RECIPE
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.published import SIZES, config_json
-from openinfer.recipes.qwen3_5.states import Boundaries
+from openinfer.recipes.qwen3_5.states import States
 from openinfer.recipes.qwen3_5.weights import Format, Weights
 from openinfer.tensor import Arena, Device, bfloat16, float8_e4m3fn
 
@@ -148,14 +148,14 @@ def test_projections_that_do_not_go_together_are_refused() -> None:
 
 
 def test_boundaries_of_snapshots() -> None:
-    kept = Boundaries(512)
-    assert kept.within(0, 2000, 2000) == [64, 128, 256, 512, 1024, 1536, 1984]
-    assert kept.within(512, 1024, 2000) == [1024]
-    assert kept.within(0, 64, 64) == []  # a hit leaves one token to compute
-    assert kept.within(0, 65, 65) == [64]
-    assert kept.within(1984, 2000, 2000) == []
+    kept = States(512, 2000)
+    assert kept.snapshots(0, 2000, 2000) == [64, 128, 256, 512, 1024, 1536, 1984]
+    assert kept.snapshots(512, 1024, 2000) == [1024]
+    assert kept.snapshots(0, 64, 64) == []  # a hit leaves one token to compute
+    assert kept.snapshots(0, 65, 65) == [64]
+    assert kept.snapshots(1984, 2000, 2000) == []
     for prompt in range(1, 1300, 37):
         for start in range(0, prompt, 101):
-            found = kept.within(start, prompt, prompt)
-            assert len(found) <= kept.most(prompt - start)
+            found = kept.snapshots(start, prompt, prompt)
+            assert len(found) <= States(512, prompt - start).max_snapshots
             assert all(n % 64 == 0 and start < n < prompt for n in found)

@@ -19,7 +19,7 @@ from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import Buffers, Model
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
-from openinfer.recipes.qwen3_5.states import Boundaries, States
+from openinfer.recipes.qwen3_5.states import States
 from openinfer.recipes.qwen3_5.weights import NOT_RUN, DeltaNet, Format, Mixture, Weights, validate
 from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, nbytes_of
 
@@ -91,7 +91,7 @@ class Qwen35(Blueprint[Model]):
         c, dtype, (pages, num_states) = self.config, limits.dtype, blocks
         weights = Weights.allocate(c, arena, dtype, self.form)
         cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len, c.rope_scale)
-        states = States(Boundaries(self.options.snapshot_interval), limits.step_tokens)
+        states = States(self.options.snapshot_interval, limits.step_tokens)
         slots, snapshots = limits.max_rows + 1, limits.max_rows * states.max_snapshots
         batch = Batch.allocate(
             arena, stream,

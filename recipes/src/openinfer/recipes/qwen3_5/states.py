@@ -15,39 +15,15 @@ STATES = 1
 """The pool's group of recurrent states; group 0 has the pages of full attention."""
 
 
-@dataclass(frozen=True, slots=True)
-class Boundaries:
-    """Positions where snapshots of a prompt's state are taken.
+@dataclass(slots=True)
+class States:
+    """graph.runner.States of Qwen3.5: a row reads the snapshot at the end of its cached prefix, then its own block.
 
-    They are the multiples of `interval`, the end of the prompt's last whole chunk, and the powers of two from
-    STATE_CHUNK up to `interval`. The powers of two let short shared prefixes be found too.
+    Snapshots of a prompt's state are taken at the multiples of `interval`, the end of the prompt's last whole chunk,
+    and the powers of two from STATE_CHUNK up to `interval`. The powers of two let short shared prefixes be found too.
     """
 
     interval: int
-
-    def within(self, start: int, end: int, prompt: int) -> list[int]:
-        """Snapshot positions p with start < p <= end, in a prompt of `prompt` tokens.
-
-        p < prompt, because a prefix hit must leave one token to compute.
-        """
-        regular = {*range(self.interval, end + 1, self.interval), (prompt - 1) // STATE_CHUNK * STATE_CHUNK}
-        power = STATE_CHUNK
-        while power < self.interval:
-            regular.add(power)
-            power *= 2
-        return sorted(n for n in regular if start < n <= end and n < prompt)
-
-    def most(self, num_tokens: int) -> int:
-        """An upper bound of the snapshot positions in a chunk of num_tokens tokens."""
-        powers = (self.interval // STATE_CHUNK).bit_length()
-        return num_tokens // self.interval + powers + 1
-
-
-@dataclass(slots=True)
-class States:
-    """graph.runner.States of Qwen3.5: a row reads the snapshot at the end of its cached prefix, then its own block."""
-
-    boundaries: Boundaries
     max_tokens: int
     lags: bool = True
     _joined: list[tuple[int, int]] = field(default_factory=list)
@@ -55,7 +31,7 @@ class States:
     @property
     def max_snapshots(self) -> int:
         """The most snapshots of a row in a step."""
-        return self.boundaries.most(self.max_tokens)
+        return self.max_tokens // self.interval + (self.interval // STATE_CHUNK).bit_length() + 1
 
     def join(self, rows: Rows, joined: Sequence[Seq[Any]]) -> None:
         """Write where a joining sequence reads its state, and where it keeps it."""
@@ -71,8 +47,14 @@ class States:
             self._joined.append((seq.slot, live))
 
     def snapshots(self, start: int, end: int, prompt: int) -> list[int]:
-        """Positions where a chunk leaves snapshots. delta_step, which takes chunks of one token, writes none."""
-        return self.boundaries.within(start, end, prompt) if end - start > 1 else []
+        """Positions p where a chunk leaves snapshots: start < p <= end, and p < prompt, because a prefix hit must leave
+        one token to compute. delta_step, which takes chunks of one token, writes none."""
+        regular = {*range(self.interval, end + 1, self.interval), (prompt - 1) // STATE_CHUNK * STATE_CHUNK}
+        power = STATE_CHUNK
+        while power < self.interval:
+            regular.add(power)
+            power *= 2
+        return sorted(n for n in regular if start < n <= end and n < prompt) if end - start > 1 else []
 
     def chunks(self, rows: Rows, step: Step[Any], num_rows: int) -> None:
         """Write where the step's chunks leave snapshots, as far as the pool has room. The lease's commit makes these
