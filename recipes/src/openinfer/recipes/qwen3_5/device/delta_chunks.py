@@ -47,12 +47,13 @@ def _find(n, q_starts, rows, short, C: tl.constexpr):
 
 
 @triton.jit
-def _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C: tl.constexpr):
+def _chunk(tile, batch, C: tl.constexpr):
     """(slot, first, before, end, start) of a tile.
 
     slot, first: the slot and the first token of its row. before, end: the row's position before and after the step.
     start: the position at which the tile's chunk starts; start >= end if the tile has nothing to do.
     """
+    slots, q_starts, seq_lens, alive, rows, short = batch
     row, number, _ = _find(tile, q_starts, rows, short, C)
     inside = tl.minimum(row, rows - 1)
     first = tl.load(q_starts + inside)
@@ -67,11 +68,10 @@ def _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C: tl.constexpr)
 
 
 @triton.jit
-def _convolved(
-    channel, start, end, first, before, qkv, stride, ring, width, weight, C: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
+def _convolved(channel, step, C: tl.constexpr, TAPS: tl.constexpr):
     """silu of the causal convolution of channels [N] at positions from `start`, rounded: [C, N]. Positions outside the
     step's, `before` to `end`, get anything."""
+    start, end, first, before, qkv, stride, ring, width, weight = step
     i, tap_of = tl.arange(0, C), tl.arange(0, TAPS)[None, :]
     taps = tl.load(weight + channel[:, None] * TAPS + tap_of).to(tl.float32)
     token = qkv + (first + start - before).to(tl.int64) * stride
@@ -95,25 +95,23 @@ def _convolved(
 
 @triton.jit
 def _inputs(
-    part, tile, q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
-    qkv_stride, conv_stride, rows, short,
+    part, tile, q, k, v, conv, batch,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The work of delta_inputs for one head of one tile."""
-    slot, first, before, end, start = _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C)
+    qkv, qkv_stride, conv_weight, conv_state, conv_stride, state_from = conv
+    slot, first, before, end, start = _chunk(tile, batch, C)
     if start < end:
         heads: tl.constexpr = KEYS * GROUP
         width: tl.constexpr = 2 * KEYS * DK + heads * DV
         ring = conv_state + tl.load(state_from + slot).to(tl.int64) * conv_stride
+        step = (start, end, first, before, qkv, qkv_stride, ring, width, conv_weight)
         i = tl.arange(0, C)
         write = ((start + i >= before) & (start + i < end))[:, None]
         token = (first + start - before).to(tl.int64)  # the chunk's first; what follows are 32-bit offsets
         if part < 2 * KEYS:
             column = tl.arange(0, DK)
-            channel = part * DK + column
-            x = _convolved(
-                channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS
-            )
+            x = _convolved(part * DK + column, step, C, TAPS)
             wide = x.to(tl.float32)
             wide *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)[:, None]
             to, head = q, part
@@ -126,10 +124,7 @@ def _inputs(
         else:
             column = tl.arange(0, DV)
             head = part - 2 * KEYS
-            channel = 2 * KEYS * DK + head * DV + column
-            x = _convolved(
-                channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS
-            )
+            x = _convolved(2 * KEYS * DK + head * DV + column, step, C, TAPS)
             to = v + (token * heads + head) * DV
             tl.store(to + i[:, None] * heads * DV + column[None, :], x, mask=write)
 
@@ -144,17 +139,13 @@ def delta_inputs(
     """The convolution for rows of more than `short` tokens, and the norms of q (also times DK^-0.5) and k. Grid (2 key
     heads + value heads, tiles; with LOOP any number). Out, by token: q, k [T, key heads, DK], v [T, heads, DV]."""
     part, tile = tl.program_id(0), tl.program_id(1)
+    conv = (qkv, qkv_stride, conv_weight, conv_state, conv_stride, state_from)
+    batch = (slots, q_starts, seq_lens, alive, rows, short)
     if LOOP:
         for at in range(tile, _find(tile, q_starts, rows, short, C)[2], tl.num_programs(1)):
-            _inputs(
-                part, at, q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
-                qkv_stride, conv_stride, rows, short, KEYS, DK, DV, GROUP, TAPS, C,
-            )  # fmt: skip
+            _inputs(part, at, q, k, v, conv, batch, KEYS, DK, DV, GROUP, TAPS, C)
     else:
-        _inputs(
-            part, tile, q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
-            qkv_stride, conv_stride, rows, short, KEYS, DK, DV, GROUP, TAPS, C,
-        )  # fmt: skip
+        _inputs(part, tile, q, k, v, conv, batch, KEYS, DK, DV, GROUP, TAPS, C)
 
 
 @triton.jit
@@ -186,12 +177,12 @@ def _fading(g, C: tl.constexpr):
 
 @triton.jit
 def _prepared(
-    head, tile, solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive, ba_stride,
-    tokens, rows, short,
+    head, tile, solved, scores, decays, q, k, of_gates, batch, tokens,
     KEYS: tl.constexpr, DK: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """The work of delta_prepare for one head of one tile."""
-    _, first, before, end, start = _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C)
+    ba, ba_stride, decay, dt_bias = of_gates
+    _, first, before, end, start = _chunk(tile, batch, C)
     if start < end:
         i, ck = tl.arange(0, C), tl.arange(0, DK)
         inside = (start + i >= before) & (start + i < end)
@@ -234,17 +225,16 @@ def delta_prepare(
     decays (G), float32 [heads, T].
     """
     head, tile = tl.program_id(0), tl.program_id(1)
+    of_gates, batch = (ba, ba_stride, decay, dt_bias), (slots, q_starts, seq_lens, alive, rows, short)
     if LOOP:
         for at in tl.range(tile, _find(tile, q_starts, rows, short, C)[2], tl.num_programs(1), num_stages=1):
             _prepared(
-                head, at, solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive,
-                ba_stride, tokens, rows, short, KEYS, DK, GROUP, C, LEVELS,
-            )  # fmt: skip
+                head, at, solved, scores, decays, q, k, of_gates, batch, tokens, KEYS, DK, GROUP, C, LEVELS
+            )
     else:
         _prepared(
-            head, tile, solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive,
-            ba_stride, tokens, rows, short, KEYS, DK, GROUP, C, LEVELS,
-        )  # fmt: skip
+            head, tile, solved, scores, decays, q, k, of_gates, batch, tokens, KEYS, DK, GROUP, C, LEVELS
+        )
 
 
 @triton.jit
@@ -261,12 +251,12 @@ def _keep(channel, end, first, before, qkv, stride, old, new, width, TAPS: tl.co
 
 @triton.jit
 def _leave(
-    s, target, upto, part, head, first, before, source, qkv, conv_state, state, qkv_stride, conv_stride, state_stride,
-    place,
+    s, target, upto, part, head, first, before, source, kept, place,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Write a row's states after position `upto` into block `target`: its part of S, and its head's of the ring."""
     width: tl.constexpr = 2 * KEYS * DK + KEYS * GROUP * DV
+    qkv, conv_state, state, qkv_stride, conv_stride, state_stride = kept
     tl.store(state + target * state_stride + place, s)
     if part == 0:
         old, new = conv_state + source * conv_stride, conv_state + target * conv_stride
@@ -280,12 +270,15 @@ def _leave(
 
 @triton.jit
 def _scanned(
-    part, head, row, out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive,
-    state_from, state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride, snapshots, tokens,
+    part, head, row, out, made, kept, batch, blocks, tokens,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The work of delta_scan for one part of one head of one row."""
+    q, k, v, solved, scores, decays = made
+    _, _, state, _, _, state_stride = kept
+    slots, q_starts, seq_lens, alive = batch
+    state_from, state_to, snapshot_ends, snapshot_blocks, snapshots = blocks
     heads: tl.constexpr = KEYS * GROUP
     slot, first = tl.load(slots + row), tl.load(q_starts + row)
     before = tl.load(seq_lens + slot)
@@ -334,10 +327,8 @@ def _scanned(
             if leave == 1:
                 target = tl.load(state_to + slot)
             if (leave == 0 and block > 0) or (leave == 1 and upto == end):
-                _leave(
-                    s, target.to(tl.int64), upto, part, head, first, before, source, qkv, conv_state, state,
-                    qkv_stride, conv_stride, state_stride, place, KEYS, DK, DV, GROUP, TAPS,
-                )  # fmt: skip
+                at = target.to(tl.int64)
+                _leave(s, at, upto, part, head, first, before, source, kept, place, KEYS, DK, DV, GROUP, TAPS)
 
 
 @triton.jit
@@ -351,19 +342,18 @@ def delta_scan(
     row's end and where snapshots are due. Grid (DV // BV, heads, rows; with LOOP any number): BV columns of a state a
     program. SNAPSHOTS: `snapshots` (of a row) or the next power of two. The rest is what delta_prepare wrote."""
     part, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    made, batch = (q, k, v, solved, scores, decays), (slots, q_starts, seq_lens, alive)
+    kept = (qkv, conv_state, state, qkv_stride, conv_stride, state_stride)
+    blocks = (state_from, state_to, snapshot_ends, snapshot_blocks, snapshots)
     if LOOP:
         for at in tl.range(n, _find(n, q_starts, rows, short, 0)[2], tl.num_programs(2), num_stages=1):
             _scanned(
-                part, head, _find(at, q_starts, rows, short, 0)[0], out, q, k, v, solved, scores, decays, qkv,
-                conv_state, state, slots, q_starts, seq_lens, alive, state_from, state_to, snapshot_ends,
-                snapshot_blocks, qkv_stride, conv_stride, state_stride, snapshots, tokens,
+                part, head, _find(at, q_starts, rows, short, 0)[0], out, made, kept, batch, blocks, tokens,
                 KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES,
             )  # fmt: skip
     elif tl.load(q_starts + n + 1) - tl.load(q_starts + n) > short:
         _scanned(
-            part, head, n, out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens,
-            alive, state_from, state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride,
-            snapshots, tokens, KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES,
+            part, head, n, out, made, kept, batch, blocks, tokens, KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES
         )  # fmt: skip
 
 
