@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.engine.recipe import Recipe, Source
@@ -55,16 +56,7 @@ def write_random_checkpoint(
 
 def write_tensors(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
     """Write a file of the safetensors format."""
-    header, offset = {}, 0
-    for name, array in arrays.items():
-        span = [offset, offset := offset + array.nbytes]
-        header[name] = {"dtype": dtypes.tag(array.dtype), "shape": list(array.shape), "data_offsets": span}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays.values():
-            file.write(array.tobytes())
+    save_file({name: array.copy() for name, array in arrays.items()}, path)  # in C order
 
 
 def _values(
