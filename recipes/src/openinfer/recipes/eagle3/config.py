@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from openinfer.recipes.engine.config_fields import Fields, Part, read_config
+from openinfer.recipes.engine.config_fields import Fields, ModelConfig, read_config
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
 from openinfer.recipes.engine.rope import Rope, rope_of
 
@@ -12,26 +11,13 @@ READ = 3
 """Layers of the model that the head reads."""
 
 
-class TargetConfig(Protocol):
-    """Fields of the config of the model whose tokens a head drafts, as of a frozen dataclass."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetConfig(ModelConfig):
+    """The config of a model whose tokens a head may draft."""
 
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def part(self) -> Part: ...
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)

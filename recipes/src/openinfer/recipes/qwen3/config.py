@@ -4,8 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from openinfer.kernels.authoring import AnyPacking
+from openinfer.recipes.eagle3 import TargetConfig
 from openinfer.recipes.engine import Options, Source
-from openinfer.recipes.engine.config_fields import Fields, ModelConfig, Part, attention_heads, has_own_head
+from openinfer.recipes.engine.config_fields import Fields, Part, attention_heads, has_own_head
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
 from openinfer.recipes.engine.weights import Experts, for_ranks, packing
@@ -13,7 +14,7 @@ from openinfer.recipes.qwen3.published import MODEL_TYPES
 
 
 @dataclass(frozen=True, slots=True)
-class Config(ModelConfig):
+class Config(TargetConfig):
     """A Qwen3.
 
     intermediate_size: width of the MLP; 0 with experts. experts: None for a dense model. windows: windows[l] is layer
@@ -21,10 +22,7 @@ class Config(ModelConfig):
     has tensors for each expert. packing: how projections are packed.
     """
 
-    num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     intermediate_size: int
     tie_word_embeddings: bool
     windows: tuple[int, ...]
