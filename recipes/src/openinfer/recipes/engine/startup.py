@@ -30,7 +30,7 @@ from openinfer.kernels import (
     usable_cores,
 )
 from openinfer.kernels.authoring import Adapter
-from openinfer.kvpool import Eviction, Group, Pool, make_eviction
+from openinfer.kvpool import Group, Pool, make_eviction
 from openinfer.kvpool.tiers import Layout
 from openinfer.recipes.engine import gguf
 from openinfer.recipes.engine.adapters import read_modules
@@ -242,7 +242,9 @@ class Builder(Generic[O]):
 
     def _cache(self, groups: Sequence[Group]) -> Cache:
         options, events = self.options, self.open_publisher is not None
-        eviction = _eviction(options, self.blueprint)
+        eviction = options.eviction_policy  # or what the caller of build() gave
+        if isinstance(eviction, str):
+            eviction = self.blueprint.eviction if eviction == "auto" else make_eviction(eviction)
         parts = 1 if self.blueprint.cache_is_alike else self.followers.ranks.size
         tiers = open_tiers(
             options, groups, eviction, self.path, self.limits, self.device, parts, events=events
@@ -432,14 +434,6 @@ def _policy(options: Options, limits: Limits) -> Policy:
     if isinstance(options.scheduling_policy, str):
         return make_policy(options.scheduling_policy, max_batched_tokens=limits.max_tokens)
     return options.scheduling_policy
-
-
-def _eviction(options: Options, blueprint: Blueprint[Any]) -> Callable[[Group], Eviction]:
-    """The flag's, the recipe's, or what the caller of build() gave. Raises InvalidEviction (a ValueError)."""
-    if isinstance(options.eviction_policy, str):
-        auto = options.eviction_policy == "auto"
-        return blueprint.eviction if auto else make_eviction(options.eviction_policy)
-    return options.eviction_policy
 
 
 @contextmanager

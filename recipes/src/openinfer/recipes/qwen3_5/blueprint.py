@@ -65,15 +65,13 @@ class Qwen35(Blueprint[Model]):
     def _block_bytes(self, limits: Limits) -> tuple[int, int]:
         return self._layout(limits).page_bytes, self.config.state_bytes(limits.dtype.itemsize)
 
-    def _states_wanted(self) -> int:
-        """The most blocks of states: one a row, as many again for snapshots, and the padding block."""
-        return self.options.max_num_seqs * (2 if self.options.enable_prefix_caching else 1) + 1
-
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
-        """Blocks of both groups. States get no more than half of the room. With fewer states than rows, rows wait for
-        a state as they do for pages. There are no more pages than every row at full length uses."""
+        """Blocks of both groups. States get no more than half of the room, and are no more than one a row, as many
+        again for snapshots, and the padding block. With fewer states than rows, rows wait for a state as they do for
+        pages. There are no more pages than every row at full length uses."""
         page, state = self._block_bytes(limits)
-        states = min(self._states_wanted(), room.nbytes // 2 // state)
+        wanted = self.options.max_num_seqs * (2 if self.options.enable_prefix_caching else 1) + 1
+        states = min(wanted, room.nbytes // 2 // state)
         pages = min((room.nbytes - states * state) // page, limits.max_rows * limits.max_blocks + 1)
         if pages < 3 or states < 2:
             raise room.refusal("the KV cache and the recurrent states")

@@ -85,11 +85,6 @@ class Config(ModelConfig):
         return len(self.full) - sum(self.full)
 
     @property
-    def qkv_size(self) -> int:
-        """This rank's rows of a full layer's fused projections: query heads, each with its gate, keys, values."""
-        return 2 * (self.part.of(self.num_heads) + self.part.of(self.num_kv_heads)) * self.head_dim
-
-    @property
     def conv_size(self) -> int:
         """This rank's channels of a linear layer's convolution: queries, keys and values."""
         return 2 * self.part.of(self.key_heads) * self.key_dim + self.z_size

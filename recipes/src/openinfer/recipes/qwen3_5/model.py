@@ -64,7 +64,7 @@ class Buffers:
 
         return cls(
             x=by_token(config.hidden_size),
-            qkv=by_token(config.qkv_size),
+            qkv=by_token(2 * (part.of(config.num_heads) + part.of(config.num_kv_heads)) * config.head_dim),
             heads=by_token(part.of(config.num_heads) * config.head_dim),
             mixed=by_token(delta.in_proj.weight.shape[0]),
             values=by_token(config.z_size),

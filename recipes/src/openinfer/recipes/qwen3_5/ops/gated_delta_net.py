@@ -377,28 +377,6 @@ L2_EPS = 1e-6
 
 
 def _check(a: DeltaArgs[Tensor]) -> None:
-    _expect_layer(a)
-    tokens = a.qkv.shape[0]
-    by_slot = {"seq_lens": a.seq_lens, "alive": a.alive, "state_from": a.state_from, "state_to": a.state_to}
-    rows, size = expect_rows(a.slots, a.q_starts, **by_slot)
-    expect("snapshot_ends", a.snapshot_ends, (rows, -1), int32)
-    expect("snapshot_blocks", a.snapshot_blocks, a.snapshot_ends.shape, int32)
-    if a.recent is not None and a.accepted is not None and a.num_drafts is not None:
-        expect("recent", a.recent, (size, -1, a.qkv.shape[1] + a.ba.shape[1]), a.qkv.dtype, dense=False)
-        expect("accepted", a.accepted, (size,), int32)
-        expect("num_drafts", a.num_drafts, (rows,), int32)
-        ring = a.recent.shape[1]
-        require(ring == power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two")
-    else:
-        require(
-            a.recent is a.accepted is a.num_drafts, "recent, accepted and num_drafts must be given together"
-        )
-    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
-    expect_max_q_len(a.max_q_len, tokens, rows)
-
-
-def _expect_layer(a: DeltaArgs[Tensor]) -> None:
-    """Check the arguments that do not belong to the batch: activations, weights and states."""
     expect("state", a.state, (-1, -1, -1, -1), float32, bfloat16, dense=False)
     expect("state[0]", a.state[0], a.state.shape[1:])
     _, heads, key_dim, value_dim = a.state.shape
@@ -421,6 +399,22 @@ def _expect_layer(a: DeltaArgs[Tensor]) -> None:
     expect("norm_weight", a.norm_weight, (value_dim,), float32)
     expect("conv_state", a.conv_state, (a.state.shape[0], a.conv_weight.shape[1], width), dtype, dense=False)
     expect("conv_state[0]", a.conv_state[0], a.conv_state.shape[1:])
+    by_slot = {"seq_lens": a.seq_lens, "alive": a.alive, "state_from": a.state_from, "state_to": a.state_to}
+    rows, size = expect_rows(a.slots, a.q_starts, **by_slot)
+    expect("snapshot_ends", a.snapshot_ends, (rows, -1), int32)
+    expect("snapshot_blocks", a.snapshot_blocks, a.snapshot_ends.shape, int32)
+    if a.recent is not None and a.accepted is not None and a.num_drafts is not None:
+        expect("recent", a.recent, (size, -1, a.qkv.shape[1] + a.ba.shape[1]), a.qkv.dtype, dense=False)
+        expect("accepted", a.accepted, (size,), int32)
+        expect("num_drafts", a.num_drafts, (rows,), int32)
+        ring = a.recent.shape[1]
+        require(ring == power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two")
+    else:
+        require(
+            a.recent is a.accepted is a.num_drafts, "recent, accepted and num_drafts must be given together"
+        )
+    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
+    expect_max_q_len(a.max_q_len, tokens, rows)
 
 
 def causal_conv1d(m: Array, ring: Array, weight: Array, start: int) -> Array:
