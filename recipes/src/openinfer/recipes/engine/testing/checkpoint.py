@@ -4,29 +4,20 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.engine.recipe import Recipe, Source
-from openinfer.tensor import Checkpoint, Device, bfloat16, dtypes, float8_e4m3fn, float32, int8, int32, uint8
+from openinfer.tensor import Device, bfloat16, dtypes, float8_e4m3fn, float32, int8, int32, uint8
 
 KINDS = (bfloat16, float32, float8_e4m3fn, int8, int32, uint8)
 
 FP4_SIZE = 2.7
 """The root of the mean square of FP4's codes."""
-
-
-class _Asked:
-    """Takes the place of a Checkpoint that is validated, and keeps the tensors that must be there."""
-
-    def __init__(self) -> None:
-        self.expected: Mapping[str, tuple[tuple[int, ...], Collection[Any]]] = {}
-
-    def require(self, expected: Mapping[str, Any], **_: object) -> None:
-        self.expected = expected
 
 
 def write_random_checkpoint(
@@ -41,15 +32,15 @@ def write_random_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     blueprint = recipe.blueprint(Source(config), options)
-    asked = _Asked()
-    limits = decide(options, Device("cpu"), blueprint)
-    blueprint.validate(cast(Checkpoint, asked), limits)
+    expected: dict[str, tuple[tuple[int, ...], Collection[Any]]] = {}
+    asked: Any = SimpleNamespace(require=lambda tensors, **_: expected.update(tensors))
+    blueprint.validate(asked, decide(options, Device("cpu"), blueprint))
     rng, arrays = np.random.default_rng(seed), {}
-    for name, (shape, allowed) in asked.expected.items():
+    for name, (shape, allowed) in expected.items():
         dtype = next((found for one in allowed if (found := dtypes.of(one)) in KINDS), None)
         if dtype is None:
             raise ValueError(f"{name} is {allowed}; random weights can be {', '.join(d.name for d in KINDS)}")
-        arrays[name] = _values(rng, name, shape, dtype, asked.expected)
+        arrays[name] = _values(rng, name, shape, dtype, expected)
     write_tensors(folder / "model.safetensors", arrays)
     return folder
 

@@ -4,7 +4,7 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -225,9 +225,7 @@ class EngineConformance:
             asked.append((prompt, 2 * NEW, {**one, "stop_token_ids": (outcome.tokens[NEW],)}))
         truth += alone.outcomes_of(asked[len(truth) :])
         session = self.small(speculative_config='{"method": "ngram", "num_speculative_tokens": 3}')
-        drafting = session.engine.runner.drafting if isinstance(session.engine, Engine) else None
-        if not isinstance(drafting, Drafting):
-            raise TypeError("the suite drives an engine of openinfer.recipes.engine that drafts")
+        drafting = cast(Drafting, cast(Engine, session.engine).runner.drafting)
         drafting.make_drafter, drafting.costs = lambda: Planted(answers), None
         for want, other, (_, _, chosen) in zip(truth, session.outcomes_of(asked), asked, strict=True):
             ensure(other.tokens == want.tokens, f"{chosen}: other tokens than without drafts")
@@ -261,9 +259,7 @@ class EngineConformance:
     def test_sampled_tokens_are_those_of_the_definition(self) -> None:
         """openinfer.sampler.sample, the reference in numpy, on the logits that the engine sampled from."""
         session = self.session(max_num_seqs=5)
-        engine = session.engine
-        if not isinstance(engine, Engine):
-            raise TypeError("the suite drives an engine of openinfer.recipes.engine")
+        engine = cast(Engine, session.engine)
         params = [SamplingParams(**asked, seed=seed, ignore_eos=True) for seed, asked in enumerate(SAMPLED)]
         prompts = self.prompts(len(params))
         with patch.object(engine.runner, "pack", tap := _Tap(engine.runner.pack)):
