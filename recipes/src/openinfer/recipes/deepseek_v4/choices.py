@@ -98,8 +98,10 @@ class Witness:
             for scores, got in _of_indexer(args, live):
                 self.entries.take(scores, got, min(len(scores), args.selected.shape[1]))
         elif args.bias is not None and routed is not None:
-            for scores, got in _of_router(args, live, routed):
-                self.experts.take(scores, got, args.expert_ids.shape[1])
+            logits = _rows(args.logits, live).astype(np.float64)
+            scores = np.sqrt(np.logaddexp(0, logits)) + args.bias.numpy()
+            for of_token, got in zip(scores, routed[live], strict=True):
+                self.experts.take(of_token, got, args.expert_ids.shape[1])
 
 
 def _rows(tensor: Tensor, rows: Sequence[int] | Array) -> Array:
@@ -126,10 +128,3 @@ def _of_indexer(args: Any, tokens: Array) -> Iterator[tuple[Array, Array]]:
         scores = weights @ np.maximum(query.astype(np.float64) @ held.T.astype(np.float64), 0)
         got = args.selected[int(token)].numpy()
         yield scores, got[got >= 0]
-
-
-def _of_router(args: Any, tokens: Array, routed: Array) -> Iterator[tuple[Array, Array]]:
-    """Scores of all experts, and those that each token got."""
-    logits = _rows(args.logits, tokens).astype(np.float64)
-    scores = np.sqrt(np.logaddexp(0, logits)) + args.bias.numpy()
-    yield from zip(scores, routed[tokens], strict=True)

@@ -47,7 +47,7 @@ from openinfer.recipes.engine.options import O, Options
 from openinfer.recipes.engine.ranks import Ranks
 from openinfer.recipes.engine.recipe import Recipe, Source, named
 from openinfer.sampler.constraint import Masks
-from openinfer.scheduler import Policy, make_policy
+from openinfer.scheduler import make_policy
 from openinfer.tensor import (
     Arena,
     Checkpoint,
@@ -157,8 +157,11 @@ class Builder(Generic[O]):
         limits, pool, tiers, path = self.limits, self.cache.pool, self.cache.tiers, self.path
         end = (one for one in end_token(path) if one < self.blueprint.config.vocab_size)
         ends = tuple(dict.fromkeys((*self.blueprint.config.eos_token_ids, *end)))
+        policy = self.options.scheduling_policy  # or what the caller of build() made
+        if isinstance(policy, str):
+            policy = make_policy(policy, max_batched_tokens=limits.max_tokens)
         engine = Engine(
-            self.runner, self.cache, _policy(self.options, limits), self.desk,
+            self.runner, self.cache, policy, self.desk,
             Served(
                 path.name, ends, limits.max_rows, limits.max_model_len, self.options.max_num_queued_reqs,
                 self.loaded,
@@ -427,13 +430,6 @@ def _publisher(options: Options) -> "OpenPublisher | None":
     if config.publishes and not options.enable_prefix_caching:
         raise SetupError("--kv-events-config publishes cached prefixes; leave out --no-enable-prefix-caching")
     return functools.partial(EventPublisher, config) if config.publishes else None
-
-
-def _policy(options: Options, limits: Limits) -> Policy:
-    """The flag's, or the object that the caller of build() made. Raises InvalidSetup (a ValueError)."""
-    if isinstance(options.scheduling_policy, str):
-        return make_policy(options.scheduling_policy, max_batched_tokens=limits.max_tokens)
-    return options.scheduling_policy
 
 
 @contextmanager
