@@ -92,16 +92,14 @@ class Config(ModelConfig):
             "moe_intermediate_size": (self.moe_intermediate_size, FP8_BLOCK),
             "vocab_size": (self.vocab_size, 16),
         }
-        part = Part(rank, ranks, deals=deals and ranks > 1 and self.attention_bytes <= DEALT_BYTES)
-        part.check(sizes)
-        return dataclasses.replace(self, part=part)
-
-    @property
-    def attention_bytes(self) -> int:
-        """Bytes of the FP8 weights of attention that ranks share, in all layers."""
         width = self.num_heads * self.head_dim
         out = self.o_lora_rank * width + self.o_groups * self.o_lora_rank * self.hidden_size
-        return self.num_layers * (width * self.q_lora_rank + out)
+        attention = self.num_layers * (
+            width * self.q_lora_rank + out
+        )  # bytes of what ranks share of it, in FP8
+        part = Part(rank, ranks, deals=deals and ranks > 1 and attention <= DEALT_BYTES)
+        part.check(sizes)
+        return dataclasses.replace(self, part=part)
 
     @classmethod
     def parse(cls, source: Source) -> "Config":

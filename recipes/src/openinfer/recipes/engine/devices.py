@@ -59,7 +59,14 @@ def split(options: O, count: int) -> list[O]:
             raise SetupError(f"{flag_of(name)} is not possible with --data-parallel-size: {why}")
     size = options.tensor_parallel_size
     devices = devices_of(dataclasses.replace(options, tensor_parallel_size=count * size))
-    events = _events(options.kv_events_config, count)
+    events: list[str | None] = [None] * count
+    if options.kv_events_config is not None:
+        try:
+            from openinfer.kvpool.publisher import EventsConfig
+        except ImportError as error:
+            raise SetupError(f"--kv-events-config: {error}") from None
+        each = EventsConfig.parse(options.kv_events_config).split(count)
+        events = [json.dumps(dataclasses.asdict(one)) for one in each]
     return [
         dataclasses.replace(
             _replica(options, index, count, devices[index * size : (index + 1) * size]),
@@ -67,17 +74,6 @@ def split(options: O, count: int) -> list[O]:
         )
         for index in range(count)
     ]
-
-
-def _events(config: str | None, count: int) -> list[str | None]:
-    """--kv-events-config of each replica."""
-    if config is None:
-        return [None] * count
-    try:
-        from openinfer.kvpool.publisher import EventsConfig
-    except ImportError as error:
-        raise SetupError(f"--kv-events-config: {error}") from None
-    return [json.dumps(dataclasses.asdict(one)) for one in EventsConfig.parse(config).split(count)]
 
 
 def _replica(options: O, index: int, count: int, devices: list[str]) -> O:

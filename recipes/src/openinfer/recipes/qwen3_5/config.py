@@ -116,7 +116,8 @@ class Config(ModelConfig):
         following = model_type == "qwen3_next"
         experts = Experts.of(text, shared=True) if "_moe" in model_type or following else None
         layers_of_mtp = "num_nextn_predict_layers" if following else "mtp_num_hidden_layers"
-        head_dim = text.size("head_dim")
+        head_dim, key = text.size("head_dim"), "tie_word_embeddings"
+        tied = {part.flag(key) for part in (whole, text) if key in part}
         return cls(
             **cls.common(text, eos),
             full=_full(text),
@@ -127,7 +128,7 @@ class Config(ModelConfig):
             conv_kernel=text.size("linear_conv_kernel_dim"),
             intermediate_size=0 if experts else text.size("intermediate_size"),
             experts=experts,
-            tie_word_embeddings=_tied(whole, text),
+            tie_word_embeddings=None if len(tied) == 2 else tied == {True},
             **_rope(whole, text, head_dim)._asdict(),
             mtp=text.count(layers_of_mtp, default=int(following), most=1) == 1
             and (checkpoint is None or "mtp.fc.weight" in checkpoint),
@@ -154,12 +155,6 @@ def _refuse(text: Fields) -> None:
     text.is_all(wanted, "every published model has")
     if text.get("mamba_ssm_dtype", "float32") not in STATE_DTYPES:
         raise text.wrong("mamba_ssm_dtype", f"states are kept in {' or '.join(map(repr, STATE_DTYPES))}")
-
-
-def _tied(whole: Fields, text: Fields) -> bool | None:
-    key = "tie_word_embeddings"
-    said = {part.flag(key) for part in (whole, text) if key in part}
-    return None if len(said) == 2 else said == {True}
 
 
 def _heads(text: Fields) -> dict[str, Any]:

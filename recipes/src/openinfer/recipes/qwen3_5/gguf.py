@@ -65,10 +65,6 @@ def _less_one(weight: Array) -> Array:
     return np.asarray(weight - 1, np.float32)
 
 
-def _log_of_negative(weight: Array) -> Array:
-    return np.asarray(np.log(-weight), np.float32)
-
-
 def _entries(meta: GgufMetadata, config: Json) -> Entries:
     text, prefix = config["text_config"], "model.language_model."
     yield from outer(prefix, config["tie_word_embeddings"], _less_one)
@@ -105,7 +101,10 @@ def _entries(meta: GgufMetadata, config: Json) -> Entries:
             GgufEntry(f"{stored}ssm_conv1d.weight", conv, shape=(len(conv), 1, taps)),
         )
         yield f"{mixer}dt_bias", GgufEntry(f"{stored}ssm_dt.bias", columns=order)
-        yield f"{mixer}A_log", GgufEntry(f"{stored}ssm_a", columns=order, change=_log_of_negative)
+        yield (
+            f"{mixer}A_log",
+            GgufEntry(f"{stored}ssm_a", columns=order, change=lambda a: np.asarray(np.log(-a), np.float32)),
+        )
         yield f"{mixer}norm.weight", GgufEntry(f"{stored}ssm_norm.weight")
         yield f"{mixer}out_proj.weight", GgufEntry(f"{stored}ssm_out.weight", columns=values)
 
