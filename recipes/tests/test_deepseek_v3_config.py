@@ -96,10 +96,9 @@ def test_the_rows_of_an_indexer_come_in_blocks_of_scales() -> None:
         assert expected[at + "wk.weight_scale_inv"][0] == (1, raw["hidden_size"] // 128)
         assert expected[at + "k_norm.bias"][0] == (128,)
         assert "float32" in [one.name for one in expected[at + "weights_proj.weight"][1]]
+    wider = Config.parse(Source({**V32, "index_head_dim": 256}))
     with pytest.raises(UnsupportedModel, match=r"indexer.wq_b: its scales are of parts of heads of 256 rows"):
-        Weights.allocate(
-            Config.parse(Source({**V32, "index_head_dim": 256})), Arena(Device("null"), None), bfloat16
-        )
+        Weights.allocate(wider, Arena(Device("null"), None), bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -21,7 +20,8 @@ from openinfer.recipes.deepseek_v4.weights import Format, Weights, check_scales,
 from openinfer.recipes.engine import SetupError, Source, UnsupportedModel
 from openinfer.recipes.engine.limits import Room, decide, fit
 from openinfer.recipes.engine.startup import kernel_specs
-from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, bfloat16, dtypes, float32, uint8
+from openinfer.recipes.engine.testing.checkpoint import write_tensors
+from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, bfloat16, float32, uint8
 
 PUBLISHED = {  # tensors and bytes of the checkpoint, and bytes of entries a token
     "Flash": (69_187, 159_609_485_896, 6_880),
@@ -52,8 +52,6 @@ SMALL = {
 
 
 class Entry(NamedTuple):
-    """A tensor of a checkpoint."""
-
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -142,10 +140,7 @@ def test_memory_is_shared_between_the_groups() -> None:
 def test_a_sequence_fits_the_cache() -> None:
     config = Config.parse(Source(config_json("Flash", layers=5)))
     chosen, default = RECIPE.options(max_model_len=1_048_576, max_num_seqs=8), RECIPE.options()
-    capacity = {
-        entries: Pool(groups(config, bfloat16, (80, entries))).capacity_tokens
-        for entries in (8193, 8192, 1001)
-    }
+    capacity = {n: Pool(groups(config, bfloat16, (80, n))).capacity_tokens for n in (8193, 8192, 1001)}
     blueprint = RECIPE.blueprint(Source(config_json("Flash", layers=5)), default)
     limits = decide(chosen, Device("cuda"), blueprint)
     assert fit(limits, chosen, capacity[8193]) is limits
@@ -217,21 +212,12 @@ def test_the_recipe_knows_its_config() -> None:
 
 def write(path: Path, entries: list[Entry], scale: int = 120) -> None:
     """A checkpoint of zeros, and scales of one byte."""
-    header, offset, data = {}, 0, []
-    for entry in entries:
-        fill = scale if entry.dtype.name == "float8_e8m0fnu" else 0
-        data.append(np.full(nbytes_of(entry), fill, np.uint8).tobytes())
-        place = [offset, offset + nbytes_of(entry)]
-        header[entry.name] = {
-            "dtype": dtypes.tag(entry.dtype),
-            "shape": list(entry.shape),
-            "data_offsets": place,
-        }
-        offset += nbytes_of(entry)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    arrays = {}
+    for name, shape, dtype in entries:
+        fill = scale if dtype.name == "float8_e8m0fnu" else 0
+        arrays[name] = np.full(math.prod(shape) * dtype.itemsize, fill, np.uint8).view(dtype).reshape(shape)
     path.mkdir()
-    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+    write_tensors(path / "model.safetensors", arrays)
 
 
 @pytest.mark.parametrize("fp4", [True, False])
@@ -289,11 +275,8 @@ def test_layers_that_draft_are_skipped_whatever_they_are(change: dict[str, Any],
     config = Config.parse(Source({**SMALL, **change}))
     assert config.ratios == Config.parse(Source(SMALL)).ratios
     names = ("mtp.0.main_proj.weight", "mtp.2.markov_head.markov_w1.weight", "mtp.0.anything")
-    entries = [
-        *inventory(config, fp4_experts=True, mtp=False),
-        *(Entry(name, (2, 2), float32) for name in names),
-    ]
-    write(tmp_path / "model", entries)
+    added = [Entry(name, (2, 2), float32) for name in names]
+    write(tmp_path / "model", [*inventory(config, fp4_experts=True, mtp=False), *added])
     with Checkpoint(tmp_path / "model") as checkpoint:
         validate(checkpoint, config, Format(fp4_experts=True))
         if config.mtp:

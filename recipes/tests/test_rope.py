@@ -125,13 +125,11 @@ def test_settings_by_layer_type_must_agree() -> None:
         "num_hidden_layers": 2, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]
     }  # fmt: skip
     alike = {"full_attention": YARN, "sliding_attention": YARN}
-    np.testing.assert_allclose(
-        Qwen3.parse(Source(mixed | {"rope_parameters": alike})).inv_freq, yarn(), rtol=1e-5
-    )
+    apart = {"rope_type": "default"}
+    found = Qwen3.parse(Source(mixed | {"rope_parameters": alike})).inv_freq
+    np.testing.assert_allclose(found, yarn(), rtol=1e-5)
     with pytest.raises(UnsupportedModel, match="differs by layer type"):
-        Qwen3.parse(
-            Source(mixed | {"rope_parameters": alike | {"sliding_attention": {"rope_type": "default"}}})
-        )
+        Qwen3.parse(Source(mixed | {"rope_parameters": alike | {"sliding_attention": apart}}))
 
 
 def test_yarn_turns_the_rotated_part_of_qwen3_5() -> None:
