@@ -212,13 +212,13 @@ CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (4073, 2991),
     "kernels": (22879, 10582),
-    "graph": (4340, 2730),
+    "graph": (4336, 2730),
     "kvpool": (6478, 5132),
     "sampler": (4721, 3943),
     "scheduler": (4992, 3577),
     "frontend": (13370, 11756),
-    "recipes": (16245, 4033),
-    "cli": (6761, 0),
+    "recipes": (15643, 4032),
+    "cli": (6760, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 
