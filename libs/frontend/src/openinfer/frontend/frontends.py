@@ -205,7 +205,9 @@ class Frontends:
     async def _spawn(self, index: int, client: int, boards: list[str]) -> asyncio.subprocess.Process:
         listener = self._listeners[index].fileno()
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "openinfer.frontend.frontend_process"),
+            sys.executable,
+            "-m",
+            "openinfer.frontend.frontend_process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=[listener],
