@@ -162,11 +162,11 @@ class FreesAtOnce(Pool):
 
     def acquire(self, tokens, salt=b"", hashes=None, *, priority=0):
         under_way = self._loads._under_way
-        for load, (lease, _, parts) in list(under_way.items()):
+        for load, (lease, parts) in list(under_way.items()):
             if lease._released:
                 for part in parts:
                     part.release()
-                under_way[load] = under_way[load]._replace(parts=[])
+                under_way[load] = lease, []
         return super().acquire(tokens, salt, hashes, priority=priority)
 
 
@@ -174,7 +174,7 @@ class FindsTooEarly(Pool):
     """Makes findable what is on its way."""
 
     def acquire(self, tokens, salt=b"", hashes=None, *, priority=0):
-        for load, (_, _, parts) in self._loads._under_way.items():
+        for load, (_, parts) in self._loads._under_way.items():
             for group, part in enumerate(parts):
                 if not all(map(part.ledger.complete, part.blocks)):
                     part.register({piece.name for piece in load.pieces if piece.group == group})

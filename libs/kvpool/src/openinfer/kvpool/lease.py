@@ -30,7 +30,7 @@ class Lease:
     def __init__(
         self,
         index: Index,
-        loads: "BlockLoads[Lease]",
+        loads: BlockLoads,
         stats: PoolStats,
         chain: Chain,
         tokens: Sequence[int],
@@ -82,10 +82,10 @@ class Lease:
         if not self.num_loadable:
             return False
         end = self.num_cached + self.num_loadable
-        self._loading = self._loads.begin(self, self._tokens, self._chain, end, leave, self._landed)
+        self._loading = self._loads.begin(self, self._tokens, self._chain, end, leave)
         return self._loading
 
-    def _landed(self) -> None:
+    def landed(self) -> None:
         """The load has ended: look the prefix up again, and start from it."""
         self._loading = False
         if self._released:

@@ -5,14 +5,17 @@ blocks until the loader reports the end of the load, even if the lease is releas
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .events import PoolStats
 from .hashing import Chain
 from .ledger import Ledger
 from .matching import Index
+
+if TYPE_CHECKING:
+    from .lease import Lease
 
 
 class Piece(NamedTuple):
@@ -109,39 +112,20 @@ class LoadPart:
         self.ledger.release([block for block in reversed(self.blocks) if block], 0)
 
 
-Owner = TypeVar("Owner")
-"""The type that waits for a load: a Lease."""
-
-
-class _UnderWay(NamedTuple, Generic[Owner]):
-    """The owner that waits for a load, the callback at its end, and the blocks that the load uses."""
-
-    owner: Owner
-    landed: Callable[[], None]
-    parts: Sequence[LoadPart]
-
-
-class BlockLoads(Generic[Owner]):
+class BlockLoads:
     """The loads of a pool. loader None: nothing can be loaded."""
 
     def __init__(self, index: Index, loader: Loader | None, stats: PoolStats) -> None:
         self._index, self._loader, self._stats = index, loader, stats
-        self._under_way: dict[Load, _UnderWay[Owner]] = {}
+        self._under_way: dict[Load, tuple[Lease, list[LoadPart]]] = {}  # who waits, and the blocks in use
 
     def reach(self, tokens: Sequence[int], chain: Chain) -> int:
         """Length of the prefix that is cached or held by the loader. 0 without a loader. O(blocks)."""
         return 0 if self._loader is None else self._index.match_with(tokens, chain, self._loader.holds)
 
-    def begin(
-        self,
-        owner: Owner,
-        tokens: Sequence[int],
-        chain: Chain,
-        end: int,
-        leave: float,
-        landed: Callable[[], None],
-    ) -> bool:
-        """Load the blocks of the first `end` tokens that are not cached. Calls `landed` at the end. False: no room."""
+    def begin(self, lease: "Lease", tokens: Sequence[int], chain: Chain, end: int, leave: float) -> bool:
+        """Load the blocks of the first `end` tokens that are not cached. Calls `Lease.landed` at the end. False: no
+        room."""
         if self._loader is None:
             return False
         parts = [self._part(ledger, tokens, chain, end) for ledger in self._index.ledgers]
@@ -156,7 +140,7 @@ class BlockLoads(Generic[Owner]):
         load = Load(
             [Piece(group, name, block) for group, part in enumerate(parts) for name, block in part.allocate()]
         )
-        self._under_way[load] = _UnderWay(owner, landed, parts)
+        self._under_way[load] = lease, parts
         self._loader.begin(load)
         return True
 
@@ -169,24 +153,24 @@ class BlockLoads(Generic[Owner]):
         parent = chain.names[start // self._index.unit - 1] if start else None
         return LoadPart(ledger, names, parent, tokens[start:end], chain.salt)
 
-    def poll(self, wait_s: float | None) -> list[Owner]:
-        """Owners whose loads have ended."""
+    def poll(self, wait_s: float | None) -> "list[Lease]":
+        """Leases whose loads have ended."""
         if self._loader is None or not self._under_way:
             return []
         ended = []
         for load in self._loader.poll(wait_s):
-            owner, landed, parts = self._under_way.pop(load)
+            lease, parts = self._under_way.pop(load)
             for group, part in enumerate(parts):
                 part.register({p.name for p in load.pieces if p.group == group and p not in load.failed})
-            landed()
+            lease.landed()
             for part in parts:
                 part.release()
             self._stats.loaded += len(load.pieces) - len(load.failed)
             self._stats.failed += len(load.failed)
-            ended.append(owner)
+            ended.append(lease)
         return ended
 
     def held(self, group: int) -> Iterator[int]:
         """Blocks of a group in use, for audits."""
-        for load in self._under_way.values():
-            yield from load.parts[group].blocks
+        for _, parts in self._under_way.values():
+            yield from parts[group].blocks

@@ -53,7 +53,7 @@ class Pool:
         self._saver = saver
         self._index = Index(self._ledgers, enabled=prefix_cache)
         self.hash_block_size, self.boundary_size = self._index.unit, self._index.step
-        self._loads: BlockLoads[Lease] = BlockLoads(self._index, loader, self.stats)
+        self._loads = BlockLoads(self._index, loader, self.stats)
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # for check_integrity
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()  # for check_integrity
 
