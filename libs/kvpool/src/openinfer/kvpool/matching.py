@@ -60,7 +60,12 @@ class Index:
             if ledger.group.window is None and not ledger.group.snapshots:
                 tables[index] = ledger.match(self.names(ledger, hashes, 0, end))
                 end = min(end, len(tables[index]) * ledger.group.block_size) // step * step
-        end = self._last_boundary(hashes, end)
+        there = [
+            (ledger.group, _runs(ledger.has(self.names(ledger, hashes, 0, end))))
+            for ledger in self.ledgers
+            if ledger.group.window is not None or ledger.group.snapshots
+        ]
+        end = _last_boundary(there, end, step)
         sources = [0] * len(self.ledgers)
         for index, ledger in enumerate(self.ledgers):
             size, window = ledger.group.block_size, ledger.group.window
@@ -77,15 +82,6 @@ class Index:
         """Names of the blocks that hold tokens[start:end]."""
         scale, unit = ledger.group.block_size // self.unit, self.unit
         return hashes[start // unit + scale - 1 : end // unit : scale]
-
-    def _last_boundary(self, hashes: list[bytes], end: int) -> int:
-        """The last boundary up to `end` where windows and snapshots are cached. O(blocks)."""
-        runs = [
-            (ledger.group, _runs(ledger.has(self.names(ledger, hashes, 0, end))))
-            for ledger in self.ledgers
-            if ledger.group.window is not None or ledger.group.snapshots
-        ]
-        return _last_boundary(runs, end, self.step)
 
     def missing(self, tokens: Sequence[int], chain: Chain) -> list[list[bytes]]:
         """By group, names of whole blocks that are not cached, to the last boundary that leaves a token."""
