@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,13 +38,6 @@ class Done(NamedTuple):
     ticket: int
     """Number of the write; 0: a read."""
     problem: str | None
-
-
-@dataclass(slots=True)
-class _Found:
-    """The records that an earlier process left, the oldest first."""
-
-    names: list[tuple[int, bytes]]
 
 
 class Disk:
@@ -114,14 +106,14 @@ class Disk:
         self._writing: dict[tuple[int, bytes], int] = {}  # the ticket of the last write
         self._tickets = 0
         self._paused_until = self._quiet_until = 0.0
-        self._done: queue.SimpleQueue[Done | _Found] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Done | list[tuple[int, bytes]]] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[Callable[[Files], None] | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[Callable[[Files], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start the threads. The records of an earlier process are found soon after."""
-        self._writes.put(lambda files: self._done.put(_Found(_records(self.folder, self._sizes))))
+        self._writes.put(lambda files: self._done.put(_records(self.folder, self._sizes)))
         for jobs in (self._writes, *[self._reads] * READERS):
             thread = threading.Thread(target=self._work, args=(jobs,), name="kv-offload-disk", daemon=True)
             self._threads.append(thread)
@@ -130,11 +122,6 @@ class Disk:
     def has(self, group: int, name: bytes) -> bool:
         """Whether the record is on the disk."""
         return (group, name) in self._index
-
-    def touch(self, group: int, name: bytes) -> None:
-        """Make it the most recently used."""
-        if (group, name) in self._index:
-            self._index.move_to_end((group, name))
 
     @property
     def takes_writes(self) -> bool:
@@ -158,7 +145,8 @@ class Disk:
 
     def read(self, slot: Slot) -> None:
         """Start to read a slot's record. The slot must stay in use until done() names it."""
-        self.touch(slot.group, slot.name)
+        if (slot.group, slot.name) in self._index:
+            self._index.move_to_end((slot.group, slot.name))
         self.num_reading += 1
         self._reads.put(lambda files: self._run(files, Files.read, slot, 0))
 
@@ -176,8 +164,8 @@ class Disk:
         with contextlib.suppress(queue.Empty):
             while True:
                 one = self._done.get(timeout=wait_s) if wait_s and not ended else self._done.get_nowait()
-                if isinstance(one, _Found):
-                    self._take_found(one.names)
+                if isinstance(one, list):
+                    self._take_found(one)
                     continue
                 if one.ticket:
                     self._written(one)
