@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import InvalidConfig
-from .link import MAX_WORDS, Link
-from .transport import Run, StillWriting, TransferRecord, Transport, hear_places, runs, transfer_s
+from .link import BRIEF, MAX_WORDS, Link
+from .transport import Run, StillWriting, TransferRecord, Transport, runs, transfer_s
 
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api")
 _TICK_S = 0.0005
@@ -78,7 +78,7 @@ class Nixl(Transport):
             link.say(metadata=self._agent.get_agent_metadata().hex())
 
     def receive(self, link: Link, far: str, rooms: Sequence[TransferRecord]) -> None:
-        offer = hear_places(link, len(rooms))
+        offer = link.hear(BRIEF + 24 * len(rooms))
         try:
             with self._lock:
                 if self._known.get(far) != offer["regions"]:

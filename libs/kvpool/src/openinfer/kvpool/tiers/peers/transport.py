@@ -87,11 +87,6 @@ def transfer_s(records: Sequence[TransferRecord]) -> float:
     return sum(len(record.memory) for record in records) / SLOWEST
 
 
-def hear_places(link: Link, count: int) -> dict[str, Any]:
-    """What a sender says of its records: their places, one for each of `count` rooms."""
-    return link.hear(BRIEF + 24 * count)
-
-
 class Run(NamedTuple):
     """Bytes that lie behind each other on both sides. ptr: here; at: there."""
 
@@ -164,7 +159,7 @@ class Shared(Transport):
         link.say(kept=True)
 
     def receive(self, link: Link, far: Array, rooms: Sequence[TransferRecord]) -> None:
-        wanted = runs(rooms, hear_places(link, len(rooms))["at"])
+        wanted = runs(rooms, link.hear(BRIEF + 24 * len(rooms))["at"])
         if any(not 0 <= run.at <= len(far) - run.nbytes for run in wanted):
             raise ValueError("a place is not in the memory of the other engine")
         base = int(far.ctypes.data)
