@@ -186,7 +186,7 @@ def test_a_slow_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         """The prompt again, when only the disk has its blocks."""
         tiers.take_all(engine.pool)
         while tiers._saves or disk.num_writing:
-            tiers._collect(0.01)
+            tiers.collect(0.01)
         tiers._host.clear()
         submit(engine, prompt=49, output=2)
         run(engine)

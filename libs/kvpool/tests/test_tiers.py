@@ -80,8 +80,8 @@ def settle(tiers):
     """All writes have ended."""
     until = time.monotonic() + 10
     while (tiers._saves or tiers._disk.num_writing) and time.monotonic() < until:
-        tiers._collect(0.01)
-    tiers._collect(0.0)
+        tiers.collect(0.01)
+    tiers.collect()
 
 
 def test_an_evicted_prefix_comes_back_from_host_memory():
@@ -139,7 +139,7 @@ def test_a_change_of_weights_clears_every_tier(tmp_path):
     engine.close()
     engine = Engine(disk=disk_in(tmp_path))
     time.sleep(0.05)
-    engine.tiers._collect(0.1)
+    engine.tiers.collect(0.1)
     assert engine.tiers.disk_bytes == 0
     engine.close()
 
@@ -344,7 +344,7 @@ def test_blocks_of_an_earlier_process_are_told_once_their_tokens_are_known(tmp_p
     engine = Engine(disk=disk_in(tmp_path), events=True)
     until = time.monotonic() + 10
     while not engine.tiers.disk_bytes and time.monotonic() < until:
-        engine.tiers._collect(0.01)
+        engine.tiers.collect(0.01)
     assert engine.pool.take_events() is None
     assert engine.serve(FIRST[:12]) == 8
     told = [(e.medium, e.block_hashes[0], e.token_ids[:4]) for e in engine.pool.take_events().events]
@@ -364,7 +364,7 @@ def test_a_restart_finds_what_the_disk_has(tmp_path):
     assert json.loads((next(tmp_path.iterdir()) / "about.json").read_text()) == ABOUT
     engine = Engine(disk=disk_in(tmp_path))
     while not engine.tiers.disk_bytes:
-        engine.tiers._collect(0.01)
+        engine.tiers.collect(0.01)
     assert engine.serve(FIRST[:12]) == 8
     assert engine.tiers.stats.from_disk == 2
     engine.close()
@@ -377,7 +377,7 @@ def test_what_is_cached_at_the_end_is_kept_if_the_engine_wants(tmp_path):
     engine.close()
     engine = Engine(disk=disk_in(tmp_path))
     while not engine.tiers.disk_bytes:
-        engine.tiers._collect(0.01)
+        engine.tiers.collect(0.01)
     assert engine.serve(FIRST[:12]) == 8
     assert engine.tiers.stats.from_disk == 2
     engine.tiers.keep(engine.pool, 0.0)
@@ -407,7 +407,7 @@ def test_wrong_bytes_are_computed_again_and_said(tmp_path, caplog):
         path.write_bytes(data)
     engine = Engine(disk=disk_in(tmp_path))
     while not engine.tiers.disk_bytes:
-        engine.tiers._collect(0.01)
+        engine.tiers.collect(0.01)
     assert engine.serve(FIRST[:12]) == 0
     assert engine.tiers.stats.failed == 2
     assert "the checksum or the header is wrong" in caplog.text
@@ -432,7 +432,7 @@ def test_blocks_of_another_model_are_not_read(tmp_path, caplog):
         path.rename(ours / path.parent.name / path.name)
     engine = Engine(disk=disk_in(tmp_path, fingerprint=b"g" * 32))
     while not engine.tiers.disk_bytes:
-        engine.tiers._collect(0.01)
+        engine.tiers.collect(0.01)
     assert engine.serve(FIRST[:12]) == 0
     assert engine.tiers.stats.failed
     engine.close()
@@ -467,7 +467,7 @@ def test_a_slow_disk_is_not_waited_for(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *args: time.sleep(0.2) or read(*args))
     engine = Engine(disk=disk_in(tmp_path), load_timeout_s=0.02)
     while not engine.tiers.disk_bytes:
-        engine.tiers._collect(0.01)
+        engine.tiers.collect(0.01)
     assert engine.serve(FIRST[:12]) == 0
     assert "take more than 0.02 s" in caplog.text
     engine.close()
@@ -496,7 +496,7 @@ def test_a_slow_peer_does_not_keep_the_disk_from_being_asked(tmp_path, caplog):
 
     engine = Engine(disk=disk_in(tmp_path), load_timeout_s=0.2)
     while not engine.tiers.disk_bytes:
-        engine.tiers._collect(0.01)
+        engine.tiers.collect(0.01)
     engine.tiers._peers = Silent()
     assert engine.serve([3] * 12) == 0
     assert engine.tiers.stats.failed == 1
@@ -512,7 +512,7 @@ def test_a_folder_that_is_gone_is_said_once(tmp_path, caplog):
     engine.close()
     engine = Engine(disk=disk_in(tmp_path))
     while not engine.tiers.disk_bytes:
-        engine.tiers._collect(0.01)
+        engine.tiers.collect(0.01)
     shutil.rmtree(tmp_path)
     assert engine.serve(FIRST[:12]) == engine.serve(OTHER[:12]) == 0
     assert engine.tiers.stats.failed >= 2
@@ -537,7 +537,7 @@ def test_a_full_disk_does_not_keep_an_engine_from_its_folder(tmp_path, caplog, m
     monkeypatch.setattr(Path, "write_text", full)
     engine = Engine(disk=disk_in(tmp_path))
     while not engine.tiers.disk_bytes:
-        engine.tiers._collect(0.01)
+        engine.tiers.collect(0.01)
     assert engine.serve(FIRST[:12]) == 8
     assert "O_DIRECT" not in caplog.text
     engine.close()

@@ -182,7 +182,7 @@ class Setup:
             self.fake._cuCtxSynchronize()
             worked = self.disk is not None and self.disk.work()
             self.pool.poll(0.0)
-            self.tiers._collect(0.0)
+            self.tiers.collect()
             busy = worked or self.tiers._loads or self.tiers._saves or (self.disk and self.disk.num_writing)
 
     def close(self):

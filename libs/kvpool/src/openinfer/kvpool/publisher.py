@@ -34,7 +34,6 @@ END = (-1).to_bytes(8, "big", signed=True)
 """The number of the message that ends a replay."""
 REPLAY_WAIT_MS = 2000
 """Milliseconds that a subscriber may read nothing of its replay. Other replays wait for it."""
-_HASH_MASK = (1 << 64) - 1
 _BOUND = (
     "tcp://*",
     "tcp://0.0.0.0",
@@ -231,7 +230,7 @@ def _open(socket: zmq.Socket[Any], endpoint: str) -> None:
 
 
 def _number(name: bytes) -> int:
-    return int.from_bytes(name, "big") & _HASH_MASK
+    return int.from_bytes(name[-8:], "big")
 
 
 def _kind(group: Group) -> dict[str, Any]:

@@ -86,11 +86,6 @@ class Loading:
             self.waiting.appendleft(piece)
         return piece is not None
 
-    def stop_reading(self) -> None:
-        """Look at the pieces whose records do not come."""
-        self.waiting += self.reading.values()
-        self.reading.clear()
-
     def time(self, now: float) -> LoadTime:
         """The time of a load that has ended."""
         counts = self.from_disk, self.from_peer, len(self.load.failed)
@@ -179,7 +174,7 @@ class Tiers:
     def save(self, group: int, names: Sequence[bytes], blocks: Sequence[int]) -> None:
         if self._mover is None:
             return
-        self._collect(0.0)
+        self.collect()
         saves, absent = [], self._host.absent(group, names)
         for name, block in itertools.compress(zip(names, blocks, strict=True), absent):
             slot = self._host.take(group, name)
@@ -214,7 +209,7 @@ class Tiers:
                 while disk.num_writing + len(self._saves) >= self._backlog(group):
                     if time.monotonic() >= until:
                         return
-                    self._collect(_TICK_S)
+                    self.collect(_TICK_S)
                 if not disk.has(group, name):
                     self.save(group, [name], [block])
 
@@ -228,9 +223,9 @@ class Tiers:
         if self._mover is None:
             return
         self._mover.synchronize()
-        self._collect(0.0)
+        self.collect()
         while self._saves and not self._mover.lost:  # until other ranks have made theirs
-            self._collect(_TICK_S)
+            self.collect(_TICK_S)
 
     def _backlog(self, group: int) -> int:
         """Records that may wait for the disk: half of a group's, and no more than BACKLOG_BYTES."""
@@ -245,17 +240,13 @@ class Tiers:
         if self._disk is not None:
             self._disk.clear()
 
-    def collect(self) -> None:
-        """Record copies, reads and writes that have ended, so that peers get what has come."""
-        self._collect(0.0)
-
     # -- loading --
 
     def holds(self, group: int, names: Sequence[bytes]) -> Sequence[bool]:
         """Which blocks are in host memory or on the disk, or have been promised by a peer."""
         if self._mover is None or not self._host.has_room:
             return [False] * len(names)
-        self._collect(0.0)
+        self.collect()
         there = self._host.has(group, names)
         sources = [s for s in (None if self._behind else self._disk, self._peers) if s is not None]
         if sources and not all(there):
@@ -281,7 +272,7 @@ class Tiers:
     def poll(self, wait_s: float | None) -> Sequence[Load]:
         until = None if wait_s is None else time.monotonic() + wait_s
         while self._loads:
-            self._collect(0.0)
+            self.collect()
             for loading in self._loads:
                 self._advance(loading)
             saving = self._saves[0].ticket.number if self._saves else sys.maxsize
@@ -294,7 +285,7 @@ class Tiers:
             left = _TICK_S if until is None else min(_TICK_S, until - time.monotonic())
             if left <= 0:
                 break
-            self._collect(left)
+            self.collect(left)
         return []
 
     def _advance(self, loading: Loading, most: int = PIECES) -> None:
@@ -304,8 +295,9 @@ class Tiers:
         late, waited, started = time.monotonic() > loading.deadline, not loading.done, 0
         leaving = (self.groups[slot.group].block_bytes for saves in self._saves for slot in saves.slots)
         room = LEAVING_BYTES - sum(leaving)
-        if late:
-            loading.stop_reading()
+        if late:  # look at the pieces whose records do not come
+            loading.waiting += loading.reading.values()
+            loading.reading.clear()
         for _ in range(len(loading.waiting)):
             if started == most or (loading.swaps and room <= 0):
                 break
@@ -362,8 +354,9 @@ class Tiers:
 
     # -- both --
 
-    def _collect(self, wait_s: float) -> None:
-        """Record copies, reads and writes that have ended. Waits up to wait_s seconds for a read or write."""
+    def collect(self, wait_s: float = 0.0) -> None:
+        """Record copies, reads and writes that have ended, so that peers get what has come. Waits up to wait_s seconds
+        for a read or write."""
         self._told.removed(self._host.evicted, "CPU")  # before the same blocks may come again
         while self._saves and self._mover is not None and self._mover.ended(self._saves[0].ticket):
             self._end(self._saves.popleft())
@@ -441,7 +434,7 @@ class Tiers:
                     time.sleep(_TICK_S)
         if self.sharing is not None:
             self.sharing.close()
-        self._collect(0.0)
+        self.collect()
         if self._disk is not None:
             self._disk.close()
         self._mover.close()
