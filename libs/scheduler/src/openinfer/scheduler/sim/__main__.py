@@ -1,14 +1,13 @@
 """python -m openinfer.scheduler.sim: compare policies on a workload."""
 
 import argparse
-import importlib
 import json
 import sys
 import time
 from collections.abc import Sequence
 
 from ..errors import SchedulerError
-from ..policies import POLICIES, make_policy
+from ..policies import POLICIES, imported, make_policy
 from ..pool import Pool
 from .cost import LinearCost
 from .pool import SimPool
@@ -78,8 +77,7 @@ def _workload(args: argparse.Namespace) -> list[Request]:
 def _pool(args: argparse.Namespace) -> Pool:
     if args.pool is None:
         return SimPool(args.num_blocks, args.block_size)
-    module, _, function = args.pool.partition(":")
-    pool: Pool = getattr(importlib.import_module(module), function)(args.num_blocks, args.block_size)
+    pool: Pool = imported(args.pool, "pool")(args.num_blocks, args.block_size)
     return pool
 
 

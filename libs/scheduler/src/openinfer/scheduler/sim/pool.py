@@ -4,8 +4,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-_NO_NAMES: tuple[int, ...] = ()
-
 
 class SimPool:
     """A Pool of `num_blocks` blocks of `block_size` tokens. Sequences share whole blocks by prefix. Unused blocks stay
@@ -64,7 +62,7 @@ class SimLease:
 
     def __init__(self, pool: SimPool, root: int) -> None:
         self.root = root
-        self.names: Sequence[int] = _NO_NAMES  # of the first blocks: known, and shared
+        self.names: Sequence[int] = ()  # of the first blocks: known, and shared
         self._pool = pool
 
     def load(self, leave: float = 0.0) -> bool:
@@ -119,4 +117,4 @@ class SimLease:
                 del pool.users[name]
                 pool.cached[name] = None
                 pool.num_free += 1
-        self.names, self.num_blocks, self.num_tokens = _NO_NAMES, 0, 0
+        self.names, self.num_blocks, self.num_tokens = (), 0, 0

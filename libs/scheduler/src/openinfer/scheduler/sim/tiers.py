@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .runner import SimRunner
+
 BACKLOG_BYTES = 1 << 30
 """Bytes that wait for the disk at most; blocks beyond are not written."""
-
-
-class _Clock(Protocol):
-    """Virtual time. SimRunner is one."""
-
-    now: float
 
 
 class _Group(Protocol):
@@ -63,7 +59,7 @@ class SimTiers:
         self.host_blocks = [int(host_bytes * group.num_blocks // whole) for group in groups]
         """Blocks of each group that host memory has room for."""
         self.stats = SimTierStats()
-        self.clock: _Clock | None = None
+        self.clock: SimRunner | None = None
         self._sizes = [group.block_bytes for group in groups]
         self._speeds, self._disk_bytes, self._disk_used = speeds, disk_bytes, 0
         self._host: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in groups]
