@@ -1,7 +1,7 @@
 """SamplingParams: what a request asks of the sampler, in plain values that JSON and msgpack can carry."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -67,34 +67,27 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        self._normalise("temperature", _number("temperature", self.temperature, 0.0, 2.0))
-        self._normalise("top_k", max(_integer("top_k", self.top_k, -1, _MAX_I32), 0))
-        self._normalise("top_p", _number("top_p", self.top_p, 0.0, 1.0, above=True))
-        self._normalise("min_p", _number("min_p", self.min_p, 0.0, 1.0))
-        for name in ("frequency_penalty", "presence_penalty"):
-            self._normalise(name, _number(name, getattr(self, name), -2.0, 2.0))
-        self._normalise(
-            "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        )
-        self._normalise("logit_bias", _biases("logit_bias", self.logit_bias))
-        self._normalise(
-            "allowed_token_ids",
-            _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
-        )
-        self._normalise("bad_words_token_ids", _words("bad_words_token_ids", self.bad_words_token_ids))
-        self._normalise("min_tokens", _integer("min_tokens", self.min_tokens, 0, _MAX_I32))
-        self._normalise(
-            "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        )
+        self._normalise("temperature", _number, 0.0, 2.0)
+        self._normalise("top_k", lambda name, given: max(_integer(name, given, -1, _MAX_I32), 0))
+        self._normalise("top_p", _number, 0.0, 1.0, above=True)
+        self._normalise("min_p", _number, 0.0, 1.0)
+        self._normalise("frequency_penalty", _number, -2.0, 2.0)
+        self._normalise("presence_penalty", _number, -2.0, 2.0)
+        self._normalise("repetition_penalty", _number, 0.01, 100.0)
+        self._normalise("logit_bias", _biases)
+        self._normalise("allowed_token_ids", _token_ids, MAX_ALLOWED_TOKEN_IDS)
+        self._normalise("bad_words_token_ids", _words)
+        self._normalise("min_tokens", _integer, 0, _MAX_I32)
+        self._normalise("stop_token_ids", _token_ids, MAX_STOP_TOKEN_IDS)
         if self.seed is not None:
-            self._normalise("seed", _integer("seed", self.seed, -(2**63), 2**63 - 1))
+            self._normalise("seed", _integer, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
-            self._normalise("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+            self._normalise("logprobs", _integer, 0, MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidParams("ignore_eos", self.ignore_eos, "true or false")
 
-    def _normalise(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+    def _normalise(self, name: str, check: Callable[..., object], *limits: float, **more: bool) -> None:
+        object.__setattr__(self, name, check(name, getattr(self, name), *limits, **more))
 
     @property
     def is_greedy(self) -> bool:
