@@ -146,7 +146,7 @@ class JsonRules:
         more = schema.get("additionalProperties", True)
         member, others = f'{_SPACE} ":" {_SPACE}', ""
         if more is not False:
-            keys = "|".join(_escaped(json.dumps(name, ensure_ascii=False)) for name in properties)
+            keys = "|".join(pattern_of(json.dumps(name, ensure_ascii=False)) for name in properties)
             key = self._lark.terminal(f'/"{_UNIT}*"/' + (f" & ~/(?:{keys})/" if keys else ""))
             others = self._lark.rule(f"{key} {member} {self.value(more, depth)}")
         # Rules from the last member to the first: behind another one, a comma comes before it.
@@ -177,5 +177,8 @@ class JsonRules:
         return f'"[" {_SPACE} {items if least else f"({items})?"} {_SPACE} "]"'
 
 
-def _escaped(text: str) -> str:
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
+def pattern_of(text: str) -> str:
+    """The expression of exactly this text."""
+    return "".join(
+        char if char.isalnum() else "\\n" if char == "\n" else f"\\x{{{ord(char):X}}}" for char in text
+    )

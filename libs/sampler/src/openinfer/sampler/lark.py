@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from openinfer.sampler.form import JSON_OPTIONS, Grammar
-from openinfer.sampler.json_rules import JsonRules, has_long_strings
+from openinfer.sampler.json_rules import JsonRules, has_long_strings, pattern_of
 from openinfer.sampler.schema import prepared
 
 START, MOST = 1 << 30, 1 << 29
@@ -82,17 +82,17 @@ class Lark:
             excluded = [text for text in (marker, never) if text and text != before + marker]
             return self._counted(before + marker, excluded, least, MOST if most is None else min(most, MOST))
         count = "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
-        end, bodies = f"{_pattern(before)}{_pattern(marker)}", []
+        end, bodies = f"{pattern_of(before)}{pattern_of(marker)}", []
         for expression in like:
             bodies.append(f"/(?:{expression}){end}/")
         if like and not any(marker[0] in expression for expression in like):
             # Expressions with a complement explode. This one is narrower: no text has the marker's first character.
-            bodies.append(f"/[^{_pattern(marker[0])}]{count}{end}/")
+            bodies.append(f"/[^{pattern_of(marker[0])}]{count}{end}/")
         else:
             bodies.append(f"/(?s:.{count}){end}/")
             # Exclude text that goes on behind a marker; without this, the text could run past the first marker.
             bodies += [
-                f"~/(?s:.*){_pattern(mark)}(?s:{'.+' if mark == marker else '.*'})/"
+                f"~/(?s:.*){pattern_of(mark)}(?s:{'.+' if mark == marker else '.*'})/"
                 for mark in (marker, never)
                 if mark
             ]
@@ -114,7 +114,7 @@ class Lark:
 
     def without(self, marker: str) -> str:
         """Any text that does not contain `marker`."""
-        return self._name("T", f"/(?s:.*)/ & ~/(?s:.*){_pattern(marker)}(?s:.*)/")
+        return self._name("T", f"/(?s:.*)/ & ~/(?s:.*){pattern_of(marker)}(?s:.*)/")
 
     def content(self, grammar: Grammar) -> str:
         """Another grammar, whole; there can be one."""
@@ -153,13 +153,13 @@ def _counting(prefix: str, end: str, excluded: list[str], least: int) -> list[st
         return f"and({fits}, or(ge(_, {least + size - ahead}), le(_, {START - ahead})))"
 
     big, heads = prefix.upper(), sorted({mark[0] for mark in marks})
-    others = f"[^{''.join(map(_pattern, heads))}]"
+    others = f"[^{''.join(map(pattern_of, heads))}]"
     rules = [f"{big}RUN: /{others}{{{RUN}}}/"]
     ways = [f"{big}RUN {names['']}::incr([{RUN.bit_length() - 1}:40]) %if le(_, {START - RUN})"]
     for which, head in enumerate(heads):
         for size in range(RUN):
             piece, add = f"{big}P{which}_{size}", f"{prefix}p{which}_"
-            rules.append(f"{piece}: /{f'{others}{{{size}}}' if size else ''}{_pattern(head)}/")
+            rules.append(f"{piece}: /{f'{others}{{{size}}}' if size else ''}{pattern_of(head)}/")
             ways.append(f"{piece} {add}{size + 1}::_ %if {room(head, size + 1)}")
             left = (size + 1) & size  # a parameter grows by powers of two
             onward = f"{add}{left}" if left else names[head]
@@ -182,13 +182,7 @@ def _counting(prefix: str, end: str, excluded: list[str], least: int) -> list[st
             elif found and not any(mark in found for mark in marks):
                 ways.append(f"{json.dumps(letter)} {names[found]}::incr(_) %if {room(found, 1)}")
         number = names[state].removeprefix(prefix)
-        rules.append(f"{big}O{number}: /[^{''.join(map(_pattern, taken))}]/")
+        rules.append(f"{big}O{number}: /[^{''.join(map(pattern_of, taken))}]/")
         ways.append(f"{big}O{number} {names['']}::incr(_) %if lt(_, {START})")
         rules.append(f"{names[state]}::_ : " + " | ".join(ways))
     return rules
-
-
-def _pattern(text: str) -> str:
-    return "".join(
-        char if char.isalnum() else "\\n" if char == "\n" else f"\\x{{{ord(char):X}}}" for char in text
-    )

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -111,14 +111,10 @@ def wishes(schema: Any, root: Any = None) -> Iterator[str]:
 
 def ascii_pattern(pattern: str) -> str:
     """The expression with the classes of digits, letters and spaces in ASCII. Raises InvalidGrammar for look-around."""
-    pieces, in_class = [], False
-    for piece in _PIECE.findall(pattern):
+    pieces = []
+    for piece, in_class in _classed(_PIECE.findall(pattern)):
         if not in_class and (_LOOK_AROUND.match(piece) or piece in (r"\b", r"\B")):
             raise InvalidGrammar(f"pattern {pattern!r} looks around with {piece!r}, which cannot be kept")
-        if piece[0] == "[" and not in_class:
-            in_class = True
-        elif piece == "]":
-            in_class = False
         if piece[0] == "\\" and piece[1:].lower() in _CLASSES:
             members = _CLASSES[piece[1].lower()]
             piece = f"[^{members}]" if piece[1].isupper() else members if in_class else f"[{members}]"
@@ -129,13 +125,9 @@ def ascii_pattern(pattern: str) -> str:
 def whole_pattern(pattern: str) -> str:
     """An expression for all of a text in which the pattern is found. Raises InvalidGrammar where it cannot be told."""
     options: list[list[str]] = [[]]
-    depth, in_class = 0, False
-    for piece in _PIECE.findall(ascii_pattern(pattern)):
-        if piece[0] == "[" and not in_class:
-            in_class = True
-        elif piece == "]":
-            in_class = False
-        elif not in_class and piece[0] in "()":
+    depth = 0
+    for piece, in_class in _classed(_PIECE.findall(ascii_pattern(pattern))):
+        if not in_class and piece[0] in "()":
             depth += 1 if piece[0] == "(" else -1
         if piece == "|" and not in_class and depth == 0:
             options.append([])
@@ -144,12 +136,18 @@ def whole_pattern(pattern: str) -> str:
     return "|".join(_whole(option, pattern) for option in options)
 
 
+def _classed(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """The pieces of an expression, and whether each is within a class of characters."""
+    in_class = False
+    for piece in pieces:
+        in_class = (in_class or piece[0] == "[") and piece != "]"
+        yield piece, in_class
+
+
 def _whole(pieces: list[str], pattern: str) -> str:
     begins, ends = pieces[:1] == ["^"], pieces[-1:] == ["$"]
     body = pieces[begins : len(pieces) - ends]
-    in_class = False
-    for piece in body:
-        in_class = (in_class or piece[0] == "[") and piece != "]"
+    for piece, in_class in _classed(body):
         if not in_class and piece in ("^", "$"):
             raise InvalidGrammar(
                 f"pattern {pattern!r} has {piece!r} within, which cannot be kept in this model's calls"

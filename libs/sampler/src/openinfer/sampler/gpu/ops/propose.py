@@ -187,13 +187,8 @@ def _widen_reference(a: _WidenArgs[Array]) -> None:
 
 def _widen_launches(target: Target, a: _WidenArgs[Tensor]) -> Iterator[Command]:
     rows, vocabulary = a.out.shape
-    yield launch(
-        "openinfer.sampler.gpu.device.propose",
-        "widen",
-        (rows, -(-vocabulary // BLOCK)),
-        {**tensors(a), "vocabulary": vocabulary, "width": a.logits.shape[1]},
-        {"BLOCK": BLOCK},
-    )
+    sizes = {"vocabulary": vocabulary, "width": a.logits.shape[1]}
+    yield launch(_MODULE, "widen", (rows, -(-vocabulary // BLOCK)), {**tensors(a), **sizes}, {"BLOCK": BLOCK})
 
 
 def _widen_cost(workload: Workload, a: _WidenArgs[Tensor]) -> Cost:
