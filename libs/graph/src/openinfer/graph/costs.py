@@ -1,5 +1,6 @@
 """StepCosts: how long a step of a shape takes, as predicted and as it took."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from openinfer.graph.buckets import Buckets, Shape
@@ -39,7 +40,9 @@ class StepCosts:
 
     buckets: Buckets
     pace: StepPace
-    _seen: dict[Shape, tuple[_Seen, _Seen]] = field(default_factory=dict)  # uneven steps, even ones
+    _seen: defaultdict[Shape, tuple[_Seen, _Seen]] = field(  # uneven steps, even ones
+        default_factory=lambda: defaultdict(lambda: (_Seen(), _Seen()))
+    )
     _shapes: dict[tuple[int, int, tuple[int, int]], Shape] = field(default_factory=dict)  # see decode
     _ratio: float = 1.0  # of all shapes
     _predicted: dict[Shape, tuple[int, float]] = field(default_factory=dict)  # cached tokens, and seconds
@@ -52,11 +55,11 @@ class StepCosts:
     def sure(self, rows: int) -> bool:
         """Whether even plain steps of this many decode rows have shown what they cost."""
         shape = self._shape(rows, 0, (0, 0))
-        return self._prediction(shape) is not None or self._of(shape)[True].steps >= TRIED
+        return self._prediction(shape) is not None or self._seen[shape][True].steps >= TRIED
 
     def seconds(self, shape: Shape) -> float | None:
         """Seconds of a step of a shape with the present cached tokens; None: not known yet."""
-        uneven, even = self._of(shape)
+        uneven, even = self._seen[shape]
         seen = even if even.steps >= TRIED or uneven.steps < TRIED else uneven
         predicted = self._prediction(shape)
         if predicted is None:
@@ -65,7 +68,7 @@ class StepCosts:
 
     def took(self, shape: Shape, seconds: float, even: bool = True, steps: int = 1) -> None:
         """A step of a shape took so long by the host's clock, after the step before. steps: this is their mean."""
-        prediction, seen = self._prediction(shape), self._of(shape)[even]
+        prediction, seen = self._prediction(shape), self._seen[shape][even]
         if prediction is not None and shape.longest == 1 and not even:
             return  # a plain step that seems long makes drafts seem to pay, and the prediction is nearer
         value = seconds / (1.0 if prediction is None else prediction)
@@ -78,12 +81,6 @@ class StepCosts:
                 self._ratio = _moved(self._ratio, value, recent)
             seen.average = _moved(average, value, max(recent, steps / (seen.steps + steps - 1)))
         seen.steps += steps
-
-    def _of(self, shape: Shape) -> tuple[_Seen, _Seen]:
-        found = self._seen.get(shape)
-        if found is None:
-            found = self._seen[shape] = _Seen(), _Seen()
-        return found
 
     def _shape(self, rows: int, drafts: int, chunks: tuple[int, int]) -> Shape:
         asked = rows, drafts, chunks

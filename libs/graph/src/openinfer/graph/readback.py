@@ -1,6 +1,5 @@
 """Readback: results of steps on their way to the host, without the host waiting for them."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ class _Pending(NamedTuple):
     """Results in flight: their buffer, the place of each in it, and the marks before and after their step."""
 
     buffer: PinnedBuffer
-    places: list[tuple[int, tuple[int, ...], np.dtype[Any]]]
+    places: list[tuple[slice, tuple[int, ...], np.dtype[Any]]]
     begun: Event | None
     done: Event
 
@@ -73,7 +72,7 @@ class Readback:
                 raise RingFull(f"results of more than {self._nbytes} bytes do not fit a buffer of the ring")
             if number or not self.rooms:
                 stream.copy_async(buffer.ptr + end, tensor.ptr, tensor.nbytes, "d2h")
-            places.append((end, tensor.shape, tensor.dtype))
+            places.append((slice(end, end + tensor.nbytes), tensor.shape, tensor.dtype))
             end += -(-tensor.nbytes // 64) * 64
         self._pending.append(_Pending(buffer, places, self._begun, self._mark(stream)))
         self._begun = None
@@ -90,7 +89,7 @@ class Readback:
         self.waits += 1
         self.seconds = done.elapsed_s(begun) if begun is not None else None
         self._pending.pop(0)
-        return [_read(buffer.array, start, shape, dtype) for start, shape, dtype in places]
+        return [buffer.array[part].view(dtype).reshape(shape).copy() for part, shape, dtype in places]
 
     def _mark(self, stream: Stream) -> Event:
         event = self._marks[self._next_mark]
@@ -107,10 +106,3 @@ class Readback:
             buffer.close()
         self._ring, self._marks, self.rooms = [], [], []
         self._pending = []
-
-
-def _read(
-    array: np.ndarray[Any, Any], start: int, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> np.ndarray[Any, Any]:
-    nbytes = math.prod(shape) * dtype.itemsize
-    return array[start : start + nbytes].view(dtype).reshape(shape).copy()
