@@ -9,6 +9,7 @@ from openinfer.tensor.device import Closing, Device
 from openinfer.tensor.errors import ClosedError, DeviceError, ShapeError, TensorError
 
 CopyKind = Literal["h2d", "d2h", "d2d"]
+_COPIES = {"h2d": "cuMemcpyHtoDAsync", "d2h": "cuMemcpyDtoHAsync", "d2d": "cuMemcpyDtoDAsync"}
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -59,19 +60,14 @@ class Stream(Closing):
         Host memory must not change until the copy is done. It should be page-locked, because from pageable
         memory the driver copies twice and may block.
         """
-        if kind not in ("h2d", "d2h", "d2d"):
+        if kind not in _COPIES:
             raise DeviceError(f'unknown copy kind {kind!r}; use "h2d", "d2h" or "d2d"')
         if nbytes < 0:
             raise ShapeError(f"cannot copy {nbytes} bytes")
         handle = self.handle
         if self.device.kind == "cuda":
-            cu = cuda.driver()
-            if kind == "h2d":
-                cuda.check(cu.cuMemcpyHtoDAsync(dst_ptr, src_ptr, nbytes, handle), "cuMemcpyHtoDAsync")
-            elif kind == "d2h":
-                cuda.check(cu.cuMemcpyDtoHAsync(dst_ptr, src_ptr, nbytes, handle), "cuMemcpyDtoHAsync")
-            else:
-                cuda.check(cu.cuMemcpyDtoDAsync(dst_ptr, src_ptr, nbytes, handle), "cuMemcpyDtoDAsync")
+            call = _COPIES[kind]
+            cuda.check(getattr(cuda.driver(), call)(dst_ptr, src_ptr, nbytes, handle), call)
         elif self.device.kind == "cpu":
             ctypes.memmove(dst_ptr, src_ptr, nbytes)
 
