@@ -16,11 +16,6 @@ from .errors import InvalidTokens
 _ADAPTER = b"\0adapter\0"
 
 
-def root_hash(block_size: int, salt: bytes = b"") -> bytes:
-    """The parent of a first block (32 bytes)."""
-    return hashlib.sha256(b"openinfer.kvpool/1:" + struct.pack("<Q", block_size) + salt).digest()
-
-
 class Chain:
     """The names of a sequence's blocks of `block_size` tokens, made only up to the last one that was asked for.
 
@@ -31,7 +26,8 @@ class Chain:
         self, block_size: int, salt: bytes = b"", names: list[bytes] | None = None, *, enabled: bool = True
     ) -> None:
         self.names = [] if names is None else names
-        self.root = root_hash(block_size, salt) if enabled else b""
+        seed = b"openinfer.kvpool/1:" + struct.pack("<Q", block_size) + salt
+        self.root = hashlib.sha256(seed).digest() if enabled else b""  # the parent of a first block
         self.enabled, self.salt = enabled, salt
         self._block_size = block_size
 

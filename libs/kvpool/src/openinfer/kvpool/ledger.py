@@ -250,15 +250,11 @@ class Ledger:
 
     def problems(self, uses: Iterable[int]) -> Iterator[str]:
         """Every contradiction in the books, in words. `uses`: each block, once for each user."""
-        users = Counter(uses)
-        cached = []
+        users, states = Counter(uses), [self.state(block) for block in range(self.group.num_blocks)]
         for block, name in enumerate(self._name):
-            state = self.state(block)
-            if state is BlockState.CACHED and name is not None:
-                cached.append(name)
             for complaint in self._block_problems(block, name, users[block]):
-                yield f"group {self.group.name!r}, block {block} ({state.name}): {complaint}"
-        states = [self.state(block) for block in range(self.group.num_blocks)]
+                yield f"group {self.group.name!r}, block {block} ({states[block].name}): {complaint}"
+        cached = [n for n, state in zip(self._name, states, strict=True) if n and state is BlockState.CACHED]
         free = [block for block, state in enumerate(states) if state is BlockState.FREE]
         if sorted(self._free) != free:
             yield f"group {self.group.name!r}: listed as FREE {sorted(self._free)}, by state {free}"

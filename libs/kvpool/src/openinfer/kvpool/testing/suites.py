@@ -15,11 +15,13 @@ PAGES = (Group("pages", 2, 14),)
 MIXED = (Group("fine", 2, 20), Group("coarse", 4, 9))
 
 
-class PoolSuite:
-    """Rules for a pool: override make_pool. A pool that passes can serve openinfer.scheduler.StepLoop."""
-
+class _Suite:
     num_operations = 400
     """Operations of each random history."""
+
+
+class PoolSuite(_Suite):
+    """Rules for a pool: override make_pool. A pool that passes can serve openinfer.scheduler.StepLoop."""
 
     def make_pool(self, groups: Sequence[Group]) -> Any:
         """A fresh pool with a prefix cache, of these groups (pages without windows)."""
@@ -102,11 +104,8 @@ class PoolSuite:
                 must_hold(history.num_hits > 0, "no prefix was ever found")
 
 
-class LoadingSuite:
+class LoadingSuite(_Suite):
     """Rules for a pool that loads: override make_pool."""
-
-    num_operations = 400
-    """Operations of each random history."""
 
     def make_pool(self, groups: Sequence[Group], loader: FakeLoader) -> Any:
         """A fresh pool with a prefix cache, of these groups, that loads from `loader`."""
@@ -181,11 +180,8 @@ class LoadingSuite:
             must_hold(len(seen) == 3 and min(seen.values()) > 0, f"too little was loaded: {seen}")
 
 
-class EvictionSuite:
+class EvictionSuite(_Suite):
     """Rules for an eviction policy: override make_policy."""
-
-    num_operations = 400
-    """Operations of each random history."""
 
     def make_policy(self, group: Group) -> Eviction:
         """A fresh policy for a group."""
