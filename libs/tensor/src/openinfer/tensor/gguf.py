@@ -267,33 +267,26 @@ class GgufFile:
             data = self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         header = _Header(path, data)
         if data[:4] != b"GGUF":
-            raise CheckpointError(path, None, f"begins with {data[:4]!r}; a GGUF file begins with b'GGUF'")
+            raise header.wrong(None, f"begins with {data[:4]!r}; a GGUF file begins with b'GGUF'")
         header.skip(4, "the magic")
         version, tensors, pairs = (header.number(code, "the header") for code in "IQQ")
         if version not in (2, 3):
-            raise CheckpointError(path, None, f"is GGUF version {version}; 2 and 3 (little-endian) are read")
+            raise header.wrong(None, f"is GGUF version {version}; 2 and 3 (little-endian) are read")
         if pairs > MAX_PAIRS or tensors > MAX_TENSORS:
-            raise CheckpointError(
-                path,
-                None,
-                f"claims {pairs} pairs and {tensors} tensors; at most {MAX_PAIRS} and {MAX_TENSORS} are read",
-            )
+            most = f"at most {MAX_PAIRS} and {MAX_TENSORS} are read"
+            raise header.wrong(None, f"claims {pairs} pairs and {tensors} tensors; {most}")
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = header.string("a key")
             if key in metadata or not key:
-                raise CheckpointError(
-                    path, None, f"has the key {key!r} twice" if key else "has a key without a name"
-                )
+                raise header.wrong(None, f"has the key {key!r} twice" if key else "has a key without a name")
             metadata[key] = header.value(header.number("I", key), key)
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 16 or alignment % 8:
-            raise CheckpointError(
-                path, None, f"general.alignment is {alignment!r}; it must be a multiple of 8"
-            )
+            raise header.wrong(None, f"general.alignment is {alignment!r}; it must be a multiple of 8")
         found = [self._tensor(header) for _ in range(tensors)]
         start = -(-header.at // alignment) * alignment
-        self._place(path, found, start, alignment, len(data))
+        self._place(header, found, start, alignment, len(data))
         return metadata
 
     def _tensor(self, header: _Header) -> GgufTensor:
@@ -317,20 +310,19 @@ class GgufFile:
         found = self.tensors[name] = GgufTensor(name, TYPES[kind], shape, header.path, offset)
         return found
 
-    def _place(self, path: Path, found: Sequence[GgufTensor], start: int, alignment: int, size: int) -> None:
+    def _place(
+        self, header: _Header, found: Sequence[GgufTensor], start: int, alignment: int, size: int
+    ) -> None:
         """Check where the tensors lie, and let offsets count from the file's start."""
         end, before = start, "the header"
         for one in sorted(found, key=lambda tensor: tensor.offset):
             begin = start + one.offset
             if one.offset % alignment or begin < end:
-                raise CheckpointError(
-                    path,
-                    one.name,
-                    f"begins at byte {begin}; {before} ends at {end}, and the alignment is {alignment}",
-                )
+                why = f"begins at byte {begin}; {before} ends at {end}, and the alignment is {alignment}"
+                raise header.wrong(one.name, why)
             end, before = begin + one.nbytes, one.name
             if end > size:
-                raise CheckpointError(path, one.name, f"ends at byte {end}; the file has {size}")
+                raise header.wrong(one.name, f"ends at byte {end}; the file has {size}")
             self.tensors[one.name] = one._replace(offset=begin)
 
 

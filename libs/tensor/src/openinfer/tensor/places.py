@@ -37,14 +37,11 @@ class Conversion(NamedTuple):
         """Bytes of the checkpoint that are read."""
         return sum(TensorPart.of(checkpoint.info(name), part).nbytes for name, part in self.parts())
 
-    def arrays(self, checkpoint: Checkpoint) -> list[np.ndarray[Any, Any]]:
-        """The arguments of `convert`."""
-        return [checkpoint.part(name, part) for name, part in self.parts()]
-
     def converted(self, checkpoint: Checkpoint) -> np.ndarray[Any, Any]:
         """The values of `dst`. Any thread may call it. Raises CheckpointError where `convert` raises ValueError."""
         try:
-            return np.ascontiguousarray(self.convert(*self.arrays(checkpoint)), self.dst.dtype)
+            arrays = [checkpoint.part(name, part) for name, part in self.parts()]
+            return np.ascontiguousarray(self.convert(*arrays), self.dst.dtype)
         except ValueError as e:
             raise CheckpointError(checkpoint.directory, self.names[0], str(e)) from e
 
