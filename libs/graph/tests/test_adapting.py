@@ -135,6 +135,6 @@ def test_random_schedules(seed: int) -> None:
 
 
 def test_places_are_numbered_from_one() -> None:
-    places: AdapterSlots[str] = AdapterSlots(2)
+    places = AdapterSlots(2)
     assert [places.take(key) for key in "aba"] == [(1, True), (2, True), (1, False)]
     assert places.take("c") is None

@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +13,8 @@ from openinfer.tensor import Stream
 
 Array = np.ndarray[Any, Any]
 
-K = TypeVar("K", bound=Hashable)
 
-
-class AdapterSlots(Generic[K]):
+class AdapterSlots:
     """Which of `count` places, numbered from 1, has which key. Pure logic.
 
     A key that gets a place evicts the least recently used key that is not pinned. If all are pinned, it claims the
@@ -24,13 +22,13 @@ class AdapterSlots(Generic[K]):
     """
 
     def __init__(self, count: int) -> None:
-        self._keys: dict[K, int] = {}
+        self._keys: dict[Hashable, int] = {}
         self._pins = dict.fromkeys(range(1, count + 1), 0)
         self._used = dict.fromkeys(self._pins, 0)
         self._now = 0
-        self._claims: dict[int, K] = {}
+        self._claims: dict[int, Hashable] = {}
 
-    def take(self, key: K) -> tuple[int, bool] | None:
+    def take(self, key: Hashable) -> tuple[int, bool] | None:
         """Pin the key's place: (place, whether its content must be brought). None: the key has to wait."""
         place = self._keys.get(key)
         if place is not None:
@@ -72,7 +70,7 @@ class AdapterQueue:
         self, adapters: Adapters, stream: Stream, tell: Callable[[int, Array], None] | None = None
     ) -> None:
         self._adapters, self._stream, self._tell = adapters, stream, tell
-        self._places: AdapterSlots[Adapter] = AdapterSlots(adapters.sizes.places)
+        self._places = AdapterSlots(adapters.sizes.places)
         self._waiting: deque[Seq[Sampling]] = deque()
         self._changed = False
         self.running: Counter[str] = Counter()
