@@ -31,16 +31,16 @@ class SteadyDrafts:
     cost: Callable[[int, int], float]
     seed: int = 0
     rest_until: int = 0
-    _worth: Worth = field(init=False)
+    worth: Worth = field(init=False)
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        self._random, self._worth = random.Random(self.seed), Worth(self.levels)
+        self._random, self.worth = random.Random(self.seed), Worth(self.levels)
 
     def num_drafts(self, view: View) -> Mapping[Seq[Record], int]:
         """See Speculation. One token of a step is left for prompts."""
         rows, wanted = len(view.decoding), {}
-        most = self._worth.choose([self.levels[-1]] * rows, rows, partial(self.cost, rows))
+        most = self.worth.choose([self.levels[-1]] * rows, rows, partial(self.cost, rows))
         room = self.max_tokens - 1 - rows
         for seq in view.decoding:
             count = min(most, room)
@@ -55,16 +55,8 @@ class SteadyDrafts:
         chance, found = self._random.random, 0
         while found < drafts and chance() < self.acceptance:
             found += 1
-        self._worth.saw({(drafts, found): 1})
+        self.worth.saw({(drafts, found): 1})
         return found
-
-    def joined(self, part: float) -> None:
-        """This part of a step's rows is new."""
-        self._worth.joined(part)
-
-    def spent(self, rows: int, accepted: int, seconds: float) -> None:
-        """A step of decode rows with drafts took so long."""
-        self._worth.spent(rows, accepted, seconds, self.cost(rows, 0))
 
 
 class SimRunner:
@@ -109,10 +101,11 @@ class SimRunner:
                 finished.append((seq.slot, FinishReason.LENGTH if at_limit else FinishReason.STOP))
                 del self._last[seq]
         seconds = self._cost(work)
-        if self._drafts is not None and step.joined:
-            self._drafts.joined(len(step.joined) / len(step.rows))
-        if self._drafts is not None and work.decode_rows and not work.prefill_tokens:
-            self._drafts.spent(work.decode_rows, accepted, seconds)
+        drafts, rows = self._drafts, work.decode_rows
+        if drafts is not None and step.joined:
+            drafts.worth.joined(len(step.joined) / len(step.rows))
+        if drafts is not None and rows and not work.prefill_tokens:
+            drafts.worth.spent(rows, accepted, seconds, drafts.cost(rows, 0))
         self.busy_s += seconds
         self._free_at = max(self._free_at, self.now) + seconds
         self._running.append(
