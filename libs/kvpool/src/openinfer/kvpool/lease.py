@@ -52,7 +52,7 @@ class Lease:
         self._has_sources = False  # until the first commit that goes further
         self._released = False
         if index.enabled and len(tokens) > 1:
-            self._attach(*index.find(tokens, chain))
+            self._attach(*index.match(tokens, chain, len(tokens) - 1))
 
     def _attach(self, num_cached: int, tables: Sequence[list[int]], sources: Sequence[int]) -> None:
         self.num_cached = self._num_committed = num_cached
@@ -92,7 +92,7 @@ class Lease:
             return
         old, self._parts = self._parts, self._index.parts(self._priority)
         before = self.num_cached
-        self._attach(*self._index.find(self._tokens, self._chain))
+        self._attach(*self._index.match(self._tokens, self._chain, len(self._tokens) - 1))
         self._stats.loaded_tokens += max(0, self.num_cached - before)
         for part in old:
             part.release()

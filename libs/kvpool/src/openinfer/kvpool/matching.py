@@ -23,10 +23,6 @@ class Index:
         self.ledgers, self.enabled = ledgers, enabled
         self.unit, self.step = math.gcd(*sizes), math.lcm(*sizes)
 
-    def find(self, tokens: Sequence[int], chain: Chain) -> tuple[int, list[list[int]], list[int]]:
-        """match() for the longest prefix that leaves a token to compute."""
-        return self.match(tokens, chain, len(tokens) - 1)
-
     def parts(self, priority: int) -> list[Pages | Snapshots]:
         """The empty parts of a new lease, by group."""
         return [
