@@ -21,28 +21,22 @@ class SimPool:
     def acquire(
         self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
     ) -> "SimLease":
-        lease = SimLease(self, hash(salt))
-        lease.names = self._match(lease, tokens)
-        for name in lease.names:
-            if name in self.users:
-                self.users[name] += 1
-            else:
-                del self.cached[name]
-                self.users[name] = 1
-                self.num_free -= 1
-        lease.num_blocks = len(lease.names)
-        lease.num_cached = lease.num_tokens = len(lease.names) * self.block_size
-        return lease
-
-    def _match(self, lease: "SimLease", tokens: Sequence[int]) -> list[int]:
-        names = []
+        lease, names = SimLease(self, hash(salt)), list[int]()
         name = lease.root
         for start in range(0, len(tokens) - self.block_size, self.block_size):
             name = hash((name, *tokens[start : start + self.block_size]))
-            if name not in self.users and name not in self.cached:
+            if name in self.users:
+                self.users[name] += 1
+            elif name in self.cached:
+                del self.cached[name]
+                self.users[name] = 1
+                self.num_free -= 1
+            else:
                 break
             names.append(name)
-        return names
+        lease.names, lease.num_blocks = names, len(names)
+        lease.num_cached = lease.num_tokens = len(names) * self.block_size
+        return lease
 
     def poll(self, wait_s: float | None = 0.0) -> "Sequence[SimLease]":
         """This pool loads nothing."""
