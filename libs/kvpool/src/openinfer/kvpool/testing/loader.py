@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from ..group import Group
@@ -67,9 +68,7 @@ class FakeLoader:
                 if self._random.random() < self._failures:
                     load.failed.add(piece)
                     content = dict.fromkeys(content, "nonsense") if isinstance(content, dict) else "nonsense"
-                self.memory[piece.group][piece.block] = (
-                    dict(content) if isinstance(content, dict) else content
-                )
+                self.memory[piece.group][piece.block] = copy(content)
             self.num_failed += len(load.failed)
             self.num_come += len(load.pieces) - len(load.failed)
         return ended

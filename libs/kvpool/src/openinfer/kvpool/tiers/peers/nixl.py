@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ...errors import InvalidConfig
@@ -103,10 +104,8 @@ class Nixl(Transport):
 
     def _part(self, name: str) -> None:
         if self._known.pop(name, None) is not None:
-            try:
+            with suppress(*self._errors):  # it is gone already
                 self._agent.remove_remote_agent(name)
-            except self._errors:
-                pass  # it is gone already
 
     def _read(self, name: str, wanted: Sequence[Run], timeout_s: float) -> None:
         agent, until = self._agent, time.monotonic() + timeout_s
