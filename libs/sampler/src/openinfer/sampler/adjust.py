@@ -58,6 +58,13 @@ def adjusted(
     return changed
 
 
+def mask_of(ids: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
+    """A mask with a bit a token, lowest first, that is set for these ids: i32[(V + 31) // 32]."""
+    bits = np.zeros(-(-vocabulary // 32) * 32, np.bool_)
+    bits[np.array(ids, np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
 def banned_tokens(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
     """The ids that would complete one of the words."""
     return [

@@ -9,6 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer.sampler.adjust import mask_of
 from openinfer.sampler.errors import GrammarFailed, InvalidGrammar
 from openinfer.sampler.form import Grammar
 from openinfer.sampler.grammar import Compilation, Compiler, Matcher
@@ -36,11 +37,7 @@ class Constraint:
         self._vocabulary = vocabulary
         self._tokens: list[int] = []  # drawn, and not yet matched
         self.slow = False  # the last mask was
-        self._allowed: NDArray[np.int32] | None = None
-        if allowed_ids:
-            bits = np.zeros(-(-vocabulary // 32) * 32, np.bool_)
-            bits[np.array(allowed_ids)] = True
-            self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
+        self._allowed = mask_of(allowed_ids, vocabulary) if allowed_ids else None
 
     def accept(self, token: int) -> None:
         """Advance by a token that was drawn under the mask. Takes no time: the token is matched with the next mask."""

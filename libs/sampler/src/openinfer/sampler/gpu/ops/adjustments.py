@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 
 from openinfer.kernels.authoring import T
-from openinfer.sampler.adjust import penalise
+from openinfer.sampler.adjust import mask_of, penalise
 from openinfer.sampler.gpu.ops import Adjustment, Array
 from openinfer.sampler.gpu.ops.step import ChoiceArgs
 from openinfer.sampler.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
@@ -78,7 +78,7 @@ def adjustment_values(
     values: dict[str, float | Array] = {"prompt_lens": len(prompt)}
     if params.allowed_token_ids:
         flags |= Adjustment.ALLOWED
-        values["allowed_masks"] = _mask(params.allowed_token_ids, vocabulary)
+        values["allowed_masks"] = mask_of(params.allowed_token_ids, vocabulary)
     if params.bad_words_token_ids:
         flags |= Adjustment.BAD_WORDS
         words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH), -1, np.int32)
@@ -102,18 +102,12 @@ def adjustment_values(
         values["penalties"] = np.array(
             [params.repetition_penalty, params.frequency_penalty, params.presence_penalty], np.float32
         )
-        values["prompt_masks"] = _mask(prompt, vocabulary)
+        values["prompt_masks"] = mask_of(prompt, vocabulary)
         if output:
             counts = np.bincount(np.array(output), minlength=2 * count_words(vocabulary))
             values["output_counts"] = np.minimum(counts, 0xFFFF).astype(np.uint16).view(np.int32)
     values["adjusts"] = int(flags)
     return values
-
-
-def _mask(ids: Sequence[int], vocabulary: int) -> Array:
-    bits = np.zeros(32 * mask_words(vocabulary), np.bool_)
-    bits[np.array(ids, np.int64)] = True
-    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def adjust_row(row: Array, flags: Adjustment, position: int, a: AdjustArgs[Array], slot: int) -> None:
