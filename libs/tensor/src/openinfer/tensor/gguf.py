@@ -231,10 +231,8 @@ class GgufFile:
 
         Raises CheckpointError for scales that are not finite.
         """
-        width = tensor.row_bytes
-        raw = np.frombuffer(self._maps[tensor.file], np.uint8, tensor.nbytes, tensor.offset).reshape(
-            -1, width
-        )[rows]
+        whole = np.frombuffer(self._maps[tensor.file], np.uint8, tensor.nbytes, tensor.offset)
+        raw = whole.reshape(-1, tensor.row_bytes)[rows]
         kind = tensor.type
         if kind.values is None:
             return np.ascontiguousarray(raw).view(kind.dtype)
@@ -252,11 +250,8 @@ class GgufFile:
         match = _SPLIT.search(self.path.name)
         if match is None:
             return [self.path]
-        count = int(match[2])
-        names = [
-            f"{self.path.name[: match.start()]}-{part:05}-of-{match[2]}.gguf" for part in range(1, count + 1)
-        ]
-        return [self.path.with_name(name) for name in names]
+        stem, parts = self.path.name[: match.start()], range(1, int(match[2]) + 1)
+        return [self.path.with_name(f"{stem}-{part:05}-of-{match[2]}.gguf") for part in parts]
 
     def _read(self, path: Path) -> dict[str, Any]:
         if not path.is_file():  # a FIFO would be waited for
