@@ -222,7 +222,8 @@ class Runner:
         results = [b.result[:n]]
         if launched.wants_logprobs:
             results += [b.top_ids[:n], b.top_values[:n]]
-        for offset in range(0, sum(share.size for share in launched.shares), b.logits.shape[0]):
+        scored = sum(share.size for share in launched.shares)
+        for offset in range(0, scored, b.logits.shape[0]):
             self.replay(("score", offset))  # before layers that draft, which overwrite the hidden states
         drafts_later = self.drafting.layers
         if drafts_later and launched.constrained:  # the next step's masks follow these drafts
@@ -230,7 +231,6 @@ class Runner:
             results.append(self.model.batch.rows["drafts"])
             drafts_later = False
         if launched.shares:
-            scored = sum(share.size for share in launched.shares)
             scores = (b.score_logprobs, b.score_ranks, b.score_top_ids, b.score_top_values)
             results += [tensor[:scored] for tensor in scores]
         if self.readback.rooms:
