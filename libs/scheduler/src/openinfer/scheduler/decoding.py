@@ -124,7 +124,4 @@ class DecodeRows(Generic[Owner]):
         seq.crossing = 0
         if room < seq.max_len - 1:
             seq.crossing = step = seq.entered + room - seq.base + 1
-            if step in self.calendar:
-                self.calendar[step].append(seq)
-            else:
-                self.calendar[step] = [seq]
+            self.calendar.setdefault(step, []).append(seq)
