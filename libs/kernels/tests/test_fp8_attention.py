@@ -208,10 +208,10 @@ def test_kernels_compile_and_fit(cubins, step, arch, sms):
     assert names == {"attend_new", "attend_short", "attend_split", "qk_norm_rope_write"} | prompts
 
 
-def over_widened_pages(call, tile, matrix, page_rows, num_sms, short, own):
+def over_widened_pages(call, tile, page_rows, num_sms, short, own):
     """The launch for Hopper, as one of the kernel that the interpreter has."""
     args = {name: value for name, value in call.args.items() if name != "kv_scales"} | own
-    args |= {"kv": matrix.tensor, "page_stride": Aligned(page_rows * call.dim)}
+    args |= {"kv": own["kv"].tensor, "page_stride": Aligned(page_rows * call.dim)}
     args |= {"rows": call.rows, "tokens": call.tokens, "short": short}
     constants = {**call.constants(Tile(64, 32, 4, 2)), "kv_scales": None, "done": None, "PAIRS": False}
     tiles = call.tokens // (64 // call.group) + call.rows + 1
@@ -221,7 +221,7 @@ def over_widened_pages(call, tile, matrix, page_rows, num_sms, short, own):
 @pytest.mark.parametrize(("page_size", "blocks"), [*half([16, 128], [100, 2])])
 def test_prompts_read_pages_that_were_widened(interpreted, reference, step, monkeypatch, page_size, blocks):
     """With room for all rows, and for the first of three."""
-    monkeypatch.setattr(attention, "hopper_tile", lambda *_: HopperTile(64, 2, False, True))
+    monkeypatch.setattr(attention, "hopper_tile", lambda *_: HopperTile(64))
     monkeypatch.setattr(long_attention, "_by_hopper", over_widened_pages)
     monkeypatch.setattr(long_attention, "MOST_BYTES", blocks * 128 * 2 * 2 * 64 * 2)
     lengths, before = [1, 40, 0, 1, 33, 1, 9], [100, 130, 7, 64, 0, 3, 130]

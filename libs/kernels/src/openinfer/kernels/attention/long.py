@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
 from openinfer.kernels.attention.tiles import HopperTile, Tile
@@ -42,7 +40,7 @@ def hopper_tile(target: Target, call: AttentionCall) -> HopperTile | None:
         or call.group > HopperTile.bm
     ):
         return None
-    return HopperTile(128 if call.dim <= 128 else 64, 2, in_turn=False, resident=True)
+    return HopperTile(128 if call.dim <= 128 else 64)
 
 
 def _is_matrix(target: Target, call: AttentionCall) -> bool:
@@ -71,22 +69,9 @@ def long_rows(call: AttentionCall, choice: AttentionChoice, *, short: int) -> li
         return [_anywhere(call, tile, choice, short, None)]
     if not call.form.scaled:
         page_rows = call.kv.strides[0] // call.dim
-        return [_by_hopper(call, tile, rows_of_cache(call, tile.bn), page_rows, choice.num_sms, short, {})]
-    made = widened(
-        call.args, call.kv, call.table_tokens, call.rows, call.tokens, short,
-        programs=PROGRAMS * choice.num_sms, pairs=choice.pairs,
-    )  # fmt: skip
-    pages = TensorMap(made.pages, (min(call.page_size, tile.bn), 64))
-    page_rows = 2 * call.kv_heads * call.page_size
-    own: dict[str, Arg] = {
-        "alive": made.fits,
-        "block_tables": made.tables,
-        "table_width": made.tables.shape[1],
-    }
-    found = [made.command, _by_hopper(call, tile, pages, page_rows, choice.num_sms, short, own)]
-    if not made.whole:
-        found.append(_anywhere(call, choice.codes, choice, short, made.fits))
-    return found
+        own: dict[str, Arg] = {"kv": _rows_of_cache(call, tile.bn)}
+        return [_by_hopper(call, tile, page_rows, choice.num_sms, short, own)]
+    return _widened(call, tile, choice, short)
 
 
 def _tiles(call: AttentionCall, tile: Tile | HopperTile) -> int:
@@ -114,8 +99,10 @@ def single_tokens(call: AttentionCall, choice: AttentionChoice) -> Launch:
     """Rows of one token beside rows of more. Their keys are dealt on the device, because a bucket has many more rows
     than most of its steps. So the tile is that of many rows."""
     tile = choice.short if call.dim > 128 or choice.short.stages < 5 else Tile(choice.short.bm, 128, 4, 3)
-    deal = Deal(over=0, most=1, room=max(1, 2 * choice.num_sms // call.kv_heads), least=256, parts=16)
-    return _split(call, tile, deal, choice, tiles=call.rows, pairs=call.group, tokens=0)
+    room = max(1, 2 * choice.num_sms // call.kv_heads)
+    return _split(
+        call, tile, choice, over=0, most=1, room=room, least=256, tiles=call.rows, pairs=call.group, tokens=0
+    )
 
 
 def _in_parts(call: AttentionCall, tile: Tile, choice: AttentionChoice, short: int) -> Launch:
@@ -124,39 +111,34 @@ def _in_parts(call: AttentionCall, tile: Tile, choice: AttentionChoice, short: i
     if few and (tile.bm, tile.stages) == (128, 5) and not call.form.scaled:
         tile = FEW_TOKENS
     room = max(1, choice.num_sms // call.kv_heads)
-    deal = Deal(over=short, most=call.tokens, room=room, least=LEAST_KEYS, parts=MOST_PARTS)
-    tiles = call.tokens // (tile.bm // call.group) + min(call.rows, call.tokens // (short + 1))
-    return _split(call, tile, deal, choice, tiles=tiles, pairs=tile.bm, tokens=call.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """How the keys of rows of more than `over` and at most `most` tokens are divided: into `room` more items than
-    there are tiles, of at least `least` keys, at most `parts` of a tile."""
-
-    over: int
-    most: int
-    room: int
-    least: int
-    parts: int
+    tiles, tokens = call.tokens // (tile.bm // call.group), call.tokens
+    tiles += min(call.rows, tokens // (short + 1))
+    return _split(
+        call, tile, choice, over=short, most=tokens, room=room, least=LEAST_KEYS, tiles=tiles, pairs=tile.bm,
+        tokens=tokens,
+    )  # fmt: skip
 
 
 def _split(
     call: AttentionCall,
     tile: Tile,
-    deal: Deal,
     choice: AttentionChoice,
     *,
+    over: int,
+    most: int,
+    room: int,
+    least: int,
     tiles: int,
     pairs: int,
     tokens: int,
 ) -> Launch:
-    """The launch of a division. pairs: of a tile at most."""
-    places, pairs = (call.kv_heads, 2 * deal.room), power_of_two(pairs)
+    """The launch that divides the keys of rows of more than `over` and at most `most` tokens: into `room` more items
+    than there are tiles, of at least `least` keys, at most MOST_PARTS of a tile. pairs: of a tile at most."""
+    places, pairs = (call.kv_heads, 2 * room), power_of_two(pairs)
     return launch(
         _SPLIT,
         "attend_split",
-        (call.kv_heads, tiles + deal.room),
+        (call.kv_heads, tiles + room),
         {
             **call.args,
             "partial": Scratch((*places, tile.bm, call.dim), float32),
@@ -164,11 +146,11 @@ def _split(
             "arrived": Scratch(places, int32, zeroed=True),
             "rows": call.rows,
             "tokens": tokens,
-            "over": deal.over,
-            "most": deal.most,
-            "room": deal.room,
-            "least": -(-deal.least // tile.bn) * tile.bn,
-            "most_parts": deal.parts,
+            "over": over,
+            "most": most,
+            "room": room,
+            "least": -(-least // tile.bn) * tile.bn,
+            "most_parts": MOST_PARTS,
         },
         {
             **call.constants(tile),
@@ -186,23 +168,21 @@ def _split(
 def _by_hopper(
     call: AttentionCall,
     tile: HopperTile,
-    matrix: TensorMap,
     page_rows: int,
     num_sms: int,
     short: int,
     own: Mapping[str, Arg],
 ) -> Launch:
-    """`own`: what replaces the call's arguments where its pages were widened."""
+    """`own`: what replaces the call's arguments: the pages as a matrix, and what widened pages change besides."""
     items = call.kv_heads * _tiles(call, tile)
     named = ("out", "q", "kv", "slots", "q_starts", "seq_lens", "alive", "block_tables", "table_width")
     return launch(
         _HOPPER,
         "attend_prompt",
-        (min(items, num_sms) if tile.resident else items,),
+        (min(items, num_sms),),
         {
             **{name: call.args[name] for name in named},
             **own,
-            "kv": matrix,
             "page_rows": page_rows,
             "window": call.args["window"],
             "scale": call.args["scale"],
@@ -212,12 +192,12 @@ def _by_hopper(
             "kv_heads": call.kv_heads,
             "items": items,
         },
-        {**call.constants(tile), "STAGES": tile.stages, "IN_TURN": tile.in_turn},
+        {**call.constants(tile), "STAGES": 2, "IN_TURN": False},
         num_warps=4,
     )
 
 
-def rows_of_cache(call: AttentionCall, bn: int) -> TensorMap:
+def _rows_of_cache(call: AttentionCall, bn: int) -> TensorMap:
     """A layer's pages in a matrix of `dim` columns, with other layers' rows between them."""
     page_rows = call.kv.strides[0] // call.dim
     shape = ((call.kv.shape[0] - 1) * page_rows + 2 * call.kv_heads * call.page_size, call.dim)
@@ -236,36 +216,16 @@ _WIDEN = "openinfer.kernels.device.widened"
 _ROWS = ("slots", "q_starts", "seq_lens", "alive", "block_tables", "table_width", "page_stride")
 
 
-class Widened(NamedTuple):
-    """The command; pages as a matrix of heads' tokens, [pages * 2 G * page_size, d]; page numbers by slot; which slots
-    are there (int32, 1 or 0), and whether all slots always are."""
-
-    command: Launch
-    pages: Scratch
-    tables: Scratch
-    fits: Scratch
-    whole: bool
-
-
-def widened(
-    args: Mapping[str, Arg],
-    kv: Tensor,
-    table_tokens: int,
-    rows: int,
-    tokens: int,
-    short: int,
-    *,
-    programs: int,
-    pairs: bool,
-) -> Widened:
-    """The pages of rows with more than `short` of the step's `tokens`. `args`: of an attention call over an FP8 cache;
-    `pairs`: by assembly; `programs`: of the GPU at once."""
-    _, _, kv_heads, page_size, dim = kv.shape
-    longest = -(-table_tokens // BLOCK)
-    wanted = longest * min(rows, max(1, tokens // (short + 1)))
+def _widened(call: AttentionCall, tile: HopperTile, choice: AttentionChoice, short: int) -> list[Launch]:
+    """The pages of rows with more than `short` tokens in bf16, as a matrix of heads' tokens [pages * 2 G * page_size,
+    d], page numbers by slot, and which slots are there (int32, 1 or 0). Then the kernel for Hopper, and the kernel that
+    reads codes for slots that are not."""
+    args, kv_heads, dim = call.args, call.kv_heads, call.dim
+    longest = -(-call.table_tokens // BLOCK)
+    wanted = longest * min(call.rows, max(1, call.tokens // (short + 1)))
     vectors = BLOCK * 2 * kv_heads
     capacity = min(wanted, max(1, MOST_BYTES // (vectors * dim * bfloat16.itemsize)))
-    slots, width = args["seq_lens"], longest * BLOCK // page_size
+    slots, width = args["seq_lens"], longest * BLOCK // call.page_size
     size = math.prod(slots.shape) if isinstance(slots, Tensor) else 0
     pages = Scratch((capacity * vectors, dim), bfloat16)
     tables, fits = Scratch((size, width), int32), Scratch((size,), int32)
@@ -273,21 +233,23 @@ def widened(
         "out": pages,
         "tables": tables,
         "fits": fits,
-        "kv": args["kv"],
-        "kv_scales": args["kv_scales"],
+        **call.cache,
         **{name: args[name] for name in _ROWS},
         "own_width": width,
-        "rows": rows,
+        "rows": call.rows,
         "short": short,
         "capacity": capacity,
         "kv_heads": kv_heads,
     }
-    constants = {"D": dim, "PAGE": page_size, "BLOCK": BLOCK, "ROWS": power_of_two(rows), "PAIRS": pairs}
-    items = min(programs, capacity * 2 * kv_heads)
-    return Widened(
+    constants = {"D": dim, "PAGE": call.page_size, "BLOCK": BLOCK, "ROWS": power_of_two(call.rows)}
+    constants["PAIRS"] = choice.pairs
+    items = min(PROGRAMS * choice.num_sms, capacity * 2 * kv_heads)
+    matrix = TensorMap(pages, (min(call.page_size, tile.bn), 64))
+    own: dict[str, Arg] = {"kv": matrix, "alive": fits, "block_tables": tables, "table_width": width}
+    found = [
         launch(_WIDEN, "widen_pages", (items,), given, constants, num_warps=8),
-        pages,
-        tables,
-        fits,
-        capacity == wanted,
-    )
+        _by_hopper(call, tile, 2 * kv_heads * call.page_size, choice.num_sms, short, own),
+    ]
+    if capacity < wanted:
+        found.append(_anywhere(call, choice.codes, choice, short, fits))
+    return found

@@ -19,14 +19,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """A program's share in the kernel for Hopper: two warpgroups of 64 pairs each against `bn` keys at a time, `stages`
-    blocks of them in shared memory. `in_turn`: one warpgroup multiplies while the other one works on its softmax.
-    `resident`: as many programs as the GPU has SMs, each with one tile after another; else a program a tile."""
+    """A program's share in the kernel for Hopper: two warpgroups of 64 pairs each against `bn` keys at a time, two
+    blocks of them in shared memory."""
 
     bn: int
-    stages: int
-    in_turn: bool
-    resident: bool
 
     bm: ClassVar[int] = 128
 
