@@ -1,4 +1,4 @@
-"""A mixture of experts of any weights: the plan of its launches, the loop of its reference, the bytes of its cost.
+"""A mixture of experts of any weights: the pairs of its launches, the loop of its reference, the bytes of its cost.
 
 A pair is a token and one of its experts. Pairs are sorted by expert on the device, multiplied twice with the experts'
 weights, and added up by token. Products of few pairs find them without a sort. plain.py has the kernels for weights
@@ -6,14 +6,13 @@ that a product takes unchanged, packed.py those for weights that it unpacks or t
 pairs an expert.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from openinfer.kernels.formats.linear import Linear
-from openinfer.kernels.op.launch import Command, Scratch, power_of_two
+from openinfer.kernels.op.launch import Scratch, power_of_two
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
@@ -64,26 +63,6 @@ class Pairs:
     def tiles(self, places: int) -> int:
         """An upper bound of the number of tiles, with `places` places each."""
         return self.count if self.few(places) else self.count // places + self.experts
-
-
-class Kernels(Protocol):
-    """The kernels for one kind of weights."""
-
-    def sort(self, pairs: Pairs) -> Iterator[Command]:
-        """Fill `order` and `starts`, where the products need them."""
-
-    def multiply(self, pairs: Pairs) -> Iterator[Command]:
-        """From tokens to a result a pair."""
-
-    def add(self, pairs: Pairs) -> Iterator[Command]:
-        """From results to tokens, where `multiply` has not come to these."""
-
-
-def mixture_launches(kernels: Kernels, pairs: Pairs) -> Iterator[Command]:
-    """The launches of one call."""
-    yield from kernels.sort(pairs)
-    yield from kernels.multiply(pairs)
-    yield from kernels.add(pairs)
 
 
 def results(expert_ids: Array, width: int, mlp: Callable[[int, Array, Array], Array]) -> Array:

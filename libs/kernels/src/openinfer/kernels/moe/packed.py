@@ -141,12 +141,19 @@ class PackedExperts:
         x_scales = Scratch((width // 128, tokens) if tile.coded else (1,), float32)
         return cls(tile, target, a, arranged, x_scales, Scratch((a.expert_ids.numel, width), bfloat16))
 
-    def sort(self, pairs: Pairs) -> Iterator[Launch]:
+    def launches(self) -> Iterator[Launch]:
+        """The pairs in order and x as the first product reads it, the products, and their sums with `shared`."""
+        pairs = Pairs.of(self.target, self.a.expert_ids, self.a.gate_up.shape[0])
+        yield self._sort(pairs)
+        yield from self._multiply(pairs)
+        yield add_chosen(self.target, self.a, self.results)
+
+    def _sort(self, pairs: Pairs) -> Launch:
         """Fill `order` and `starts`, and write x as the first product reads it."""
         x, (tokens, width), kind = self.a.x, self.a.x.shape, kind_of(linear_of(self.a.down))
         block = pairs.sorted_at_once
         copies = -(-tokens * width // COPY_BLOCK) if isinstance(self.arranged, Scratch) else 0
-        yield launch(
+        return launch(
             _DEVICE,
             "sort_pairs",
             (pairs.experts + 1 + copies,),
@@ -179,7 +186,7 @@ class PackedExperts:
     def _early(self) -> bool:
         return self.target.early(self.a.x.shape[0])
 
-    def multiply(self, pairs: Pairs) -> Iterator[Launch]:
+    def _multiply(self, pairs: Pairs) -> Iterator[Launch]:
         """From tokens to the results of pairs, with the clamped gate between the products."""
         inter, tile = self.a.gate_up.shape[1] // 2, self.tile
         both, hidden = Scratch((pairs.count, 2 * inter), bfloat16), Scratch((pairs.count, inter), tile.dtype)
@@ -211,10 +218,6 @@ class PackedExperts:
             early=self._early,
         )
         yield self._product(pairs, self.results, hidden, scales, linear_of(self.a.down))
-
-    def add(self, pairs: Pairs) -> Iterator[Launch]:
-        """The results of a token and `shared`, in `out`."""
-        yield add_chosen(self.target, self.a, self.results)
 
     def _product(
         self, pairs: Pairs, out: Scratch, x: Scratch | Tensor, x_scales: Scratch, layer: Linear[Tensor]

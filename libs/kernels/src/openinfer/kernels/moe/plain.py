@@ -108,11 +108,15 @@ class PlainExperts:
         fits = power_of_two(pairs.chosen) * columns <= SUMMED_NUMBERS and isinstance(form, Plain | Fp8)
         return fits and pairs.tokens <= (SUMMED_TOKENS if k == columns else 1) and self._ids(pairs) > 0
 
-    def sort(self, pairs: Pairs) -> Iterator[Launch]:
-        """Fill `order` and `starts`, unless the products look through the pairs."""
-        if self._ids(pairs):
-            return
-        yield launch(
+    def launches(self, pairs: Pairs) -> Iterator[Launch]:
+        """The pairs in order unless the products look through them, the products, and their sums."""
+        if not self._ids(pairs):
+            yield self._sort(pairs)
+        yield from self._multiply(pairs)
+
+    def _sort(self, pairs: Pairs) -> Launch:
+        """Fill `order` and `starts`."""
+        return launch(
             _DEVICE,
             "sort_pairs",
             (pairs.experts + 1,),
@@ -126,8 +130,8 @@ class PlainExperts:
             early=self.target.starts_early,
         )
 
-    def multiply(self, pairs: Pairs) -> Iterator[Launch]:
-        """From normed tokens to the results of pairs, or to those of tokens."""
+    def _multiply(self, pairs: Pairs) -> Iterator[Launch]:
+        """From normed tokens to the weighted results of tokens."""
         inter = self.gate_up.shape[1] // 2
         mlp, x, bits = Scratch((pairs.count, inter), self.x.dtype), self.hidden, _word_bits(self.gate_up)
         arranged = self.first.bm == MANY and bits > 0 and bits == _word_bits(self.down)
@@ -142,9 +146,10 @@ class PlainExperts:
             yield self._summed(pairs, mlp)
         else:
             yield self._product(pairs, self.second, self.results, mlp, self.down, arranged, first=False)
+            yield self._add(pairs)
 
     def _summed(self, pairs: Pairs, hidden: Scratch) -> Launch:
-        """The second product and `add`."""
+        """The second product, which adds up its results."""
         weight, scales = self.down.weight, self.down.scales
         (n, k), choices = weight.shape[1:], power_of_two(pairs.chosen)
         columns = power_of_two(k)
@@ -163,13 +168,11 @@ class PlainExperts:
         constants |= {"SCALED": scales is not None, "ADDS": self.adds}
         return launch(_DEVICE, "experts_sums", (-(-n // rows), pairs.tokens), args, constants)
 
-    def add(self, pairs: Pairs) -> Iterator[Launch]:
-        """The weighted results of a token, added up where the second product has not done it."""
-        if self._sums(pairs):
-            return
+    def _add(self, pairs: Pairs) -> Launch:
+        """The weighted results of a token, added up."""
         width = self.x.shape[1]
         block = min(1024, power_of_two(width))
-        yield launch(
+        return launch(
             _DEVICE,
             "add_chosen",
             (pairs.tokens, -(-width // block)),

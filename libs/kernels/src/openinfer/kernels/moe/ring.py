@@ -1,7 +1,6 @@
 """Products of few pairs an expert by a ring of the weights in shared memory: of float8 with float32 scales
 (device/experts_ring.cu), and of FP4 with codes (device/experts_fp4.cu)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from openinfer.kernels.formats.fp8 import Fp8
@@ -117,79 +116,72 @@ def _fp4_shared(stages: int, k: int, experts: int) -> int:
     return stages * stage + PAIRS * k + sums + k // 128 * PAIRS * 4 + 4 * (experts + 8) + 2 * FP4_PAIRS
 
 
-@dataclass(frozen=True, slots=True)
-class Fp4Ring:
-    """A call of `experts` in two launches and the sum; each product sorts the pairs, and the second one gates."""
+def fp4_ring(target: Target, a: ExpertsArgs[Tensor]) -> list[Launch] | None:
+    """A call of `experts` in two launches and the sum, or None where the ring does not take it or another kernel is
+    faster. Each product sorts the pairs, and the second one gates."""
+    (experts, both, width), inter, count = a.gate_up.shape, a.down.shape[2], a.expert_ids.numel
+    if not target.nvrtc or target.arch != 90 or target.batch_invariant:
+        return None
+    if (
+        not isinstance(a.x, Coded)
+        or kind_of(linear_of(a.down)) != FP4
+        or width % FP4_DEPTH
+        or inter % FP4_DEPTH
+    ):
+        return None
+    if count > FP4_PAIRS or count > FP4_MEAN * (a.all_experts or experts):
+        return None
+    halves, results = Scratch((count, both), bfloat16), Scratch((count, width), bfloat16)
+    return [
+        _fp4_product(target, a, halves, a.x.codes, a.x.scales, linear_of(a.gate_up), first=True),
+        _fp4_product(target, a, results, halves, a.expert_weights, linear_of(a.down), first=False),
+        add_chosen(target, a, results),
+    ]
 
-    target: Target
-    a: ExpertsArgs[Tensor]
-    both: Scratch  # [pairs, 2 I], by place
-    results: Scratch  # [pairs, D]
 
-    @classmethod
-    def of(cls, target: Target, a: ExpertsArgs[Tensor]) -> "Fp4Ring | None":
-        """The ring for a call, or None where it does not take it or another kernel is faster."""
-        (experts, both, width), inter, count = a.gate_up.shape, a.down.shape[2], a.expert_ids.numel
-        if not target.nvrtc or target.arch != 90 or target.batch_invariant:
-            return None
-        if not a.quantized or kind_of(linear_of(a.down)) != FP4 or width % FP4_DEPTH or inter % FP4_DEPTH:
-            return None
-        if count > FP4_PAIRS or count > FP4_MEAN * (a.all_experts or experts):
-            return None
-        return cls(target, a, Scratch((count, both), bfloat16), Scratch((count, width), bfloat16))
-
-    def sort(self, pairs: Pairs) -> Iterator[Launch]:
-        """Nothing: the products do it."""
-        return iter(())
-
-    def multiply(self, pairs: Pairs) -> Iterator[Launch]:
-        """From tokens to the results of pairs."""
-        assert isinstance(self.a.x, Coded)
-        yield self._product(self.both, self.a.x.codes, self.a.x.scales, linear_of(self.a.gate_up), first=True)
-        yield self._product(
-            self.results, self.both, self.a.expert_weights, linear_of(self.a.down), first=False
-        )
-
-    def add(self, pairs: Pairs) -> Iterator[Launch]:
-        """The results of a token and `shared`, in `out`."""
-        yield add_chosen(self.target, self.a, self.results)
-
-    def _product(
-        self, out: Scratch, x: Tensor | Scratch, factors: Tensor, weight: Linear[Tensor], *, first: bool
-    ) -> Launch:
-        assert weight.scales is not None
-        experts, n, words = weight.weight.shape
-        k, ids = 2 * words, self.a.expert_ids
-        room = shared_bytes(self.target.arch) - 1024
-        stages = max(s for s in range(2, 9) if _fp4_shared(s, k, experts) <= room)
-        args: dict[str, Arg] = {
-            "out": out,
-            "x": x,
-            "factors": factors,
-            "weight": TensorMap(weight.weight.reshape(-1, k // 2), (FP4_ROWS, 128)),
-            "scales": TensorMap(weight.scales.reshape(-1, k // 32), (FP4_ROWS, FP4_DEPTH // 32)),
-            "expert_ids": ids,
-            "pairs": ids.numel,
-            "N": Aligned(n),
-            "limit": self.a.limit,
-        }
-        constants = {
-            "K": k,
-            "STAGES": stages,
-            "BUFFERS": _buffers(stages, k),
-            "EXPERTS": experts,
-            "CHOSEN": ids.shape[1],
-            "MOST_PAIRS": FP4_PAIRS,
-            "FIRST": first,
-        }
-        return launch_cuda(
-            "openinfer.kernels.device",
-            "experts_fp4.cu",
-            "experts_fp4",
-            (self.target.num_sms,),
-            args,
-            constants,
-            threads=128 * (FP4_PARTS + 1),
-            shared=_fp4_shared(stages, k, experts),
-            early=self.target.early(self.a.x.shape[0]),
-        )
+def _fp4_product(
+    target: Target,
+    a: ExpertsArgs[Tensor],
+    out: Scratch,
+    x: Tensor | Scratch,
+    factors: Tensor,
+    weight: Linear[Tensor],
+    *,
+    first: bool,
+) -> Launch:
+    assert weight.scales is not None
+    experts, n, words = weight.weight.shape
+    k, ids = 2 * words, a.expert_ids
+    room = shared_bytes(target.arch) - 1024
+    stages = max(s for s in range(2, 9) if _fp4_shared(s, k, experts) <= room)
+    args: dict[str, Arg] = {
+        "out": out,
+        "x": x,
+        "factors": factors,
+        "weight": TensorMap(weight.weight.reshape(-1, k // 2), (FP4_ROWS, 128)),
+        "scales": TensorMap(weight.scales.reshape(-1, k // 32), (FP4_ROWS, FP4_DEPTH // 32)),
+        "expert_ids": ids,
+        "pairs": ids.numel,
+        "N": Aligned(n),
+        "limit": a.limit,
+    }
+    constants = {
+        "K": k,
+        "STAGES": stages,
+        "BUFFERS": _buffers(stages, k),
+        "EXPERTS": experts,
+        "CHOSEN": ids.shape[1],
+        "MOST_PAIRS": FP4_PAIRS,
+        "FIRST": first,
+    }
+    return launch_cuda(
+        "openinfer.kernels.device",
+        "experts_fp4.cu",
+        "experts_fp4",
+        (target.num_sms,),
+        args,
+        constants,
+        threads=128 * (FP4_PARTS + 1),
+        shared=_fp4_shared(stages, k, experts),
+        early=target.early(a.x.shape[0]),
+    )

@@ -9,9 +9,14 @@ from openinfer.kernels import moe
 from openinfer.kernels.formats.fp8 import Mx
 from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.linear.problem import expect_q8
-from openinfer.kernels.moe import Pairs
-from openinfer.kernels.moe.packed import ExpertsArgs, PackedExperts, kind_of, packed_expert_tile
-from openinfer.kernels.moe.ring import Fp4Ring
+from openinfer.kernels.moe.packed import (
+    ExpertsArgs,
+    PackedExperts,
+    PackedExpertTile,
+    kind_of,
+    packed_expert_tile,
+)
+from openinfer.kernels.moe.ring import fp4_ring
 from openinfer.kernels.op.cases import Commands, Memory, OpCase
 from openinfer.kernels.op.coded import decoded, expect_values
 from openinfer.kernels.op.contract import FLOATS, expect, require
@@ -71,13 +76,12 @@ def _reference(a: ExpertsArgs[Array]) -> None:
 def _launches(target: Target, a: ExpertsArgs[Tensor]) -> Iterator[Command]:
     require(a.x.dtype == bfloat16, f"x is {a.x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
     expect_q8(target, a.quantized)
-    count = a.gate_up.shape[0]
-    kernels: moe.Kernels | None = Fp4Ring.of(target, a)
-    if kernels is None:
-        kind = kind_of(linear_of(a.gate_up))
-        tile = packed_expert_tile(target, a.expert_ids.numel, count, kind, a.quantized)
-        kernels = PackedExperts.of(target, tile, a)
-    yield from moe.mixture_launches(kernels, Pairs.of(target, a.expert_ids, count))
+    yield from fp4_ring(target, a) or PackedExperts.of(target, _tile(target, a), a).launches()
+
+
+def _tile(target: Target, a: ExpertsArgs[Tensor]) -> PackedExpertTile:
+    kind = kind_of(linear_of(a.gate_up))
+    return packed_expert_tile(target, a.expert_ids.numel, a.gate_up.shape[0], kind, a.quantized)
 
 
 def _cost(workload: Workload, a: ExpertsArgs[Tensor]) -> Cost:
@@ -121,17 +125,12 @@ def cases(memory: Memory) -> Iterator[OpCase]:
 
 def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other tiles of the same products."""
-    first = case.calls[0]
-    count = first.gate_up.shape[0]
-    chosen = packed_expert_tile(
-        target, first.expert_ids.numel, count, kind_of(linear_of(first.gate_up)), first.quantized
-    )
+    chosen = _tile(target, case.calls[0])
     for places in (16, 32, 64, 128):
         if places == chosen.bm:
             continue
 
         def commands(a: ExpertsArgs[Tensor], places: int = places) -> Iterator[Command]:
-            kernels = PackedExperts.of(target, replace(chosen, bm=places), a)
-            return moe.mixture_launches(kernels, Pairs.of(target, a.expert_ids, count))
+            return PackedExperts.of(target, replace(chosen, bm=places), a).launches()
 
         yield f"{places} places", commands

@@ -129,7 +129,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         adds=a.adds or a.out is None, first=tile(weights[0], first=True), second=tile(weights[1], first=False),
         results=Scratch((pairs.count, width), a.x.dtype),
     )  # fmt: skip
-    yield from moe.mixture_launches(kernels, pairs)
+    yield from kernels.launches(pairs)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
