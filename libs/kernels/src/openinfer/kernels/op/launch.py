@@ -174,6 +174,11 @@ class Launch:
     branch: int = 0
     early: bool = False
 
+    @property
+    def memory(self) -> Iterator[Any]:
+        """The arguments; of a tensor map what it is of."""
+        return (arg.tensor if isinstance(arg, TensorMap) else arg for arg in self.args)
+
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
@@ -197,6 +202,11 @@ class Matmul:
         """All tensors but the workspace: out, x, weight and the scales."""
         return (self.out, self.x, self.weight, *(self.scales or ()))
 
+    @property
+    def memory(self) -> tuple[Tensor | Scratch, ...]:
+        """All tensors."""
+        return (*self.operands, self.workspace)
+
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -215,6 +225,11 @@ class Collective:
     x: Tensor | Scratch
     ranks: int
     branch: int = 0
+
+    @property
+    def memory(self) -> tuple[Tensor | Scratch, ...]:
+        """Both tensors."""
+        return self.out, self.x
 
     @property
     def link_bytes(self) -> int:
@@ -277,7 +292,7 @@ def launch(
         module,
         function,
         tuple(signature),
-        tuple((constants if early is None else {**constants, "EARLY": early}).items()),
+        tuple(sorted((constants if early is None else {**constants, "EARLY": early}).items())),
         tuple(divisible),
         num_warps,
         num_stages,
@@ -315,26 +330,9 @@ def launch_cuda(
     return Launch(spec, (x, y, z), tuple(args.values()), early=early)
 
 
-_cuda_spec = functools.cache(CudaSpec)
-"""One object a spec, as for _spec."""
-
-
-@functools.cache
-def _spec(
-    module: str,
-    function: str,
-    signature: tuple[tuple[str, str], ...],
-    constants: tuple[tuple[str, Any], ...],
-    divisible: tuple[str, ...],
-    num_warps: int,
-    num_stages: int,
-    max_registers: int,
-) -> KernelSpec:
-    """One object a spec, so that looking it up compares identities: a process has hundreds of specs and millions of
-    launches."""
-    return KernelSpec(
-        module, function, signature, tuple(sorted(constants)), divisible, num_warps, num_stages, max_registers
-    )
+_spec, _cuda_spec = functools.cache(KernelSpec), functools.cache(CudaSpec)
+"""One object a spec, so that looking it up compares identities: a process has hundreds of specs and millions of
+launches."""
 
 
 def _type_of(name: str, arg: Arg) -> tuple[str, bool]:

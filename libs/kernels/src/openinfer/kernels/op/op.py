@@ -382,16 +382,16 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share memory. Columns of one matrix, or layers of one cache, are known to be apart."""
-    if min(a.numel, b.numel) == 0 or a.ptr + _extent(a) <= b.ptr or b.ptr + _extent(b) <= a.ptr:
+    if min(a.numel, b.numel) == 0 or a.ptr + extent(a) <= b.ptr or b.ptr + extent(b) <= a.ptr:
         return False
     pitch, other = (t.strides[0] * t.dtype.itemsize if t.ndim > 1 else 0 for t in (a, b))
     if not pitch or pitch != other:
         return True
-    between, own, its = (b.ptr - a.ptr) % pitch, *(_extent(t, axis=1) for t in (a, b))
+    between, own, its = (b.ptr - a.ptr) % pitch, *(extent(t, axis=1) for t in (a, b))
     return between < own or pitch - between < its
 
 
-def _extent(tensor: Tensor, axis: int = 0) -> int:
+def extent(tensor: Tensor, axis: int = 0) -> int:
     """Bytes from a tensor's first element to its last one's end, of one place on the axes before `axis`."""
     sizes = zip(tensor.shape[axis:], tensor.strides[axis:], strict=True)
     return (1 + sum((n - 1) * stride for n, stride in sizes)) * tensor.dtype.itemsize

@@ -1,17 +1,17 @@
 """The launching pack: plans an op call, packs its commands' parameters, and gives them to a driver.
 
 With a CudaDriver it is the `cuda` pack; with an InterpDriver, which runs the very same records through Triton's
-interpreter on the CPU, it is `interp`. Recall keeps the commands of calls that were planned before.
+interpreter on the CPU, it is `interp`. The pack keeps the commands of calls that were planned before.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.op.launch import Collective, Command, Matmul, PeerTable, Scratch, Spec, TensorMap
-from openinfer.kernels.op.op import ALIGNMENT, Op, call_key, tensors_in
+from openinfer.kernels.op.op import ALIGNMENT, Op, call_key, extent, tensors_in
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.op.target import Target
 from openinfer.kernels.packs.null import Placement, place
@@ -33,32 +33,13 @@ class _Prepared(NamedTuple):
     sources: Mapping[int, Source] | None
 
 
-class Recall:
-    """Prepared calls by what their commands depend on."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._known: dict[Any, _Prepared] = {}
-
-    def prepare(self, op: Op[Any], args: Any) -> _Prepared:
-        """Like op.plan, but a call like an earlier one gets that one's commands. Raises the same errors as op.plan."""
-        key = call_key(op, args)
-        prepared = self._known.get(key)
-        if prepared is None or prepared.sources is None:
-            commands = op.plan(self._target, args)
-            prepared = _Prepared(commands, place(commands), sources(commands, args))
-            if len(self._known) < MOST:
-                self._known[key] = prepared
-        return prepared
-
-
 def sources(commands: Sequence[Command], args: Any) -> dict[int, Source] | None:
     """Where the tensors of the commands are. None if one is no argument and lies in none, or in two apart."""
     given = tensors_in(args)
     itself = {id(tensor): number for number, tensor in enumerate(given)}
-    spans = [(number, t.ptr, t.ptr + _extent(t)) for number, t in enumerate(given)]
+    spans = [(number, t.ptr, t.ptr + (extent(t) if t.numel else 0)) for number, t in enumerate(given)]
     found: dict[int, Source] = {}
-    for tensor in _tensors(commands):
+    for tensor in (one for command in commands for one in command.memory if isinstance(one, Tensor)):
         if id(tensor) in itself:
             found[id(tensor)] = (itself[id(tensor)], 0)
             continue
@@ -68,30 +49,6 @@ def sources(commands: Sequence[Command], args: Any) -> dict[int, Source] | None:
         ((start, number),) = holders.items()
         found[id(tensor)] = (number, tensor.ptr - start)
     return found
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    if 0 in tensor.shape:
-        return 0
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True))
-    return (last + 1) * tensor.dtype.itemsize
-
-
-def _tensors(commands: Sequence[Command]) -> Iterator[Tensor]:
-    for command in commands:
-        values: Sequence[Any]
-        match command:
-            case Matmul():
-                values = command.operands
-            case Collective():
-                values = (command.out, command.x)
-            case _:
-                values = command.args
-        for value in values:
-            inner = value.tensor if isinstance(value, TensorMap) else value
-            if isinstance(inner, Tensor):
-                yield inner
 
 
 class LaunchDriver(Protocol):
@@ -127,7 +84,8 @@ class LaunchPack:
         self._zeroed_bytes, self._zeroed_ptr = (zeroed.nbytes, zeroed.ptr) if zeroed is not None else (0, 0)
         self._workspace = (scratch, zeroed)  # keeps the memory alive
         self._parameters: dict[Spec, Parameters] = {}
-        self._recall = Recall(target)
+        self._known: dict[Any, _Prepared] = {}
+        """Calls by what their commands depend on."""
         self._branch = 0
 
     def branch(self, number: int) -> None:
@@ -137,7 +95,7 @@ class LaunchPack:
             self.driver.branch(number)
 
     def run(self, op: Op[Any], args: Any) -> None:
-        prepared = self._recall.prepare(op, args)
+        prepared = self._prepare(op, args)
         where = prepared.sources
         given = [] if where is None else tensors_in(args)
 
@@ -148,6 +106,17 @@ class LaunchPack:
             return given[number].ptr + offset
 
         self._launch(op.name, prepared.commands, prepared.placement, address)
+
+    def _prepare(self, op: Op[Any], args: Any) -> _Prepared:
+        """Like op.plan, but a call like an earlier one gets that one's commands. Raises the same errors as op.plan."""
+        key = call_key(op, args)
+        prepared = self._known.get(key)
+        if prepared is None or prepared.sources is None:
+            commands = op.plan(self.target, args)
+            prepared = _Prepared(commands, place(commands), sources(commands, args))
+            if len(self._known) < MOST:
+                self._known[key] = prepared
+        return prepared
 
     def submit(self, name: str, commands: Sequence[Command]) -> None:
         """Launch the commands of one call; `name` is for messages. Raises LaunchError if the workspace is too small."""

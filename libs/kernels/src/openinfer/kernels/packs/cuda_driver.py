@@ -11,7 +11,7 @@ from openinfer.kernels.op.launch import TRITON_TYPES, Collective, CudaSpec, Matm
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.packs.cublas import CublasLt
 from openinfer.kernels.ranks.gpu_ranks import GpuRanks
-from openinfer.kernels.store.cubins import Compiled, Store
+from openinfer.kernels.store.cubins import Store
 from openinfer.tensor import Device, Event, Stream, Tensor, check, driver
 
 STATIC_SHARED_LIMIT = 48 * 1024
@@ -87,12 +87,9 @@ class CudaDriver:
     def load(self, spec: Spec) -> Loaded:
         """The kernel, loaded onto the device at first use. Load all before a capture: loading is not capturable."""
         found = self._functions.get(spec)
-        if found is None:
-            found = self._functions[spec] = self._load(spec, self.store.get(spec))
-        return found
-
-    def _load(self, spec: Spec, compiled: Compiled) -> Loaded:
-        cu = self._cu
+        if found is not None:
+            return found
+        cu, compiled = self._cu, self.store.get(spec)
         limit = self._device.shared_memory_per_block
         if compiled.shared > limit:
             raise LaunchError(
@@ -109,9 +106,10 @@ class CudaDriver:
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             check(cu.cuFuncSetAttribute(function, attribute, 100), "cuFuncSetAttribute")
         # The block is what the compiler made of it, which may be more warps than were asked for.
-        return Loaded(
+        found = self._functions[spec] = Loaded(
             function, 32 * compiled.num_warps, compiled.shared, compiled.tensor_maps, f"cuLaunchKernel {spec}"
         )
+        return found
 
     def encode_tensor_map(self, spec: Spec, tensor_map: TensorMap, address: int, index: int) -> bytes:
         meta = self.load(spec).tensor_maps[index]
@@ -203,7 +201,8 @@ class CudaDriver:
             branch = self._branches[number] = Branch(stream, Event(self._device))
         start = self._start = self._start or Event(self._device)
         if not self._begun:
-            if not self._captured():
+            status = check(self._cu.cuStreamIsCapturing(self._stream.handle), "cuStreamIsCapturing")
+            if int(status) != CAPTURE_ACTIVE:
                 return
             start.record(self._stream)
         if number not in self._begun:
@@ -211,8 +210,3 @@ class CudaDriver:
             self._begun.append(number)
             self._follows = False
         self._at = branch.stream
-
-    def _captured(self) -> bool:
-        """Whether the stream is being captured into a graph."""
-        status = check(self._cu.cuStreamIsCapturing(self._stream.handle), "cuStreamIsCapturing")
-        return int(status) == CAPTURE_ACTIVE

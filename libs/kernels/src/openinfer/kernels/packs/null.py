@@ -6,16 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.op.launch import (
-    Collective,
-    Command,
-    Launch,
-    Matmul,
-    PeerTable,
-    Scratch,
-    Spec,
-    TensorMap,
-)
+from openinfer.kernels.op.launch import Collective, Command, Launch, PeerTable, Scratch, Spec
 from openinfer.kernels.op.op import Cost, Op, Workload, call_key, leaves, overlap, tensors_in
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
@@ -66,11 +57,7 @@ class Call:
 
 def scratches(command: Command) -> list[Scratch]:
     """The scratch memory that a command uses."""
-    if isinstance(command, Matmul):
-        return [s for s in (*command.operands, command.workspace) if isinstance(s, Scratch)]
-    if isinstance(command, Collective):
-        return [s for s in (command.out, command.x) if isinstance(s, Scratch)]
-    return [s for a in command.args if isinstance(s := a.tensor if isinstance(a, TensorMap) else a, Scratch)]
+    return [one for one in command.memory if isinstance(one, Scratch)]
 
 
 @dataclass(slots=True)
