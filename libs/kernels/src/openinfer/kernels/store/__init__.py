@@ -38,6 +38,11 @@ def digest(fields: Mapping[str, Any], data: bytes = b"") -> str:
     return hashlib.sha256(text.encode() + b"\0" + data).hexdigest()
 
 
-def unfinished(file: Path) -> Path:
-    """A new name beside `file`, to write to before a rename. Other processes and other hosts choose other names."""
-    return file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
+def write_whole(file: Path, data: bytes) -> None:
+    """In one piece: another process sees the whole file or none. Other processes and hosts choose other names."""
+    part = file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)

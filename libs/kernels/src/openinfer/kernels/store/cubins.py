@@ -9,19 +9,20 @@ import importlib.util
 import json
 import logging
 import os
+import queue
 import re
-import selectors
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from openinfer.kernels.errors import CompileError, KernelMissing
 from openinfer.kernels.op.launch import CudaSpec, KernelSpec, Spec
-from openinfer.kernels.store import check_owner, digest, make_private, unfinished
+from openinfer.kernels.store import check_owner, digest, make_private, write_whole
 
 log = logging.getLogger("openinfer.kernels")
 
@@ -238,11 +239,6 @@ class Store:
             self._compile(missing, progress)
         return Prepared(len(wanted), len(missing))
 
-    def _home(self, spec: Spec) -> Path:
-        """The folder of the cache for a kernel that is compiled now."""
-        compiler = CUDA_FOLDER if isinstance(spec, CudaSpec) else str(triton_version())
-        return self.cache / compiler / f"sm_{self.arch}"
-
     def _places(self, spec: Spec) -> Iterator[Path]:
         version = CUDA_FOLDER if isinstance(spec, CudaSpec) else triton_version()
         for folder in self._folders:
@@ -276,12 +272,13 @@ class Store:
             cubin = base64.b64decode(answer["cubin"])
             meta = {**answer["meta"], "spec": spec.as_json()}
             self._kernels[spec] = _compiled(meta, cubin)
-            folder = self._home(spec)
+            compiler = CUDA_FOLDER if isinstance(spec, CudaSpec) else str(triton_version())
+            folder = self.cache / compiler / f"sm_{self.arch}"
             folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / f"{answer['key']}.cubin", cubin)
+            write_whole(folder / f"{answer['key']}.cubin", cubin)
             # Last: the index entry makes the kernel exist.
             text = json.dumps({**meta, "sha256": digest(meta, cubin)})
-            _write(folder / f"{answer['key']}.json", text.encode())
+            write_whole(folder / f"{answer['key']}.json", text.encode())
         if errors:
             raise CompileError("\n".join(errors))
 
@@ -289,16 +286,6 @@ class Store:
 def _compiled(meta: dict[str, Any], cubin: bytes) -> Compiled:
     maps = tuple(meta["tensor_maps"])
     return Compiled(cubin, meta["name"], meta["shared"], meta["num_warps"], meta["num_ctas"], maps)
-
-
-def _write(file: Path, data: bytes) -> None:
-    """In one piece: another process sees the whole file or none."""
-    part = unfinished(file)
-    try:
-        part.write_bytes(data)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _run_workers(keys: dict[str, Spec], arch: int) -> Iterator[dict[str, Any]]:
@@ -312,40 +299,31 @@ def _run_workers(keys: dict[str, Spec], arch: int) -> Iterator[dict[str, Any]]:
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         for _ in range(count)
     ]
+    free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def compiled(job: str) -> dict[str, Any]:
+        worker, line = free.get(), ""
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.write(job + "\n")
+                worker.stdin.flush()
+                line = worker.stdout.readline()
+        finally:
+            free.put(worker)
+        if not line:
+            raise CompileError(f"a compile worker died with exit code {worker.wait()}")
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    threads = ThreadPoolExecutor(count)
     try:
-        yield from _collect(workers, jobs)
+        for worker in workers:
+            free.put(worker)
+        for answer in as_completed([threads.submit(compiled, job) for job in jobs]):
+            yield answer.result()
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait()
-            for pipe in (worker.stdin, worker.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
-
-
-def _collect(workers: list[subprocess.Popen[str]], jobs: list[str]) -> Iterator[dict[str, Any]]:
-    """Give each worker a job at a time and yield the answers."""
-    waiting = iter(jobs)
-    busy = 0
-    with selectors.DefaultSelector() as selector:
+        threads.shutdown(cancel_futures=True)
         for worker in workers:
-            if worker.stdin is None or worker.stdout is None:
-                raise CompileError("a compile worker has no pipes")
-            selector.register(worker.stdout, selectors.EVENT_READ, worker)
-            worker.stdin.write(next(waiting) + "\n")
-            worker.stdin.flush()
-            busy += 1
-        while busy:
-            for event, _ in selector.select():
-                worker = event.data
-                line = worker.stdout.readline()
-                if not line:
-                    raise CompileError(f"a compile worker died with exit code {worker.wait()}")
-                yield json.loads(line)
-                busy -= 1
-                job = next(waiting, None)
-                if job is not None:
-                    worker.stdin.write(job + "\n")
-                    worker.stdin.flush()
-                    busy += 1
+            with contextlib.suppress(BrokenPipeError):
+                worker.communicate()

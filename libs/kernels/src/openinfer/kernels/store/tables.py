@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from openinfer.kernels.errors import InvalidTable
-from openinfer.kernels.store import check_owner, digest, make_private, unfinished
+from openinfer.kernels.store import check_owner, digest, make_private, write_whole
 from openinfer.kernels.store.cubins import default_cache
 
 Kind = Literal["gemv", "ring", "cluster", "small", "tma", "pointer", "cublas"]
@@ -119,6 +119,4 @@ def save(file: Path, table: Table) -> None:
     if file.parent == user_tables():
         make_private(file.parent)
     file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = unfinished(file)
-    fresh.write_text(text + "\n")
-    fresh.replace(file)
+    write_whole(file, f"{text}\n".encode())
