@@ -8,7 +8,7 @@ from openinfer.kernels.formats.linear import Plain
 from openinfer.kernels.linear.choices import measured, rule
 from openinfer.kernels.linear.cluster import adapted_choice, cluster_product
 from openinfer.kernels.linear.problem import Kernel, Operand, Problem
-from openinfer.kernels.lora.launches import gated_sums, low_rank_product, takes_few
+from openinfer.kernels.lora.launches import low_rank_product, many, takes_few
 from openinfer.kernels.lora.low_rank import MOST_PARTS, Lora
 from openinfer.kernels.norms import Norm, launch_silu_mul, norm
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
@@ -72,7 +72,7 @@ def _apart(p: Problem) -> Iterator[Command | Problem]:
         first, rest = _normed(product)
         yield from first
         yield replace(rest, out=both, epilogue="add" if few else "none")
-        yield from [launch_silu_mul(p.out, both)] if few else gated_sums(p.target, p.out, both, rest.x, lora)
+        yield from [launch_silu_mul(p.out, both)] if few else many(p.target, p.out, rest.x, lora, both=both)
     elif p.norm is None or p.weight.coding is not None or few:
         yield product
         yield from _after(p, p.out, p.x, p.norm, add=True)

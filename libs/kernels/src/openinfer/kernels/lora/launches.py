@@ -30,11 +30,10 @@ def low_rank_product(
         yield from _few(out, x, normed, lora, add=add)
         return
     if normed is not None:
-        assert isinstance(x, Tensor)
         hidden = Scratch(x.shape, x.dtype)
         yield norm(hidden, x, *normed)
         x = hidden
-    yield from _many(target, out, x, None, lora, add=add)
+    yield from many(target, out, x, lora, add=add)
 
 
 def takes_few(target: Target, tokens: int, lora: Lora[Tensor]) -> bool:
@@ -43,25 +42,19 @@ def takes_few(target: Target, tokens: int, lora: Lora[Tensor]) -> bool:
     return not target.batch_invariant and places * -(-tokens // FEW_TILE) <= FEW_PROGRAMS
 
 
-def gated_sums(
-    target: Target, out: Tensor | Scratch, both: Scratch, x: Tensor | Scratch, lora: Lora[Tensor]
-) -> Iterator[Command]:
-    """out [T, N] = silu(gate) * up, where both [T, 2 N] is gate and up, and gets what the adapters add to a product of
-    x. For tokens that are not few (takes_few)."""
-    yield from _many(target, out, x, both, lora, add=True)
-
-
-def _many(
+def many(
     target: Target,
     out: Tensor | Scratch,
     x: Tensor | Scratch,
-    both: Scratch | None,
     lora: Lora[Tensor],
     *,
-    add: bool,
+    both: Scratch | None = None,
+    add: bool = True,
 ) -> Iterator[Command]:
-    a, b, parts = lora.a, lora.b, lora.parts
-    (tokens, columns), (places, rows, _), rank = x.shape, a.shape, b.shape[2]
+    """low_rank_product of x for tokens that are not few (takes_few). With both [T, 2 N], which is gate and up and gets
+    what the adapters add, out [T, N] = silu(gate) * up."""
+    parts = lora.parts
+    (tokens, columns), (places, rows, _), rank = x.shape, lora.a.shape, lora.b.shape[2]
     few = tokens <= 128 or target.batch_invariant
     tile, block, width = (16, 16, 64) if few else (64, min(64, power_of_two(rows)), 64 if both else 128)
     tiles, splits, blocks = -(-tokens // tile), -(-columns // SPLIT), -(-rows // block)
@@ -71,14 +64,7 @@ def _many(
         "partial": Scratch((splits, tokens, rows), float32),
         "counter": Scratch((tiles * blocks,), int32, zeroed=True),
         "x": x,
-        "a": a,
-        "adapters": lora.adapters,
-        "token_slots": lora.token_slots,
-        "tokens": tokens,
-        "x_stride": aligned(columns),
-        "a_stride": aligned(a.strides[0]),
-        "K": aligned(columns),
-        "rows": aligned(rows),
+        **_of_a(x, lora),
         "places": places,
     }
     constants = {"BM": tile, "BR": block, "BK": 128, "SPLIT": SPLIT}
@@ -88,6 +74,20 @@ def _many(
     constants |= {"ADD": add, "GATED": both is not None}
     grid = (tiles, -(-max(parts) // width), 1 if both else len(parts))
     yield launch(_DEVICE, "lora_expand", grid, args, constants)
+
+
+def _of_a(x: Tensor | Scratch, lora: Lora[Tensor]) -> dict[str, Arg]:
+    tokens, columns = x.shape
+    return {
+        "a": lora.a,
+        "adapters": lora.adapters,
+        "token_slots": lora.token_slots,
+        "tokens": tokens,
+        "x_stride": aligned(columns),
+        "a_stride": aligned(lora.a.strides[0]),
+        "K": aligned(columns),
+        "rows": aligned(lora.a.shape[1]),
+    }
 
 
 def _of_b(out: Tensor | Scratch, lora: Lora[Tensor]) -> dict[str, Arg]:
@@ -107,8 +107,8 @@ def _few(
     out: Tensor | Scratch, x: Tensor | Scratch, normed: Norm | None, lora: Lora[Tensor], *, add: bool
 ) -> Iterator[Command]:
     """The launches of a step of few tokens: programs of one adapter each. The norm's factor comes last."""
-    a, parts = lora.a, lora.parts
-    (tokens, columns), (places, rows, _), rank = x.shape, a.shape, lora.b.shape[2]
+    parts = lora.parts
+    (tokens, columns), (places, rows, _), rank = x.shape, lora.a.shape, lora.b.shape[2]
     width = 256 if columns <= 4096 else 512  # columns of a program
     tiles, splits = -(-tokens // FEW_TILE), -(-columns // width)
     partial, squares = Scratch((splits, tokens, rows), float32), Scratch((splits, tokens), float32)
@@ -117,14 +117,7 @@ def _few(
         "squares": squares,
         "x": x,
         "gain": x if normed is None else normed.weight,
-        "a": a,
-        "adapters": lora.adapters,
-        "token_slots": lora.token_slots,
-        "tokens": tokens,
-        "x_stride": aligned(columns),
-        "a_stride": aligned(a.strides[0]),
-        "K": aligned(columns),
-        "rows": aligned(rows),
+        **_of_a(x, lora),
         "tiles": tiles,
     }
     constants = {"BM": FEW_TILE, "BR": 16, "BK": 256, "SPLIT": width, "NORM": normed is not None}
