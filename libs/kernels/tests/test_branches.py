@@ -21,7 +21,7 @@ from openinfer.kernels import (
     embed,
     launch,
 )
-from openinfer.kernels.op.op import FORKED, fork, overlap
+from openinfer.kernels.op.op import FORKED, fork, may_share_memory
 from openinfer.kernels.packs import cuda_driver
 from openinfer.kernels.store.cubins import Compiled
 from openinfer.tensor import Device, Tensor, bfloat16, check, driver
@@ -312,7 +312,7 @@ def test_tensors_that_share_memory_overlap(rng):
     for _ in range(400):
         rows, columns = (np.sort(rng.integers(0, n + 1, (2, 2)), axis=1) for n in matrix.shape)
         a, b = (matrix[slice(*r), slice(*c)] for r, c in zip(rows, columns, strict=True))
-        found = overlap(Tensor.from_numpy(a), Tensor.from_numpy(b))
+        found = may_share_memory(Tensor.from_numpy(a), Tensor.from_numpy(b))
         assert found or not np.shares_memory(a, b)
         if columns[0, 1] <= columns[1, 0] and min(len(a), len(b)) > 1:
             assert not found

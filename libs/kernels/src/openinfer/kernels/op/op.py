@@ -380,7 +380,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
             _collect(part, found)
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
+def may_share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share memory. Columns of one matrix, or layers of one cache, are known to be apart."""
     if min(a.numel, b.numel) == 0 or a.ptr + extent(a) <= b.ptr or b.ptr + extent(b) <= a.ptr:
         return False

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.op.launch import Collective, Command, Launch, PeerTable, Scratch, Spec
-from openinfer.kernels.op.op import Cost, Op, Workload, call_key, leaves, overlap, tensors_in
+from openinfer.kernels.op.op import Cost, Op, Workload, call_key, leaves, may_share_memory, tensors_in
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor
 
@@ -107,7 +107,7 @@ class NullPack:
                 (op.written(args), tensors_in(theirs)),
                 (other.written(theirs), tensors_in(args)),
             ):
-                shared = next((a for a in written for b in used if overlap(a, b)), None)
+                shared = next((a for a in written for b in used if may_share_memory(a, b)), None)
                 if shared is not None:
                     raise ContractError(
                         f"{other.name} and {op.name} are in two branches of a fork, and one writes {shared!r}, "
