@@ -10,12 +10,11 @@ here takes that, so the weight becomes plain while it is loaded.
 """
 
 import functools
-from typing import Any
 
 import numpy as np
 
 from openinfer.kernels.formats.groups import ONE, Grouped, Stored, WeightPart, finite
-from openinfer.kernels.formats.int4 import SYMMETRIC, Int4Groups, group_words, of_rows
+from openinfer.kernels.formats.int4 import SYMMETRIC, Int4Groups, group_words, nibbles, of_rows
 from openinfer.kernels.formats.int8 import Int8, of_words
 from openinfer.kernels.op.rounding import Array
 from openinfer.tensor import int32
@@ -100,7 +99,4 @@ def _by_index(zero: int, bits: int, packed: Array, scales: Array, g_idx: Array) 
 
 def _unpacked(words: Array, bits: int) -> Array:
     """Codes [..., B n] of int32 [..., n]."""
-    found: Any = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 4:
-        found = np.stack([found & 15, found >> 4], axis=-1)
-    return np.asarray(found).reshape(*words.shape[:-1], -1)
+    return nibbles(words) if bits == 4 else np.ascontiguousarray(words).view(np.uint8)

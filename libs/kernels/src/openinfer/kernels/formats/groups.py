@@ -32,7 +32,7 @@ class WeightPart(NamedTuple):
 
 
 class CodedForm(ABC):
-    """A format whose numbers are codes with scales (a formats.linear.Form)."""
+    """A format whose numbers are codes with scales."""
 
     __slots__ = ()
 
@@ -54,6 +54,7 @@ class CodedForm(ABC):
         return SCALE_BLOCK
 
     def columns(self, weight: Any) -> int:
+        """Columns of a weight that is stored so."""
         return self.code()[1] * int(weight.shape[-1])
 
     def empty(self, rows: int, columns: int) -> Empty:
@@ -64,6 +65,7 @@ class CodedForm(ABC):
     def expect(
         self, name: str, weight: Tensor, scales: Any, shape: tuple[int, ...], dtype: np.dtype[Any], parts: int
     ) -> None:
+        """Raise ContractError unless the tensors hold a weight [..., N, K] of this shape (-1 = any)."""
         coded, packed = self.code()
         expect(name, weight, (*shape[:-1], shape[-1] // packed), coded)
         k = self.columns(weight)
@@ -74,6 +76,7 @@ class CodedForm(ABC):
         """Raise ContractError where no weight with `k` columns has such scales."""
 
     def allows(self, coding: Coding | None) -> bool:
+        """Whether activations may be quantised so before they are multiplied with the weight."""
         return coding is None
 
 

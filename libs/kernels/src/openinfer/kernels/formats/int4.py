@@ -127,7 +127,7 @@ def int4_packing(style: str, group: int, *, zeros: bool = False) -> Grouped:
     )  # fmt: skip
 
 
-def _unpacked(packed: Array) -> Array:
+def nibbles(packed: Array) -> Array:
     """Codes [..., 8 n] of int32 [..., n]."""
     pairs = np.ascontiguousarray(packed).view(np.uint8)
     return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
@@ -168,7 +168,7 @@ def _of_awq(qweight: Array) -> Array:
 
 def _words(part: WeightPart, weight_scale: Array, weight_zero_point: Array | None = None) -> Array:
     return group_words(
-        weight_scale, SYMMETRIC if weight_zero_point is None else _unpacked(weight_zero_point.T).T
+        weight_scale, SYMMETRIC if weight_zero_point is None else nibbles(weight_zero_point.T).T
     )
 
 

@@ -1,12 +1,13 @@
 """A weight of a linear layer as one value, and the formats of its numbers: one class and one entry of FORMS each."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from openinfer.kernels.formats.fp4 import Fp4
 from openinfer.kernels.formats.fp8 import Fp8, Mx
+from openinfer.kernels.formats.groups import CodedForm
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.int8 import Int8
 from openinfer.kernels.op.contract import expect, require
@@ -15,25 +16,6 @@ from openinfer.kernels.op.rounding import BEFOREHAND, SCALE_BLOCK, Array, Coding
 from openinfer.tensor import Tensor, float32
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class Form(Protocol):
-    """A format of a weight's numbers, with the sizes that kernels depend on. Forms of the same format and sizes are
-    equal."""
-
-    def columns(self, weight: Any) -> int:
-        """Columns of a weight that is stored so."""
-
-    def values(self, weight: Array, scales: Any, parts: int) -> Array:
-        """The float32 values, exactly. `parts`: projections stacked in the rows."""
-
-    def expect(
-        self, name: str, weight: Tensor, scales: Any, shape: tuple[int, ...], dtype: np.dtype[Any], parts: int
-    ) -> None:
-        """Raise ContractError unless the tensors hold a weight [..., N, K] of this shape (-1 = any)."""
-
-    def allows(self, coding: Coding | None) -> bool:
-        """Whether activations may be quantised so before they are multiplied with the weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +45,9 @@ class Plain:
         return cls() if scales is None else None
 
 
+Form = Plain | CodedForm
+"""A format of a weight's numbers, with the sizes that kernels depend on. Forms of the same format and sizes are
+equal."""
 FORMS = (Plain, Fp4, Int4Groups, Int8, Mx, Fp8)
 """All formats; the first that knows the dtypes of weight and scales is a weight's."""
 DENSE = (Plain, Fp8, Int4Groups, Fp4, Int8)
@@ -112,7 +97,8 @@ class Linear(Generic[T_co]):
 
     def values(self: "Linear[Array]", parts: int = 1) -> Array:
         """The float32 values, exactly. `parts`: projections stacked in the rows."""
-        return self.form.values(self.weight, self.scales, parts)
+        scales: Any = self.scales
+        return self.form.values(self.weight, scales, parts)
 
     def halves(self: "Linear[Array]") -> tuple[Array, Array]:
         """The gate's and the up projection's half of a weight [..., 2 I, K], each as float32 [..., I, K]."""

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class Mixed(NamedTuple):
             own = next((one for one in self.packings if module in (one.modules or ())), None)
         else:
             own = self.pick(module)
-        return own if own is None or self.coded else without_coding(own)
+        return own if own is None or self.coded else _uncoded(own)
 
 
 AnyPacking = Packing | Grouped | Mixed
@@ -261,8 +261,8 @@ class LinearPlaces(Places):
                 self.loads.append(layer)
             elif isinstance(packing, Grouped):
                 self._grouped(part, columns, weight, None if scales is None else scales[rows], packing)
-            elif packing.by_row and scales is not None:
-                self._rows(part, weight, scales[rows], packing)
+            elif packing.made and packing.by_row and scales is not None:
+                self._quantise_rows(part, weight, scales[rows])
             elif packing.made and scales is not None:
                 block += self.quantise(weight, scales[block:], layer.name, layer.source)
             else:
@@ -288,25 +288,12 @@ class LinearPlaces(Places):
         self.single |= {part.module + one.ending for one in stored if one.rows is one.columns is None}
         self._ignored += [part.module + ending for ending in (*packing.ignored, ".input_scale")]
 
-    def _rows(self, part: WeightPart, weight: Tensor, scales: Tensor, packing: Packing) -> None:
-        name, rows = part.module + ".weight", _range(part.row, part.rows)
-        columns = _range(part.column, weight.shape[1])
-        if packing.made:  # whole rows, so that all ranks have the same codes
-            of_row = ((rows, slice(None)),)
-            codes = functools.partial(row_codes, columns=columns)
-            self.conversions += [
-                Conversion((name,), weight, codes, of_row),
-                Conversion((name,), scales, row_scales, of_row),
-            ]
-            return
-        self.loads.append(TensorLoad(name, weight, (rows, columns)))
-        name = part.module + packing.scales
-        if packing.whole:
-            self.single.add(name)
-            self.conversions.append(Conversion((name,), scales, functools.partial(_repeated, part.rows)))
-        else:
-            self.conversions.append(Conversion((name,), scales, finite, ((rows, slice(0, 1)),)))
-        self._ignored.append(part.module + ".input_scale")
+    def _quantise_rows(self, part: WeightPart, weight: Tensor, scales: Tensor) -> None:
+        """Make FP8 by row of a part of a plain tensor: of whole rows, so that all ranks have the same codes."""
+        of_rows = ((_range(part.row, part.rows), slice(None)),)
+        codes = functools.partial(row_codes, columns=_range(part.column, weight.shape[1]))
+        for dst, convert in ((weight, codes), (scales, row_scales)):
+            self.conversions.append(Conversion((part.module + ".weight",), dst, convert, of_rows))
 
     def _blocks(self, part: WeightPart, dst: Tensor, left: Tensor | None, packing: Packing) -> int:
         """left: the scales from the part's first on. Returns how many rows of them the part has."""
@@ -315,10 +302,11 @@ class LinearPlaces(Places):
         columns = dst.shape[1] * (pairs if left is not None else 1)
         source = _range(row, rows), _range(column // pairs, columns // pairs)
         of_scales: tuple[slice, ...]
-        if packing.whole:
-            of_scales = ()  # the head's or the embedding's
-            self.single.add(module + packing.scales)
+        if packing.by_row:
             self._ignored.append(module + ".input_scale")
+        if packing.whole:
+            of_scales = ()
+            self.single.add(module + packing.scales)
         elif packing.by_row:
             of_scales = _range(row, rows), slice(0, 1)
         elif packing.fp4:
@@ -331,11 +319,12 @@ class LinearPlaces(Places):
             self.dtypes |= {weight: (int8 if packing.fp4 else float8_e4m3fn,)}
             self.dtypes |= {} if packing.dtype == float32 else {name: (packing.dtype, float32)}
             return 0
-        height = rows if packing.fp4 else scale_blocks(rows)
+        height = rows if packing.fp4 or packing.by_row else scale_blocks(rows)
         scales = left[:height]
         self.loads.append(TensorLoad(weight, dst.view_as(int8) if packing.fp4 else dst, source))
         if packing.dtype == float32:  # checkpoints may hold them in bfloat16
-            self.conversions.append(Conversion((name,), scales, finite, (of_scales,)))
+            convert = functools.partial(_repeated, rows) if packing.whole else finite
+            self.conversions.append(Conversion((name,), scales, convert, (of_scales,)))
         elif packing.fp4:
             self.loads.append(TensorLoad(name, scales.view_as(packing.dtype), of_scales))
         else:
@@ -364,21 +353,13 @@ class LinearPlaces(Places):
         return found
 
 
-@overload
-def without_coding(packing: Packing | Grouped) -> Packing | Grouped: ...
-
-
-@overload
-def without_coding(packing: AnyPacking | None) -> AnyPacking | None: ...
-
-
 def without_coding(packing: AnyPacking | None) -> AnyPacking | None:
     """The packing with activations that are not quantised."""
-    if packing is None or isinstance(packing, Grouped):
-        return packing and packing.replace(coding=None)
-    if isinstance(packing, Packing):
-        return packing._replace(coding=None)
-    return packing._replace(coded=False)
+    return packing._replace(coded=False) if isinstance(packing, Mixed) else packing and _uncoded(packing)
+
+
+def _uncoded(packing: Packing | Grouped) -> Packing | Grouped:
+    return packing._replace(coding=None) if isinstance(packing, Packing) else packing.replace(coding=None)
 
 
 def packing_text(packing: AnyPacking) -> str:
