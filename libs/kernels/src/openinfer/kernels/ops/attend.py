@@ -182,18 +182,13 @@ def _pages(memory: Memory, layout: KvLayout, count: int) -> Tensor:
 def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other tiles, and other numbers of parts of a row."""
     plain = choose_attention(target, AttentionCall.of(case.calls[0]))
-    others: dict[str, AttentionChoice] = {}
-    for tile in (Tile(16, 64, 4, 3), Tile(16, 64, 4, 5), Tile(16, 64, 4, 7), Tile(16, 128, 8, 5)):
-        others[f"short {tile.bm} x {tile.bn}, {tile.warps} warps, {tile.stages} stages"] = replace(
-            plain, short=tile
-        )
-    for tile in (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 128, 8, 3)):
-        others[f"long {tile.bm} x {tile.bn}, {tile.warps} warps, {tile.stages} stages"] = replace(
-            plain, long=tile
-        )
-    for name, choice in others.items():
+    short = Tile(16, 64, 4, 3), Tile(16, 64, 4, 5), Tile(16, 64, 4, 7), Tile(16, 128, 8, 5)
+    long = Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 128, 8, 3)
+    found = [("short", tile, replace(plain, short=tile)) for tile in short]
+    found += [("long", tile, replace(plain, long=tile)) for tile in long]
+    for rows, tile, changed in found:
 
-        def commands(a: AttendArgs[Tensor], choice: AttentionChoice = choice) -> list[Launch]:
+        def commands(a: AttendArgs[Tensor], choice: AttentionChoice = changed) -> list[Launch]:
             return attention_launches(AttentionCall.of(a), choice, a.max_q_len)
 
-        yield name, commands
+        yield f"{rows} {tile.bm} x {tile.bn}, {tile.warps} warps, {tile.stages} stages", commands

@@ -6,8 +6,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.op.contract import FLOATS, expect, expect_rows, require
-from openinfer.kernels.op.launch import Aligned, Command, launch
+from openinfer.kernels.op.contract import FLOATS, expect, expect_each, expect_rows, require
+from openinfer.kernels.op.launch import Command, aligned, launch
 from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.target import Target
@@ -83,8 +83,7 @@ select_rows = Op("select_rows", _SelectArgs[Tensor], _check_select, _select, _se
 def _gather(kernel: str, out: Tensor, sources: dict[str, Tensor]) -> Command:
     """A launch that copies rows."""
     (rows, width), block = out.shape, 1024
-    length = Aligned(width) if width % 16 == 0 else width
-    args = {"out": out, **sources, "width": length}
+    args = {"out": out, **sources, "width": aligned(width)}
     return launch("openinfer.kernels.device.rows", kernel, (rows, -(-width // block)), args, {"BLOCK": block})
 
 
@@ -114,8 +113,7 @@ class _ExpandArgs(Generic[T]):
 
 def _expand_check(a: _ExpandArgs[Tensor]) -> None:
     tokens = a.token_ids.shape[0]
-    for name, tensor in tensors(a, "token_ids", "positions", "token_slots", "prompt").items():
-        expect(name, tensor, (tokens,), int32)
+    expect_each(a, (tokens,), int32, "token_ids", "positions", "token_slots", "prompt")
     _, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, last_tokens=a.last_tokens, alive=a.alive)
     if a.drafts is not None:
         expect("drafts", a.drafts, (size, -1), int32)

@@ -6,8 +6,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.op.contract import FLOATS, expect, require
-from openinfer.kernels.op.launch import Aligned, Command, Launch, launch
+from openinfer.kernels.op.contract import FLOATS, expect, expect_each, require
+from openinfer.kernels.op.launch import Command, Launch, aligned, launch
 from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.target import Target
@@ -33,15 +33,13 @@ def _expect(a: _StatesArgs[Tensor], *by_token: str) -> None:
     expect("states", a.states, (-1, -1, a.x.shape[1]), a.x.dtype)
     size, width = a.states.shape[:2]
     require(width & (width - 1) == 0, f"states has {width} places; it must have a power of two")
-    for name, tensor in tensors(a, "ids", "places").items():
-        expect(name, tensor, (size, width), int32)
-    for name, tensor in tensors(a, "positions", "token_slots", *by_token).items():
-        expect(name, tensor, (a.x.shape[0],), int32)
+    expect_each(a, (size, width), int32, "ids", "places")
+    expect_each(a, (a.x.shape[0],), int32, "positions", "token_slots", *by_token)
 
 
 def _launch(function: str, a: _StatesArgs[Tensor], given: Mapping[str, Tensor]) -> Launch:
     tokens, width = a.x.shape
-    args = {**given, "width": Aligned(width) if width % 16 == 0 else width, "kept": a.states.shape[1]}
+    args = {**given, "width": aligned(width), "kept": a.states.shape[1]}
     return launch(
         "openinfer.kernels.device.rows", function, (tokens, -(-width // _BLOCK)), args, {"BLOCK": _BLOCK}
     )
@@ -93,8 +91,7 @@ def _take_check(a: _TakeArgs[Tensor]) -> None:
     size, width = a.ids.shape
     expect("slots", a.slots, (a.x.shape[0] // width,), int32)
     require(a.x.shape[0] % width == 0, f"x has {a.x.shape[0]} tokens; it must have {width} a row")
-    for name, tensor in tensors(a, "seq_lens", "last_tokens").items():
-        expect(name, tensor, (size,), int32)
+    expect_each(a, (size,), int32, "seq_lens", "last_tokens")
 
 
 def _take_reference(a: _TakeArgs[Array]) -> None:

@@ -58,7 +58,7 @@ def _check(a: _Args[Tensor]) -> None:
     if a.table is not None:
         expect("table", a.table, (-1, chosen), int32)
     expect_each(a, (tokens,), int32, "token_ids", "token_slots")
-    require(1 <= chosen <= experts, f"{chosen} experts a token are asked for; there are {experts}")
+    _expect_experts(a, chosen, experts)
     require(a.scaling > 0, f"scaling is {a.scaling}; it must be positive")
     size = experts // a.groups
     require(
@@ -67,6 +67,11 @@ def _check(a: _Args[Tensor]) -> None:
         f"{chosen} of {experts} experts in {a.top_groups} of {a.groups} groups: groups have two experts or more, as "
         "many each, are chosen from by bias, and have as many as a token takes",
     )  # fmt: skip
+
+
+def _expect_experts(a: "_Args[Tensor] | _TopkArgs[Tensor]", chosen: int, experts: int) -> None:
+    """Raise ContractError unless a token can have so many experts, and the rank's are among all."""
+    require(1 <= chosen <= experts, f"{chosen} experts a token are asked for; there are {experts}")
     require(
         a.first_expert >= 0 and 1 <= a.num_experts <= experts - a.first_expert,
         f"this rank has {a.num_experts} experts from {a.first_expert} on; there are {experts}",
@@ -197,12 +202,7 @@ def _topk_check(a: _TopkArgs[Tensor]) -> None:
     expect("expert_ids", a.expert_ids, (tokens, -1), int32)
     expect("expert_weights", a.expert_weights, a.expert_ids.shape, a.logits.dtype)
     expect("token_slots", a.token_slots, (tokens,), int32)
-    chosen = a.expert_ids.shape[1]
-    require(1 <= chosen <= experts, f"{chosen} experts a token are asked for; there are {experts}")
-    require(
-        a.first_expert >= 0 and 1 <= a.num_experts <= experts - a.first_expert,
-        f"this rank has {a.num_experts} experts from {a.first_expert} on; there are {experts}",
-    )
+    _expect_experts(a, a.expert_ids.shape[1], experts)
     require((a.shared is None) == (a.gate is None), "shared and gate come together")
     if a.shared is not None and a.gate is not None:
         expect("shared", a.shared, (tokens, -1), a.logits.dtype)
