@@ -353,8 +353,7 @@ class HostPeers(InterpDriver):
     def _packed(self, first: Any, second: Any) -> Any:
         import triton.language as tl
 
-        halves = (half.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) for half in (first, second))
-        low, high = halves
+        low, high = (one.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) for one in (first, second))
         return (low | (high << 16)).to(tl.int32, bitcast=True)
 
     def _load(self, address: Any, inside: Any) -> tuple[Any, ...]:

@@ -261,7 +261,9 @@ def _compressed_group(group: Mapping[str, Any], form: Any) -> Pack:
         _expect(weights, where, strategy=tuple(_COMPRESSED_FP8))
         if weights["strategy"] == "block":
             _expect(weights, where, block_structure=([128, 128],))
-        return _COMPRESSED_FP8[weights["strategy"]]._replace(coding=_coding(activations, weights["strategy"]))
+        return _COMPRESSED_FP8[weights["strategy"]]._replace(
+            coding=_coding(activations, kind, weights["strategy"])
+        )
     if kind == "float":
         return _compressed_fp4(weights, form, where)
     packed = bits == 4 or form == "pack-quantized"
@@ -286,7 +288,7 @@ def _compressed_group(group: Mapping[str, Any], form: Any) -> Pack:
             return int4_packing("compressed-tensors", group_size, zeros=not weights["symmetric"])
         return int8_packing(group_size, packed=True)
     _expect(weights, where, strategy=("channel", "tensor"), actorder=(None, "weight", "static", False))
-    coding = _int8_coding(activations)
+    coding = _coding(activations, "int", weights["strategy"])
     return int8_packing(ONE, packed=False, whole=weights["strategy"] == "tensor", coding=coding)
 
 
@@ -301,28 +303,20 @@ def _compressed_fp4(weights: Mapping[str, Any], form: Any, where: str) -> Groupe
     return mxfp4_packing(".weight_packed")
 
 
-def _int8_coding(activations: Any) -> Coding | None:
-    """How activations of INT8 weights are quantised."""
+def _coding(activations: Any, kind: str, weights: str) -> Coding | None:
+    """How activations of FP8 ("float") or INT8 ("int") weights are quantised. A scale of a tensor that is found while
+    an FP8 model runs would be of a batch. One of each token is at least as fine, and a token's result does not depend
+    on the others."""
     if activations is None:
         return None
     given = activations if isinstance(activations, Mapping) else {}
     where = "compressed-tensors, input_activations"
-    _expect(given, where, num_bits=(8,), type=("int",), symmetric=(True, None), dynamic=(True, False))
-    if given["dynamic"]:
-        _expect(given, where, strategy=("token",))
-        return "int8 token"
-    _expect(given, where, strategy=("tensor",))
-    return "int8 tensor"
-
-
-def _coding(activations: Any, weights: str) -> Coding | None:
-    """How activations of FP8 weights are quantised. A scale of a tensor that is found while the model runs would be of
-    a batch. One of each token is at least as fine, and a token's result does not depend on the others."""
-    if activations is None:
-        return None
-    given = activations if isinstance(activations, Mapping) else {}
-    where = "compressed-tensors, input_activations"
-    _expect(given, where, num_bits=(8,), type=("float",), dynamic=(True, False, None))
+    _expect(given, where, num_bits=(8,), type=(kind,))
+    if kind == "int":
+        _expect(given, where, symmetric=(True, None), dynamic=(True, False))
+        _expect(given, where, strategy=("token",) if given["dynamic"] else ("tensor",))
+        return "int8 token" if given["dynamic"] else "int8 tensor"
+    _expect(given, where, dynamic=(True, False, None))
     if weights == "block":
         _expect(given, where, strategy=("group",), group_size=(128,), dynamic=(True,))
         return "block"

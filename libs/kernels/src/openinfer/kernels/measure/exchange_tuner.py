@@ -6,6 +6,7 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,7 @@ class ExchangeRank:
         self.stream, self.arena = Stream(self.device), Arena(self.device, _ARENA_BYTES)
         self._gpus.connect(links, self.stream)
         self.shared.exchange(np.zeros(1))
-        found = Target.of(self.device, cublas=False)
-        self.target = Target(found.arch, found.num_sms, gpu=found.gpu, rank=rank)
+        self.target = replace(Target.of(self.device, cublas=False), rank=rank)
         self.store = Store(self.device.arch)
         scratch = self.arena.alloc((_SCRATCH_BYTES,), uint8)
         self.pack = LaunchPack(
@@ -103,11 +103,10 @@ class ExchangeRank:
         made.zero_(self.stream)
         return made
 
-    def sum(self, way: Exchange, x: Tensor, y: Tensor, normed: Normed | None, *, add: bool = True) -> None:
+    def sum(self, way: Exchange, x: Tensor, y: Tensor, normed: Normed | None) -> None:
         """x += the sum of all y in this way, and its norm."""
-        self.pack.submit(
-            "sum", list(sum_of_ranks(self.target, x, y, self.size, add=add, normed=normed, way=way))
-        )
+        commands = sum_of_ranks(self.target, x, y, self.size, normed=normed, way=way)
+        self.pack.submit("sum", list(commands))
 
     def sums(self, rows: Sequence[int]) -> Iterator[tuple[int, dict[Exchange, float]]]:
         """Seconds of x += the sum of all y, and its norm, by rows and way."""

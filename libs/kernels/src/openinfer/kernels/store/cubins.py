@@ -217,14 +217,10 @@ class Store:
 
     def _prepare(self, specs: Iterable[Spec], progress: Progress | None) -> Prepared:
         wanted = [s for s in dict.fromkeys(specs) if s not in self._kernels]
-        missing = []
         check_owner(self.cache)
-        for spec in wanted:
-            found = self._load(spec)
-            if found is None:
-                missing.append(spec)
-            else:
-                self._kernels[spec] = found
+        loaded = {spec: self._load(spec) for spec in wanted}
+        self._kernels |= {spec: kernel for spec, kernel in loaded.items() if kernel is not None}
+        missing = [spec for spec, kernel in loaded.items() if kernel is None]
         for kind, version, packages in (
             (KernelSpec, triton_version(), f"'openinfer-kernels[jit]' 'triton=={TESTED_TRITON}'"),
             (CudaSpec, nvrtc_version(), "'openinfer-kernels[nvrtc]'"),
