@@ -96,17 +96,15 @@ def attention_launches(call: AttentionCall, choice: AttentionChoice, max_q_len: 
     pairs = power_of_two(max_q_len * call.group)
     if pairs <= SHORT_PAIRS:
         tile = dataclasses.replace(choice.short, bm=max(choice.short.bm, pairs))
-        return [_short_rows(call, choice, tile, short=max_q_len, tokens=call.tokens)]
+        return [_short_rows(call, choice, tile, max_q_len)]
     if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
         return long_rows(call, choice, short=0)
     short, long = [single_tokens(call, choice)], long_rows(call, choice, short=1)
     return list(beside(long, short) if in_parts(call, choice) else beside(short, long))
 
 
-def _short_rows(
-    call: AttentionCall, choice: AttentionChoice, tile: Tile, *, short: int, tokens: int
-) -> Launch:
-    """Rows of at most `short` tokens, and the tokens from the last row's end to `tokens`."""
+def _short_rows(call: AttentionCall, choice: AttentionChoice, tile: Tile, short: int) -> Launch:
+    """Rows of at most `short` tokens, and the tokens after the last row."""
     splits = choice.splits
     pairs = short * call.group
     merged = power_of_two(pairs)
@@ -120,7 +118,7 @@ def _short_rows(
             "partial": Scratch((*parts, call.dim), float32),
             "weight": Scratch(parts, float32),
             "arrived": Scratch(heads, int32, zeroed=True),
-            "tokens": tokens,
+            "tokens": call.tokens,
             "short": short,
             "part_size": choice.part_size,
         },

@@ -145,7 +145,36 @@ class PackedExperts:
         """The pairs in order and x as the first product reads it, the products, and their sums with `shared`."""
         pairs = Pairs.of(self.target, self.a.expert_ids, self.a.gate_up.shape[0])
         yield self._sort(pairs)
-        yield from self._multiply(pairs)
+        inter, tile = self.a.gate_up.shape[1] // 2, self.tile
+        both, hidden = Scratch((pairs.count, 2 * inter), bfloat16), Scratch((pairs.count, inter), tile.dtype)
+        scales = Scratch((inter // 128, pairs.count + tile.bm) if tile.coded else (1,), float32)
+        yield self._product(pairs, both, self.arranged, self.x_scales, linear_of(self.a.gate_up))
+        blocks = min(8, power_of_two(inter // 128))
+        yield launch(
+            _DEVICE,
+            "activate",
+            (pairs.count, -(-inter // (128 * blocks))),
+            {
+                "hidden": hidden,
+                "scales": scales,
+                "both": both,
+                "order": pairs.order,
+                "starts": pairs.starts,
+                "expert_weights": self.a.expert_weights,
+                "limit": self.a.limit,
+                "width": Aligned(inter),
+                "STRIDE": pairs.count + tile.bm,
+            },
+            {
+                "EXPERTS": pairs.experts,
+                "BLOCKS": blocks,
+                "KIND": kind_of(linear_of(self.a.down)),
+                "QUANTIZED": self.a.quantized,
+                "CODES": tile.coded,
+            },
+            early=self._early,
+        )
+        yield self._product(pairs, self.results, hidden, scales, linear_of(self.a.down))
         yield add_chosen(self.target, self.a, self.results)
 
     def _sort(self, pairs: Pairs) -> Launch:
@@ -185,39 +214,6 @@ class PackedExperts:
     @property
     def _early(self) -> bool:
         return self.target.early(self.a.x.shape[0])
-
-    def _multiply(self, pairs: Pairs) -> Iterator[Launch]:
-        """From tokens to the results of pairs, with the clamped gate between the products."""
-        inter, tile = self.a.gate_up.shape[1] // 2, self.tile
-        both, hidden = Scratch((pairs.count, 2 * inter), bfloat16), Scratch((pairs.count, inter), tile.dtype)
-        scales = Scratch((inter // 128, pairs.count + tile.bm) if tile.coded else (1,), float32)
-        yield self._product(pairs, both, self.arranged, self.x_scales, linear_of(self.a.gate_up))
-        blocks = min(8, power_of_two(inter // 128))
-        yield launch(
-            _DEVICE,
-            "activate",
-            (pairs.count, -(-inter // (128 * blocks))),
-            {
-                "hidden": hidden,
-                "scales": scales,
-                "both": both,
-                "order": pairs.order,
-                "starts": pairs.starts,
-                "expert_weights": self.a.expert_weights,
-                "limit": self.a.limit,
-                "width": Aligned(inter),
-                "STRIDE": pairs.count + tile.bm,
-            },
-            {
-                "EXPERTS": pairs.experts,
-                "BLOCKS": blocks,
-                "KIND": kind_of(linear_of(self.a.down)),
-                "QUANTIZED": self.a.quantized,
-                "CODES": tile.coded,
-            },
-            early=self._early,
-        )
-        yield self._product(pairs, self.results, hidden, scales, linear_of(self.a.down))
 
     def _product(
         self, pairs: Pairs, out: Scratch, x: Scratch | Tensor, x_scales: Scratch, layer: Linear[Tensor]

@@ -112,7 +112,21 @@ class PlainExperts:
         """The pairs in order unless the products look through them, the products, and their sums."""
         if not self._ids(pairs):
             yield self._sort(pairs)
-        yield from self._multiply(pairs)
+        inter = self.gate_up.shape[1] // 2
+        mlp, x, bits = Scratch((pairs.count, inter), self.x.dtype), self.hidden, _word_bits(self.gate_up)
+        arranged = self.first.bm == MANY and bits > 0 and bits == _word_bits(self.down)
+        if arranged:
+            x = Scratch(self.hidden.shape, self.x.dtype)
+            numbers, block = math.prod(x.shape), 2048
+            args: dict[str, Arg] = {"out": x, "x": self.hidden, "numbers": Aligned(numbers)}
+            constants = {"BITS": bits, "BLOCK": block}
+            yield launch(_DEVICE, "arrange_rows", (-(-numbers // block),), args, constants, num_warps=8)
+        yield self._product(pairs, self.first, mlp, x, self.gate_up, arranged, first=True)
+        if self._sums(pairs):
+            yield self._summed(pairs, mlp)
+        else:
+            yield self._product(pairs, self.second, self.results, mlp, self.down, arranged, first=False)
+            yield self._add(pairs)
 
     def _sort(self, pairs: Pairs) -> Launch:
         """Fill `order` and `starts`."""
@@ -129,24 +143,6 @@ class PlainExperts:
             {"BLOCK": pairs.sorted_at_once},
             early=self.target.starts_early,
         )
-
-    def _multiply(self, pairs: Pairs) -> Iterator[Launch]:
-        """From normed tokens to the weighted results of tokens."""
-        inter = self.gate_up.shape[1] // 2
-        mlp, x, bits = Scratch((pairs.count, inter), self.x.dtype), self.hidden, _word_bits(self.gate_up)
-        arranged = self.first.bm == MANY and bits > 0 and bits == _word_bits(self.down)
-        if arranged:
-            x = Scratch(self.hidden.shape, self.x.dtype)
-            numbers, block = math.prod(x.shape), 2048
-            args: dict[str, Arg] = {"out": x, "x": self.hidden, "numbers": Aligned(numbers)}
-            constants = {"BITS": bits, "BLOCK": block}
-            yield launch(_DEVICE, "arrange_rows", (-(-numbers // block),), args, constants, num_warps=8)
-        yield self._product(pairs, self.first, mlp, x, self.gate_up, arranged, first=True)
-        if self._sums(pairs):
-            yield self._summed(pairs, mlp)
-        else:
-            yield self._product(pairs, self.second, self.results, mlp, self.down, arranged, first=False)
-            yield self._add(pairs)
 
     def _summed(self, pairs: Pairs, hidden: Scratch) -> Launch:
         """The second product, which adds up its results."""

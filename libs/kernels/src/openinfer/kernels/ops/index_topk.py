@@ -86,70 +86,55 @@ class _Args(Generic[T]):
     def tuning(self: "_Args[Tensor]", target: Target) -> IndexTuning:
         return index_tuning(target, self.q.shape[0], self.width, self.selected.shape[1])
 
-    def launches(self: "_Args[Tensor]", target: Target, tuning: IndexTuning) -> Iterator[Command]:
-        tokens, topk = self.selected.shape
+    def launches(self: "_Args[Tensor]", target: Target, tuning: IndexTuning) -> Iterator[Launch]:
+        """For as many tokens at a time as have scores in memory: the scores, the chosen entries of each segment of
+        them, and of several segments the chosen ones of all."""
+        (tokens, heads, dim), topk, per_page = self.q.shape, self.selected.shape[1], self.keys.shape[1]
         size, early = min(tuning.tokens, tokens), target.early(tokens)
         segments = -(-self.width // tuning.segment)
+        lists = min(segments, max(2, MERGED_CANDIDATES // topk))
         scores = Scratch((size, self.width), float32)
         found = Scratch((size, segments, topk) if segments > 1 else (1,), int32)
         order = Scratch(found.shape, int32)
         for first in range(0, tokens, size):
             part = slice(first, min(first + size, tokens))
+            count, selected = part.stop - first, self.selected[part]
+            by_token: dict[str, Arg] = {
+                "positions": self.positions[part],
+                "token_slots": self.token_slots[part],
+            }
             if self.width > topk:
-                yield self._scores(tuning, scores, part, early)
-            yield from self._select(tuning, scores, found, order, part, early)
-
-    def _scores(
-        self: "_Args[Tensor]", tuning: IndexTuning, scores: Scratch, part: slice, early: bool
-    ) -> Launch:
-        _, heads, dim = self.q.shape
-        per_page = self.keys.shape[1]
-        return launch(
-            _DEVICE, "index_scores", (part.stop - part.start, tuning.parts),
-            {
-                "scores": scores, "q": self.q[part], "weights": self.weights[part], "keys": self.keys,
-                "cos_sin": self.cos_sin, "positions": self.positions[part], "token_slots": self.token_slots[part],
-                "block_tables": self.block_tables, "width": self.width, "table_width": self.block_tables.shape[1],
-                "page_stride": Aligned(self.keys.strides[0]), "weight_stride": self.weights.strides[0],
-                "heads": aligned(heads), "topk": self.selected.shape[1], "scale": self.scale,
-            },
-            {
-                "D": dim, "ROTARY": 2 * self.cos_sin.shape[2], "PAGE": self.window * per_page, "ENTRIES": per_page,
-                "HEADS": max(16, power_of_two(heads)), "BN": tuning.block, "QUANTIZED": self.quantized,
-            },
-            num_warps=tuning.warps, num_stages=tuning.stages, early=early,
-        )  # fmt: skip
-
-    def _select(
-        self: "_Args[Tensor]",
-        tuning: IndexTuning,
-        scores: Scratch,
-        found: Scratch,
-        order: Scratch,
-        part: slice,
-        early: bool,
-    ) -> Iterator[Launch]:
-        tokens, topk = part.stop - part.start, self.selected.shape[1]
-        segments = -(-self.width // tuning.segment)
-        selected, sizes = self.selected[part], {"topk": topk, "ratio": self.window}
-        tensors: dict[str, Arg] = {
-            "found": found, "found_order": order, "positions": self.positions[part],
-            "token_slots": self.token_slots[part],
-        }  # fmt: skip
-        yield launch(
-            _DEVICE, "select_entries", (tokens, segments),
-            {"selected": selected, "scores": scores, **tensors, "width": self.width, **sizes},
-            {"BLOCK": tuning.segment, "SMALL": tuning.small, "FILL": power_of_two(topk)},
-            num_warps=tuning.select_warps, early=early,
-        )  # fmt: skip
-        if segments > 1:
-            lists = min(segments, max(2, MERGED_CANDIDATES // topk))
+                yield launch(
+                    _DEVICE, "index_scores", (count, tuning.parts),
+                    {
+                        "scores": scores, "q": self.q[part], "weights": self.weights[part], "keys": self.keys,
+                        "cos_sin": self.cos_sin, **by_token, "block_tables": self.block_tables, "width": self.width,
+                        "table_width": self.block_tables.shape[1], "page_stride": Aligned(self.keys.strides[0]),
+                        "weight_stride": self.weights.strides[0], "heads": aligned(heads), "topk": topk,
+                        "scale": self.scale,
+                    },
+                    {
+                        "D": dim, "ROTARY": 2 * self.cos_sin.shape[2], "PAGE": self.window * per_page,
+                        "ENTRIES": per_page, "HEADS": max(16, power_of_two(heads)), "BN": tuning.block,
+                        "QUANTIZED": self.quantized,
+                    },
+                    num_warps=tuning.warps, num_stages=tuning.stages, early=early,
+                )  # fmt: skip
+            choices: dict[str, Arg] = {"found": found, "found_order": order, **by_token}
+            sizes = {"topk": topk, "ratio": self.window}
             yield launch(
-                _DEVICE, "select_found", (tokens,),
-                {"selected": selected, **tensors, **sizes, "segments": segments, "lists": lists},
-                {"SEGMENT": tuning.segment, "BLOCK": power_of_two(lists * topk)},
+                _DEVICE, "select_entries", (count, segments),
+                {"selected": selected, "scores": scores, **choices, "width": self.width, **sizes},
+                {"BLOCK": tuning.segment, "SMALL": tuning.small, "FILL": power_of_two(topk)},
                 num_warps=tuning.select_warps, early=early,
             )  # fmt: skip
+            if segments > 1:
+                yield launch(
+                    _DEVICE, "select_found", (count,),
+                    {"selected": selected, **choices, **sizes, "segments": segments, "lists": lists},
+                    {"SEGMENT": tuning.segment, "BLOCK": power_of_two(lists * topk)},
+                    num_warps=tuning.select_warps, early=early,
+                )  # fmt: skip
 
 
 def _check(a: _Args[Tensor]) -> None:

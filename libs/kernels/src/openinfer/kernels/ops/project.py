@@ -11,7 +11,7 @@ from openinfer.kernels.formats.fp8 import Mx
 from openinfer.kernels.formats.linear import Linear, Plain, expect_linear, linear_of
 from openinfer.kernels.linear import kernels as linear
 from openinfer.kernels.linear import mx
-from openinfer.kernels.linear.problem import Operand, Problem, expect_q8
+from openinfer.kernels.linear.problem import Problem, expect_q8
 from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.op.coded import Coded, decoded, expect_values, in_blocks, write_values
 from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, require
@@ -72,21 +72,15 @@ def _project_reference(a: _ProjectArgs[Array]) -> None:
 def _project_launches(target: Target, a: _ProjectArgs[Tensor]) -> Iterator[Command]:
     expect_q8(target, isinstance(a.x, Coded) or isinstance(a.out, Coded))
     out = Scratch(a.out.shape, bfloat16) if isinstance(a.out, Coded) else a.out
-    yield from linear.launches(_product(target, out, a.x, linear_of(a.weight), groups=a.groups))
+    x, scales = _codes(a.x)
+    weight = linear_of(a.weight)
+    yield from linear.launches(Problem(target, "project", out, x, weight, x_scales=scales, groups=a.groups))
     if isinstance(a.out, Coded):
         yield mx.launch_code_rows(target, a.out, out)
 
 
-def _product(
-    target: Target,
-    out: Operand,
-    x: Coded[Tensor] | Tensor,
-    weight: Linear[Tensor],
-    groups: int = 1,
-    parts: int = 1,
-) -> Problem:
-    codes, scales = (x.codes, x.scales) if isinstance(x, Coded) else (x, None)
-    return Problem(target, "project", out, codes, weight, x_scales=scales, groups=groups, parts=parts)
+def _codes(x: Coded[Tensor] | Tensor) -> tuple[Tensor, Tensor | None]:
+    return (x.codes, x.scales) if isinstance(x, Coded) else (x, None)
 
 
 def _cost(workload: Workload, a: "_ProjectArgs[Tensor] | _GateUpClampedArgs[Tensor]") -> Cost:
@@ -143,7 +137,10 @@ def _gate_reference(a: _GateUpClampedArgs[Array]) -> None:
 def _gate_launches(target: Target, a: _GateUpClampedArgs[Tensor]) -> Iterator[Command]:
     expect_q8(target, isinstance(a.x, Coded) or isinstance(a.out, Coded))
     both = Scratch((a.x.shape[0], a.weight.shape[0]), bfloat16)
-    yield from linear.launches(_product(target, both, a.x, linear_of(a.weight), parts=2))
+    x, scales = _codes(a.x)
+    yield from linear.launches(
+        Problem(target, "project", both, x, linear_of(a.weight), x_scales=scales, parts=2)
+    )
     yield mx.launch_clamped_gate(target, a.out, both, a.limit)
 
 

@@ -92,14 +92,23 @@ def sum_of_ranks(
 ) -> Iterator[Command]:
     """x += the sum of the y of all ranks, or x = with add=False; then the norm of x. y may be overwritten. way: None
     takes way_of."""
+    args: dict[str, Arg]
     way = way or way_of(target, ranks, x, MOST_OF_TWO if ranks == 2 else MOST_PUSHED)
-    if way.kind != "nccl":
-        yield from _push(way, target, x, y, ranks, add, normed)
+    if way.kind != "nccl":  # by our own kernel, see device.push_sum
+        rows, width = x.shape
+        lanes = power_of_two(width // 8)
+        out, weight, eps = normed or (x, x, 0.0)
+        own = {"LANES": lanes, "ADD": add, "NORM": normed is not None, "TWO_SHOT": way.kind == "two_shot"}
+        warps, early = min(way.warps, max(1, lanes // 32)), target.starts_early
+        for pushed in pushed_rows(target, ranks, rows, width, warps):
+            args = {"x": x, "y": y, "normed": out, "gain": weight, **pushed.args, "eps": eps}
+            constants = {**pushed.constants, **own}
+            yield launch(_DEVICE, "push_sum", pushed.grid, args, constants, num_warps=warps, early=early)
         return
     yield Collective("all_reduce", y if add else x, y, ranks)
     if add:
         count = x.numel
-        args: dict[str, Arg] = {"x": x, "y": y, "count": aligned(count)}
+        args = {"x": x, "y": y, "count": aligned(count)}
         grid = (-(-count // _BLOCK),)
         yield launch("openinfer.kernels.device.rows", "add_rows", grid, args, {"BLOCK": _BLOCK})
     if normed is not None:
@@ -114,27 +123,6 @@ def way_of(target: Target, ranks: int, x: Tensor, most: int = MOST_PUSHED) -> Ex
         require(not invariant, f"NCCL adds {x.dtype.name} [{rows}, {width}] in an order that depends on rows")
         return NCCL
     return choose_exchange(target, ranks, rows, width, most)
-
-
-def _push(
-    way: Exchange,
-    target: Target,
-    x: Tensor,
-    y: Tensor | Scratch,
-    ranks: int,
-    add: bool,
-    normed: Normed | None,
-) -> Iterator[Command]:
-    """The sum by our own kernel, see device.push_sum."""
-    rows, width = x.shape
-    lanes = power_of_two(width // 8)
-    out, weight, eps = normed or (x, x, 0.0)
-    own = {"LANES": lanes, "ADD": add, "NORM": normed is not None, "TWO_SHOT": way.kind == "two_shot"}
-    warps, early = min(way.warps, max(1, lanes // 32)), target.starts_early
-    for pushed in pushed_rows(target, ranks, rows, width, warps):
-        args: dict[str, Arg] = {"x": x, "y": y, "normed": out, "gain": weight, **pushed.args, "eps": eps}
-        constants = {**pushed.constants, **own}
-        yield launch(_DEVICE, "push_sum", pushed.grid, args, constants, num_warps=warps, early=early)
 
 
 class PushedRows(NamedTuple):
