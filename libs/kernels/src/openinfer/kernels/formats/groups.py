@@ -140,15 +140,11 @@ class Grouped:
         """Whether weights stay packed; else they become plain while they are loaded."""
         return self.to_values is None
 
-    def replace(self, **changes: object) -> "Grouped":
-        """With other values of some fields."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-
     def found_in(self, names: Collection[str], modules: frozenset[str]) -> "Grouped":
         """Of these modules, without the optional tensors that the checkpoint lacks."""
         some = next(iter(modules), "")
         kept = (one for one in self.scales if not one.optional or some + one.ending in names)
-        return self.replace(scales=tuple(kept), modules=modules)
+        return dataclasses.replace(self, scales=tuple(kept), modules=modules)
 
     def fill(
         self, part: WeightPart, columns: int, weight: Tensor, scales: Tensor | None

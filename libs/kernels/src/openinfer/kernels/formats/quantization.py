@@ -170,15 +170,12 @@ def _modelopt(config: Mapping[str, Any]) -> AnyPacking:
         raise UnsupportedQuantization(
             f"{where}: quantized_layers is {_shown(layers)}; it must name the modules"
         )
-    known: dict[tuple[Any, Any], Pack] = {}
     groups: Groups = []
     # The longest name that a module has, by whole components, says how it is packed.
     for name, own in sorted(layers.items(), key=lambda item: -len(item[0])):
         own = own if isinstance(own, Mapping) else {}
         of = {**own, "quant_algo": str(own.get("quant_algo")).upper()}
-        key = of["quant_algo"], own.get("group_size")
-        known.setdefault(key, _algorithm(of, f"{where}: {name}"))
-        groups.append((functools.partial(_is_within, name), known[key]))
+        groups.append((functools.partial(_is_within, name), _algorithm(of, f"{where}: {name}")))
     return _mixed(groups)
 
 

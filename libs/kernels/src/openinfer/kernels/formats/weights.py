@@ -359,7 +359,7 @@ def without_coding(packing: AnyPacking | None) -> AnyPacking | None:
 
 
 def _uncoded(packing: Packing | Grouped) -> Packing | Grouped:
-    return packing._replace(coding=None) if isinstance(packing, Packing) else packing.replace(coding=None)
+    return packing._replace(coding=None) if isinstance(packing, Packing) else replace(packing, coding=None)
 
 
 def packing_text(packing: AnyPacking) -> str:
