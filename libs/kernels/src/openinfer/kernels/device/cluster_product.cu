@@ -70,8 +70,8 @@ cluster_product(bf16* out, const __grid_constant__ TensorMap x, const __grid_con
   int rank = blockIdx.x % SPLIT, steps = K / DEPTH, first = steps * rank / SPLIT;
   steps = steps * (rank + 1) / SPLIT - first;
   u64 policy = evict_first();
-  // Steps whose stages are free at first. If the weight waits for what is on its way, their x has a barrier of its own.
-  int ahead = min(STAGES, steps - (PROJECTIONS ? 1 : 0)), round = UNDER_WAY < STAGES ? ahead : 0;
+  // Steps whose stages are free at first. Of few tokens, whose weight waits for what is on its way, their x has a barrier.
+  int ahead = min(STAGES, steps - (PROJECTIONS ? 1 : 0)), round = ROWS <= MOST_SENT ? ahead : 0;
 #if PROJECTIONS
   Lora lora = {a, b, adapters, token_slots, low_sums, state, a_stride, b_stride, places, workers, {end0, end1, end2}, columns};
   using Columns = Block<HALVES, COLUMNS>;

@@ -26,8 +26,8 @@ typedef u32 Words;
 constexpr int DEPTH = 256, HALVES = GATED ? 2 : 1, USED = HALVES * ROWS, TILES = (USED + 63) / 64;
 constexpr int X_TILE = TOKENS * 128, CODES = USED * DEPTH / 2;  // x: tiles of 64 columns
 constexpr int STAGE = CODES + DEPTH / 64 * X_TILE, HELD = TILES * 64 * WORDS * sizeof(Words);
-// Steps whose x has a barrier of its own, if codes wait for what is on its way.
-constexpr int ROUND = UNDER_WAY < STAGES ? STAGES : 0;
+// Steps whose x has a barrier of its own: of few tokens, because their codes wait for what is on its way.
+constexpr int ROUND = TOKENS <= MOST_SENT ? STAGES : 0;
 constexpr int PITCH = USED + (20 - USED % 16) % 16;  // sums that a warp stores at once have different banks
 constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int EACH = (TILES + SIDES - 1) / SIDES, LAST = TILES - (SIDES - 1) * EACH;  // tiles of a warpgroup
