@@ -43,9 +43,12 @@ class Chat:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def chat_messages(messages: Sequence[Mapping[str, Any]] | None, warnings: list[str]) -> list[dict[str, Any]]:
+def chat_messages(
+    messages: Sequence[Mapping[str, Any]] | None, warnings: list[str] | None = None
+) -> list[dict[str, Any]]:
     """Check messages: contents become Content, arguments of calls objects. `warnings` gets a text for what the prompt
     cannot hold. Raises APIError (400) naming the place."""
+    warnings = [] if warnings is None else warnings
     if not messages:
         raise APIError("messages must hold at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
