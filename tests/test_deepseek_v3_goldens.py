@@ -246,7 +246,7 @@ def gated(x: Any, w: Any, at: str) -> Any:
 
 def turned(x: Any) -> Any:
     """x [T, ..., r] rotated by its position, in pairs, at YaRN's frequencies and times its scale."""
-    config = Config.parse(Source(C))
+    config = Config.parse(C)
     angle = np.arange(len(x))[:, None] * config.inv_freq.astype(np.float64)
     turn = np.exp(1j * angle).reshape(len(x), *(1,) * (x.ndim - 2), -1) * config.rope_scale
     pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * turn

@@ -39,7 +39,7 @@ def test_the_page_has_the_bytes_of_a_plan(size: str, ranks: tuple[int, ...]) -> 
     source, page = Source(config_json(size)), PAGE.read_text()
     plans = {n: Outline(RECIPE, source, options, H200, ranks=n).memory for n in ranks}
     same = (4 * plans[4]["weights"] - 2 * plans[2]["weights"]) / 2  # a rank of n has same + shared / n
-    entry = groups(Config.parse(source), bfloat16, (2, 2))[1].block_bytes / 128
+    entry = groups(Config.parse(source.config), bfloat16, (2, 2))[1].block_bytes / 128
     for n, plan in plans.items():
         left = MEMORY - sum(plan.values())
         tokens = f"{left / 2 / entry / 1e6:.1f} million" if left > 0 else "it does not fit"
@@ -49,7 +49,7 @@ def test_the_page_has_the_bytes_of_a_plan(size: str, ranks: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_ranks_have_all_of_the_model_between_them(ranks: int) -> None:
-    whole = Config.parse(Source(config_json("Flash")))
+    whole = Config.parse(config_json("Flash"))
     published = Weights.allocate(whole, Arena(Device("null"), None), bfloat16, Format(fp4_experts=True))
     expected = published.places.expected().items()
     nbytes = {name: math.prod(shape) * kinds[0].itemsize for name, (shape, kinds) in expected}
@@ -70,4 +70,4 @@ def test_ranks_have_all_of_the_model_between_them(ranks: int) -> None:
 
 def test_what_cannot_be_shared_evenly_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="o_groups is 8; 16 ranks"):
-        Config.parse(Source(config_json("Flash"))).of_rank(0, 16)
+        Config.parse(config_json("Flash")).of_rank(0, 16)

@@ -102,7 +102,7 @@ def test_prompts_pass_through_a_window_group_that_is_smaller_than_they_are(sessi
     prompts = [*chats(2, 600, seed=1), *chats(2, 150, seed=2), chats(1, 800, seed=3)[0]]
     flags = {"max_model_len": 1024, "max_num_batched_tokens": 300, "enable_prefix_caching": caching}
     roomy = session(TINY, **flags)
-    page = groups(Config.parse(Source.read(TINY)), float32, (2, 2))[0].block_bytes
+    page = groups(Config.parse(Source.read(TINY).config), float32, (2, 2))[0].block_bytes
     tight = session(TINY, kv_cache_memory_bytes=10 * page, **flags)
     pool, most = tight.engine.pool, 0
     assert (pool.groups[WINDOW].num_blocks, tight.engine.info.max_model_len) == (5, 1024)

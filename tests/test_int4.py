@@ -203,9 +203,7 @@ def test_act_order_is_refused_by_name(folders: tuple[Path, Path], tmp_path: Path
     """Where config.json does not say that columns are in act-order, and with several ranks."""
     packed, _ = folders
     raw = json.loads((packed / "config.json").read_text())
-    ordered = Config.parse(
-        Source({**raw, "quantization_config": {**raw["quantization_config"], "desc_act": True}})
-    )
+    ordered = Config.parse({**raw, "quantization_config": {**raw["quantization_config"], "desc_act": True}})
     with pytest.raises(UnsupportedModel, match="INT4 in act-order weights are run on one rank"):
         ordered.of_rank(0, 2)
     with Checkpoint(packed) as checkpoint:
@@ -232,7 +230,7 @@ def test_act_order_is_refused_by_name(folders: tuple[Path, Path], tmp_path: Path
 def test_what_is_refused(form: str, change: dict[str, Any], why: str) -> None:
     said = P.FORMATS[form][2]
     with pytest.raises(UnsupportedModel, match=why):
-        Config.parse(Source(CONFIG | {"quantization_config": {**said, **change}}))
+        Config.parse(CONFIG | {"quantization_config": {**said, **change}})
 
 
 @pytest.mark.parametrize(
@@ -249,14 +247,14 @@ def test_what_of_compressed_tensors_is_refused(change: dict[str, Any], why: str)
     weights = {**P.WEIGHTS, "symmetric": True, **change}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     with pytest.raises(UnsupportedModel, match=why):
-        Config.parse(Source(CONFIG | {"quantization_config": {**said, "config_groups": groups}}))
+        Config.parse(CONFIG | {"quantization_config": {**said, "config_groups": groups}})
     groups["group_0"] = {"weights": {**P.WEIGHTS, "symmetric": True}, "input_activations": {"num_bits": 8}}
     with pytest.raises(UnsupportedModel, match="input_activations is given"):
-        Config.parse(Source(CONFIG | {"quantization_config": {**said, "config_groups": groups}}))
+        Config.parse(CONFIG | {"quantization_config": {**said, "config_groups": groups}})
 
 
 def test_parts_of_ranks_are_whole_groups() -> None:
-    whole = Config.parse(Source(CONFIG | {"quantization_config": P.FORMATS["AWQ"][2]}))
+    whole = Config.parse(CONFIG | {"quantization_config": P.FORMATS["AWQ"][2]})
     with pytest.raises(
         UnsupportedModel, match="queries of each of 8 ranks: 16; INT4 weights take multiples of 32"
     ):

@@ -168,17 +168,17 @@ def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(same / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing: .*weight_scale"):
         build(RECIPE, tmp_path, **FLAGS)
-    whole = Config.parse(Source(CONFIG | {"quantization_config": QUANTIZED}))
+    whole = Config.parse(CONFIG | {"quantization_config": QUANTIZED})
     with pytest.raises(
         UnsupportedModel, match="queries of each of 4 ranks: 64; FP8 weights take multiples of 128"
     ):
         whole.of_rank(0, 4)
     with pytest.raises(UnsupportedModel, match="'fp8' in blocks of"):
-        Config.parse(Source(CONFIG | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+        Config.parse(CONFIG | {"quantization_config": {"quant_method": "bitsandbytes"}})
     with pytest.raises(UnsupportedModel, match=r"weight_block_size is \[64, 64\]; it must be \[128, 128\]"):
-        Config.parse(Source(CONFIG | {"quantization_config": {**QUANTIZED, "weight_block_size": [64, 64]}}))
+        Config.parse(CONFIG | {"quantization_config": {**QUANTIZED, "weight_block_size": [64, 64]}})
     with pytest.raises(UnsupportedModel, match="activation_scheme is 'static'; it must be 'dynamic'"):
-        Config.parse(Source(CONFIG | {"quantization_config": {**QUANTIZED, "activation_scheme": "static"}}))
+        Config.parse(CONFIG | {"quantization_config": {**QUANTIZED, "activation_scheme": "static"}})
 
 
 @pytest.mark.parametrize(
@@ -213,14 +213,12 @@ def test_what_of_compressed_tensors_is_refused(change: Any, why: str) -> None:
     assert isinstance(groups, dict)
     group = {**groups["group_0"], **change}
     with pytest.raises(UnsupportedModel, match=why):
-        Config.parse(
-            Source(CONFIG | {"quantization_config": {**BY_ROW, "config_groups": {"group_0": group}}})
-        )
+        Config.parse(CONFIG | {"quantization_config": {**BY_ROW, "config_groups": {"group_0": group}}})
     for odd in (None, [], {}, {"a": 1}):
         with pytest.raises(UnsupportedModel, match=r"must (be groups with|have) weights"):
-            Config.parse(Source(CONFIG | {"quantization_config": {**BY_ROW, "config_groups": odd}}))
+            Config.parse(CONFIG | {"quantization_config": {**BY_ROW, "config_groups": odd}})
     with pytest.raises(UnsupportedModel, match="quantization_config: it is 'all'; it must be an object"):
-        Config.parse(Source(CONFIG | {"quantization_config": "all"}))
+        Config.parse(CONFIG | {"quantization_config": "all"})
 
 
 @pytest.mark.parametrize(
@@ -241,8 +239,8 @@ def test_how_activations_are_quantised(weights: str, activations: Any, coding: A
         "input_activations": given,
     }
     raw = CONFIG | {"quantization_config": {**BY_ROW, "config_groups": {"group_0": group}}}
-    assert Config.parse(Source(raw)).packing.coding == coding  # type: ignore[union-attr]
-    assert Config.parse(Source(raw), RECIPE.options(activation_quantization="off")).packing.coding is None  # type: ignore[union-attr]
+    assert Config.parse(raw).packing.coding == coding  # type: ignore[union-attr]
+    assert Config.parse(raw, coded=False).packing.coding is None  # type: ignore[union-attr]
 
 
 def test_fp8_takes_about_half_the_memory() -> None:

@@ -12,7 +12,7 @@ import test_qwen3_fp8 as fp8
 from test_fp8_while_loading import in_blocks
 
 from openinfer.kernels.formats.linear import Linear
-from openinfer.recipes.engine import Source, UnsupportedModel
+from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import EngineConformance, Session, write_random_checkpoint
 from openinfer.recipes.engine.testing.checkpoint import write_tensors
@@ -188,13 +188,13 @@ def test_experts_of_fp8_checkpoints(tensors: Any, tmp_path: Path) -> None:
 )
 def test_what_is_refused(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UnsupportedModel, match=complaint):
-        Config.parse(Source({**CONFIG, **change}))
-    assert Config.parse(Source({**CONFIG, "num_experts": None, "num_local_experts": 8})) is not None
+        Config.parse({**CONFIG, **change})
+    assert Config.parse({**CONFIG, "num_experts": None, "num_local_experts": 8}) is not None
 
 
 def test_ranks_that_cannot_share_experts_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="num_experts is 6; 4 ranks cannot share it"):
-        Config.parse(Source({**CONFIG, "num_experts": 6})).of_rank(0, 4)
+        Config.parse({**CONFIG, "num_experts": 6}).of_rank(0, 4)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from test_lora import weights_of
 from openinfer.cli import main, recipes
 from openinfer.frontend.chat import default_formats
 from openinfer.kernels.testing import of_the_day
-from openinfer.recipes.engine import SetupError, Source, UnsupportedModel
+from openinfer.recipes.engine import SetupError, UnsupportedModel
 from openinfer.recipes.engine.testing import write_random_checkpoint
 from openinfer.recipes.engine.testing.checkpoint import write_tensors
 from openinfer.recipes.qwen3_5 import RECIPE
@@ -156,7 +156,7 @@ def test_the_mtp_head_is_the_one_in_the_file(same: Any, session: Any, tmp_path: 
 )
 def test_what_is_refused(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UnsupportedModel, match=complaint):
-        Config.parse(Source(NEXT | change))
+        Config.parse(NEXT | change)
 
 
 FLAT = {key: value for key, value in NEXT.items() if key != "rope_parameters"} | {"rope_theta": 1e7}
@@ -174,11 +174,11 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 262144}
     ],
 )
 def test_yarn_turns_the_rotated_part(keys: dict[str, Any], scale: float) -> None:
-    old = Config.parse(Source(FLAT | {"rope_scaling": YARN | keys | {"type": "yarn"}}))
+    old = Config.parse(FLAT | {"rope_scaling": YARN | keys | {"type": "yarn"}})
     new = Config.parse(
-        Source(NEXT | {"rope_parameters": NEXT["rope_parameters"] | YARN | keys | {"rope_type": "yarn"}})
+        NEXT | {"rope_parameters": NEXT["rope_parameters"] | YARN | keys | {"rope_type": "yarn"}}
     )
-    plain = Config.parse(Source(FLAT | {"rope_scaling": None}))
+    plain = Config.parse(FLAT | {"rope_scaling": None})
     assert old.rope_scale == new.rope_scale == pytest.approx(scale, abs=1e-4)
     assert old.max_positions == 4 * 262144
     i = np.arange(32)

@@ -23,7 +23,7 @@ from openinfer.kernels.authoring import mapped
 from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
 from openinfer.recipes.deepseek_v4.config import Config as DeepseekConfig
-from openinfer.recipes.engine import Options, SetupError, Source, UnsupportedModel, follower_process, startup
+from openinfer.recipes.engine import Options, SetupError, UnsupportedModel, follower_process, startup
 from openinfer.recipes.engine.devices import devices_of
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
@@ -281,7 +281,7 @@ def test_a_rank_that_is_killed_while_it_starts_is_named(monkeypatch):
 )
 def test_a_model_that_ranks_cannot_share_is_refused(changes, ranks, why):
     with pytest.raises(UnsupportedModel, match=re.escape(why)):
-        Config.parse(Source({**config_json("4B"), **changes})).of_rank(0, ranks)
+        Config.parse({**config_json("4B"), **changes}).of_rank(0, ranks)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_hybrid_that_ranks_cannot_share_is_refused(size, fp8, changes, ranks, 
     raw = hybrid_json(size, fp8=fp8)
     raw["text_config"] |= changes
     with pytest.raises(UnsupportedModel, match=re.escape(why)):
-        HybridConfig.parse(Source(raw)).of_rank(0, ranks)
+        HybridConfig.parse(raw).of_rank(0, ranks)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_hybrid_that_ranks_cannot_share_is_refused(size, fp8, changes, ranks, 
 def test_goldens_that_four_ranks_cannot_share_are_refused(name, config, why):
     raw = json.loads((TINY.parent / name / "config.json").read_text())
     with pytest.raises(UnsupportedModel, match=re.escape(why)):
-        config.parse(Source(raw)).of_rank(0, 4)
+        config.parse(raw).of_rank(0, 4)
 
 
 def test_ranks_share_every_part_of_a_hybrid():
@@ -322,7 +322,7 @@ def test_ranks_share_every_part_of_a_hybrid():
     for size in ("0.8B", "4B", "27B", "35B-A3B", "397B-A17B", "Qwen3-Next-80B-A3B"):
         raw = hybrid_json(size, fp8=size == "35B-A3B")
         raw.get("text_config", raw)["num_hidden_layers"] = 4
-        whole = HybridConfig.parse(Source(raw))
+        whole = HybridConfig.parse(raw)
         for ranks in (2, 4, 8):
             parts = [whole.of_rank(rank, ranks) for rank in range(ranks)]
             rows = {"in_proj": [], "conv1d": []}
@@ -344,7 +344,7 @@ def test_ranks_share_every_part_of_a_hybrid():
 def test_ranks_share_every_part():
     """With 4 key-value heads on 8 ranks, pairs have the same one."""
     for size, kv_heads in (("0.6B", 8), ("8B", 8), ("32B", 4)):
-        whole = Config.parse(Source({**config_json(size), "num_key_value_heads": kv_heads}))
+        whole = Config.parse({**config_json(size), "num_key_value_heads": kv_heads})
         for ranks in (2, 4, 8):
             parts = [whole.of_rank(rank, ranks).part for rank in range(ranks)]
             for count in (whole.num_heads, whole.intermediate_size, whole.vocab_size):

@@ -12,7 +12,6 @@ import pytest
 
 from openinfer.recipes.deepseek_v4 import config as deepseek_v4
 from openinfer.recipes.deepseek_v4 import published as deepseek_v4_published
-from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.config_fields import Fields, eos_ids, read_config
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.qwen3 import config as qwen3
@@ -65,7 +64,7 @@ ROPES = {
 
 @pytest.mark.parametrize(("name", "kind", "raw"), list(configs()), ids=[name for name, _, _ in configs()])
 def test_any_field_may_have_any_value(name: str, kind: Any, raw: dict[str, Any]) -> None:
-    kind.parse(Source(raw))
+    kind.parse(raw, None)
     began, messages = time.process_time(), []
     raws = [raw] + ([{**raw, key: value} for key, value in ROPES.items()] if name == "qwen3" else [])
     for base in raws:
@@ -77,7 +76,7 @@ def test_any_field_may_have_any_value(name: str, kind: Any, raw: dict[str, Any])
                     inner = inner[key]
                 inner[place[-1]] = value
                 try:
-                    kind.parse(Source(changed))
+                    kind.parse(changed, None)
                 except UnsupportedModel as error:
                     messages.append(str(error))
     assert len(messages) > 100

@@ -22,7 +22,7 @@ GLM, GLM_FP8, NEXT_GLM = (config_json(name) for name in ("GLM-5", "GLM-5-FP8", "
 
 
 def test_published_settings() -> None:
-    v3, kimi = Config.parse(Source(V3)), Config.parse(Source(KIMI))
+    v3, kimi = Config.parse(V3), Config.parse(KIMI)
     mscale = 0.1 * math.log(40) + 1
     assert v3.scale == pytest.approx(192**-0.5 * mscale**2)
     assert (v3.rope_scale, v3.max_positions, v3.latent_size, v3.mtp) == (1.0, 163840, 576, True)
@@ -30,12 +30,12 @@ def test_published_settings() -> None:
     assert kimi.scale == pytest.approx(192**-0.5 * (0.1 * math.log(32) + 1) ** 2)
     assert (kimi.groups, kimi.experts.count, kimi.dense_layers, kimi.mtp) == (1, 384, 1, False)
     assert (kimi.max_positions, kimi.routed_scaling_factor, kimi.eos_token_ids) == (131072, 2.827, (163585,))
-    plain = Config.parse(Source({**V3, "rope_scaling": None}))
+    plain = Config.parse({**V3, "rope_scaling": None})
     assert plain.scale == 192**-0.5
 
 
 def test_published_choices_of_tokens() -> None:
-    v32, glm, after = (Config.parse(Source(raw)) for raw in (V32, GLM, NEXT_GLM))
+    v32, glm, after = (Config.parse(raw) for raw in (V32, GLM, NEXT_GLM))
     assert v32.index == Indexing(64, 128, 2048, False, (True,) * 61)
     assert glm.index == Indexing(32, 128, 2048, True, (True,) * 78)
     assert (glm.scale, glm.rope_scale, glm.max_positions, glm.rms_norm_eps) == (256**-0.5, 1.0, 202752, 1e-5)
@@ -46,7 +46,7 @@ def test_published_choices_of_tokens() -> None:
     assert after.index.chooses(78)  # the layer that drafts
     types = ["full" if n in full else "shared" for n in range(78)]
     for same in ({"indexer_types": types}, {"index_topk_pattern": "".join(one[0].upper() for one in types)}):
-        assert Config.parse(Source({**GLM, **same})).index == after.index
+        assert Config.parse({**GLM, **same}).index == after.index
     newer = {
         "rope_scaling": None,
         "rope_theta": None,
@@ -57,7 +57,7 @@ def test_published_choices_of_tokens() -> None:
         "layer_types": ["indexed_attention"] * 78,
         "head_dim": 192,
     }
-    again = Config.parse(Source({**GLM, **newer, **more, "qk_head_dim": 256}))
+    again = Config.parse({**GLM, **newer, **more, "qk_head_dim": 256})
     assert (again.inv_freq == glm.inv_freq).all()
 
 
@@ -87,7 +87,7 @@ def test_the_rows_of_an_indexer_come_in_blocks_of_scales() -> None:
     """FP8 codes and plain numbers change their places; scales stay, and a head over two blocks is refused."""
     for raw in (V32, GLM_FP8):
         weights = Weights.allocate(
-            Config.parse(Source({**raw, "num_hidden_layers": 4})), Arena(Device("null"), None), bfloat16
+            Config.parse({**raw, "num_hidden_layers": 4}), Arena(Device("null"), None), bfloat16
         )
         expected = weights.places.expected()
         heads, at = raw["index_n_heads"], "model.layers.3.self_attn.indexer."
@@ -96,9 +96,8 @@ def test_the_rows_of_an_indexer_come_in_blocks_of_scales() -> None:
         assert expected[at + "wk.weight_scale_inv"][0] == (1, raw["hidden_size"] // 128)
         assert expected[at + "k_norm.bias"][0] == (128,)
         assert "float32" in [one.name for one in expected[at + "weights_proj.weight"][1]]
-    wider = Config.parse(Source({**V32, "index_head_dim": 256}))
     with pytest.raises(UnsupportedModel, match=r"indexer.wq_b: its scales are of parts of heads of 256 rows"):
-        Weights.allocate(wider, Arena(Device("null"), None), bfloat16)
+        Weights.allocate(Config.parse({**V32, "index_head_dim": 256}), Arena(Device("null"), None), bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_the_rows_of_an_indexer_come_in_blocks_of_scales() -> None:
     ids=["V3", "GLM-5", "GLM-5-FP8", "V3.2", "Kimi-K2", "GLM-5.2"],
 )  # fmt: skip
 def test_published_sizes_have_their_parameters(raw: dict[str, Any], billions: int) -> None:
-    weights = Weights.allocate(Config.parse(Source(raw)), Arena(Device("null"), None), bfloat16)
+    weights = Weights.allocate(Config.parse(raw), Arena(Device("null"), None), bfloat16)
     expected = weights.places.expected()
     count = sum(math.prod(shape) for name, (shape, _) in expected.items() if not name.endswith("_scale_inv"))
     assert round(count / 1e9) == billions
@@ -175,17 +174,17 @@ def test_a_token_takes_1152_bytes_a_layer() -> None:
 )  # fmt: skip
 def test_what_is_refused(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UnsupportedModel) as refused:
-        Config.parse(Source({**V3, **change}))
+        Config.parse({**V3, **change})
     assert complaint in str(refused.value)
 
 
 def test_ranks_share_heads_and_experts() -> None:
     for ranks in (1, 2, 4, 8, 16):
-        assert Config.parse(Source(V3)).of_rank(ranks - 1, ranks).part.of(128) == 128 // ranks
+        assert Config.parse(V3).of_rank(ranks - 1, ranks).part.of(128) == 128 // ranks
     with pytest.raises(UnsupportedModel, match="num_attention_heads is 128; 3 ranks cannot share it"):
-        Config.parse(Source(V3)).of_rank(0, 3)
+        Config.parse(V3).of_rank(0, 3)
     with pytest.raises(UnsupportedModel, match="intermediate_size is 18432; 32 ranks cannot share it in"):
-        Config.parse(Source({**V3, "vocab_size": 131072})).of_rank(0, 32)  # blocks of FP8
+        Config.parse({**V3, "vocab_size": 131072}).of_rank(0, 32)  # blocks of FP8
 
 
 def test_a_packing_of_keys_and_values_that_is_not_run_is_named() -> None:
@@ -197,6 +196,6 @@ def test_a_packing_of_keys_and_values_that_is_not_run_is_named() -> None:
         "format": "float-quantized",
         "config_groups": {"group_0": group},
     }
-    config = Config.parse(Source({**V3, "quantization_config": packed, "num_hidden_layers": 3}))
+    config = Config.parse({**V3, "quantization_config": packed, "num_hidden_layers": 3})
     with pytest.raises(UnsupportedModel, match=r"kv_b_proj is FP8.*; it may be plain, or FP8 in blocks of"):
         Weights.allocate(config, Arena(Device("null"), None), bfloat16)

@@ -70,7 +70,7 @@ def nbytes_of(entry: Entry) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_published_sizes_have_their_inventory(size: str) -> None:
-    config = Config.parse(Source(config_json(size)))
+    config = Config.parse(config_json(size))
     entries = inventory(config, fp4_experts=True, mtp=True)
     tensors, nbytes, growth = PUBLISHED[size]
     assert len({entry.name for entry in entries}) == len(entries) == tensors
@@ -81,7 +81,7 @@ def test_published_sizes_have_their_inventory(size: str) -> None:
 
 
 def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
-    config, arena = Config.parse(Source(config_json("Flash"))), Arena(Device("null"), None)
+    config, arena = Config.parse(config_json("Flash")), Arena(Device("null"), None)
     weights = Weights.allocate(config, arena, bfloat16, Format(fp4_experts=True, mtp=True))
     names = list(weights.places.names())
     entries = inventory(config, fp4_experts=True, mtp=True)
@@ -120,7 +120,7 @@ def share(nbytes: int, **flags: Any) -> tuple[int, int]:
 
 
 def test_memory_is_shared_between_the_groups() -> None:
-    config = Config.parse(Source(config_json("Flash", layers=5)))
+    config = Config.parse(config_json("Flash", layers=5))
     window, entry = (group.block_bytes for group in groups(config, bfloat16, (2, 2)))
     plain = share(4 << 30, max_num_seqs=8)
     assert plain[0] == (4 << 30) // 2 // window
@@ -138,7 +138,7 @@ def test_memory_is_shared_between_the_groups() -> None:
 
 
 def test_a_sequence_fits_the_cache() -> None:
-    config = Config.parse(Source(config_json("Flash", layers=5)))
+    config = Config.parse(config_json("Flash", layers=5))
     chosen, default = RECIPE.options(max_model_len=1_048_576, max_num_seqs=8), RECIPE.options()
     capacity = {n: Pool(groups(config, bfloat16, (80, n))).capacity_tokens for n in (8193, 8192, 1001)}
     blueprint = RECIPE.blueprint(Source(config_json("Flash", layers=5)), default)
@@ -153,7 +153,7 @@ def test_a_sequence_fits_the_cache() -> None:
 
 
 def test_frequencies_of_layers_with_entries_are_slowed_from_channel_15_to_25() -> None:
-    config = Config.parse(Source(config_json("Flash")))
+    config = Config.parse(config_json("Flash"))
     plain = 160000.0 ** (-np.arange(32) / 32)
     np.testing.assert_allclose(config.compress_freq[:16], plain[:16], rtol=1e-5)
     np.testing.assert_allclose(config.compress_freq[25:], plain[25:] / 16, rtol=1e-5)
@@ -162,7 +162,7 @@ def test_frequencies_of_layers_with_entries_are_slowed_from_channel_15_to_25() -
 
 
 def test_pages_are_what_the_pool_is_told() -> None:
-    config = Config.parse(Source(config_json("Flash")))
+    config = Config.parse(config_json("Flash"))
     for dtype in (bfloat16, float32):
         arenas = [Arena(Device("null"), None) for _ in range(3)]
         for arena, blocks in zip(arenas, ((8, 8), (9, 8), (8, 9)), strict=True):
@@ -202,7 +202,7 @@ def test_pages_are_what_the_pool_is_told() -> None:
 def test_what_is_refused(change: dict[str, Any], names: str) -> None:
     raw = config_json("Flash", layers=5)
     with pytest.raises(UnsupportedModel, match=names):
-        Config.parse(Source({**raw, **change}))
+        Config.parse({**raw, **change})
 
 
 def test_the_recipe_knows_its_config() -> None:
@@ -222,7 +222,7 @@ def write(path: Path, entries: list[Entry], scale: int = 120) -> None:
 
 @pytest.mark.parametrize("fp4", [True, False])
 def test_experts_are_fp4_or_fp8_by_their_dtype(tmp_path: Path, fp4: bool) -> None:
-    config = Config.parse(Source(SMALL))
+    config = Config.parse(SMALL)
     entries = inventory(config, fp4_experts=fp4, mtp=False)
     write(tmp_path / "model", entries)
     with Checkpoint(tmp_path / "model") as checkpoint:
@@ -239,7 +239,7 @@ def test_experts_are_fp4_or_fp8_by_their_dtype(tmp_path: Path, fp4: bool) -> Non
 
 
 def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_refused(tmp_path: Path) -> None:
-    config = Config.parse(Source(SMALL))
+    config = Config.parse(SMALL)
     entries = inventory(config, fp4_experts=True, mtp=False)
     lost = [e for e in entries if e.name != "layers.2.attn.indexer.compressor.ape"]
     added = [*entries, Entry("layers.0.attn.wk.weight", (2, 2), float32)]
@@ -263,17 +263,17 @@ DSPARK = {
 
 def test_later_releases_have_the_same_model_and_another_drafter() -> None:
     for name, layers in (("Flash-0731", 43), ("Pro-0813", 61)):
-        raw, config = config_json(name), Config.parse(Source(config_json(name)))
+        raw, config = config_json(name), Config.parse(config_json(name))
         assert len(raw["compress_ratios"]) == layers + 3
-        assert config.ratios == Config.parse(Source(config_json(name.partition("-")[0]))).ratios
+        assert config.ratios == Config.parse(config_json(name.partition("-")[0])).ratios
         assert (config.dspark, config.mtp) == (True, False)
-    assert Config.parse(Source(config_json("Flash-0731", layers=5))).dspark is False
+    assert Config.parse(config_json("Flash-0731", layers=5)).dspark is False
 
 
 @pytest.mark.parametrize("change", [DSPARK, {"num_nextn_predict_layers": 3}, {"num_nextn_predict_layers": 1}])
 def test_layers_that_draft_are_skipped_whatever_they_are(change: dict[str, Any], tmp_path: Path) -> None:
-    config = Config.parse(Source({**SMALL, **change}))
-    assert config.ratios == Config.parse(Source(SMALL)).ratios
+    config = Config.parse({**SMALL, **change})
+    assert config.ratios == Config.parse(SMALL).ratios
     names = ("mtp.0.main_proj.weight", "mtp.2.markov_head.markov_w1.weight", "mtp.0.anything")
     added = [Entry(name, (2, 2), float32) for name in names]
     write(tmp_path / "model", [*inventory(config, fp4_experts=True, mtp=False), *added])
@@ -291,7 +291,7 @@ def test_layers_that_draft_are_skipped_whatever_they_are(change: dict[str, Any],
 
 @pytest.mark.parametrize(("scale", "message"), [(120, ""), (129, r"experts.0.w1.scale.*2\^2"), (255, "NaN")])
 def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path, scale: int, message: str) -> None:
-    entries = inventory(Config.parse(Source(SMALL)), fp4_experts=True, mtp=False)
+    entries = inventory(Config.parse(SMALL), fp4_experts=True, mtp=False)
     write(tmp_path / "model", entries, scale)
     with Checkpoint(tmp_path / "model") as checkpoint:
         names = [entry.name for entry in entries if ".experts." in entry.name]
@@ -304,7 +304,7 @@ def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path, scale: int,
 
 @pytest.mark.parametrize(("policy", "found"), [(eviction, 384), ("lru", 0)])
 def test_a_long_prompt_does_not_evict_where_other_prompts_start(policy: Any, found: int) -> None:
-    config = Config.parse(Source(config_json("Flash")))
+    config = Config.parse(config_json("Flash"))
     pool = Pool(groups(config, bfloat16, (65, 1025)), eviction=policy)
 
     def computed(tokens: list[int]) -> int:
@@ -321,7 +321,7 @@ def test_a_long_prompt_does_not_evict_where_other_prompts_start(policy: Any, fou
 
 
 def test_few_pages_for_windows_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    page = groups(Config.parse(Source(config_json("Flash", layers=5))), bfloat16, (2, 2))[0].block_bytes
+    page = groups(Config.parse(config_json("Flash", layers=5)), bfloat16, (2, 2))[0].block_bytes
     for pages, said in ((950, 0), (700, 1)):  # 256 rows with 3 pages each, and two steps of 8,192 tokens
         share(2 * pages * page)
         assert len(caplog.records) == said

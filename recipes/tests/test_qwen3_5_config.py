@@ -41,7 +41,7 @@ def weights_of(config: Config) -> Weights:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_published_sizes_have_their_parameters(size: str) -> None:
-    config = Config.parse(Source(config_json(size)))
+    config = Config.parse(config_json(size))
     weights = weights_of(config)
     names = [*weights.places.loads, *weights.places.conversions]
     count = sum(math.prod(place.dst.shape) for place in names)
@@ -57,7 +57,7 @@ def test_published_sizes_have_their_parameters(size: str) -> None:
 
 
 def test_the_mtp_head_takes_no_memory_unless_it_is_asked_for() -> None:
-    config = Config.parse(Source(config_json("4B")))
+    config = Config.parse(config_json("4B"), None)
     without, with_mtp = (Arena(Device("null"), None) for _ in range(2))
     Weights.allocate(config, without, bfloat16, Format.published(config))
     weights = Weights.allocate(config, with_mtp, bfloat16, replace(Format.published(config), mtp=True))
@@ -77,8 +77,8 @@ def test_published_sizes_have_a_plan_on_a_gpu(size: str, fp8: bool) -> None:
 
 @pytest.mark.parametrize("size", ["4B", "35B-A3B"])
 def test_block_scaled_checkpoints_keep_their_weights_in_one_byte(size: str) -> None:
-    plain = weights_of(Config.parse(Source(config_json(size))))
-    small = weights_of(Config.parse(Source(config_json(size, fp8=True))))
+    plain = weights_of(Config.parse(config_json(size)))
+    small = weights_of(Config.parse(config_json(size, fp8=True)))
     kept = {load.name for load in small.places.loads if load.dst.dtype != float8_e4m3fn}
     assert "model.language_model.layers.0.linear_attn.in_proj_a.weight" in kept
     assert "model.language_model.layers.3.self_attn.q_proj.weight" not in kept
@@ -98,7 +98,7 @@ def test_block_scaled_checkpoints_keep_their_weights_in_one_byte(size: str) -> N
 def test_flat_and_nested_configs_are_the_same_model() -> None:
     nested = config_json("4B")
     flat = {**nested["text_config"], "model_type": "qwen3_5_text", "tie_word_embeddings": True}
-    a, b = Config.parse(Source(nested)), Config.parse(Source(flat))
+    a, b = Config.parse(nested), Config.parse(flat)
     assert (a.full, a.hidden_size, a.tie_word_embeddings) == (b.full, b.hidden_size, b.tie_word_embeddings)
     assert weights_of(a).places.loads[0].name == "model.language_model.embed_tokens.weight"
     assert weights_of(b).places.loads[0].name == "model.embed_tokens.weight"
@@ -134,11 +134,11 @@ def test_what_is_refused(change: dict[str, Any], names: str) -> None:
     raw = config_json("4B")
     raw["text_config"] |= change.pop("text", {})
     with pytest.raises(UnsupportedModel, match=names):
-        Config.parse(Source({**raw, **change}))
+        Config.parse({**raw, **change})
 
 
 def test_projections_that_do_not_go_together_are_refused() -> None:
-    config = Config.parse(Source(config_json("4B", fp8=True)))
+    config = Config.parse(config_json("4B", fp8=True))
     published = Format.published(config)
     some = frozenset({"model.language_model.layers.3.self_attn.q_proj"})
     assert published.packing is not None

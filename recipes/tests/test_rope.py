@@ -64,7 +64,7 @@ PLACES = {
 
 @pytest.mark.parametrize("config", PLACES.values(), ids=list(PLACES))
 def test_settings_are_found_wherever_they_stand(config: dict[str, Any]) -> None:
-    made = Qwen3.parse(Source(config))
+    made = Qwen3.parse(config)
     np.testing.assert_allclose(made.inv_freq, yarn(), rtol=1e-5)
     assert made.rope_scale == pytest.approx(scale_of(4))
     assert (made.max_position_embeddings, made.max_positions) == (40960, 131072)
@@ -89,7 +89,7 @@ def test_settings_are_found_wherever_they_stand(config: dict[str, Any]) -> None:
     ],
 )
 def test_each_key_of_yarn_counts(keys: dict[str, Any], frequencies: dict[str, Any], scale: float) -> None:
-    made = Qwen3.parse(Source(PLAIN | {"rope_scaling": YARN | keys}))
+    made = Qwen3.parse(PLAIN | {"rope_scaling": YARN | keys})
     np.testing.assert_allclose(made.inv_freq, yarn(**frequencies), rtol=1e-5)
     assert made.rope_scale == pytest.approx(scale)
 
@@ -117,7 +117,7 @@ def test_each_key_of_yarn_counts(keys: dict[str, Any], frequencies: dict[str, An
 )  # fmt: skip
 def test_what_is_not_honoured_is_refused_by_name(config: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UnsupportedModel, match=complaint):
-        Qwen3.parse(Source(config))
+        Qwen3.parse(config)
 
 
 def test_settings_by_layer_type_must_agree() -> None:
@@ -125,11 +125,9 @@ def test_settings_by_layer_type_must_agree() -> None:
         "num_hidden_layers": 2, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]
     }  # fmt: skip
     alike = {"full_attention": YARN, "sliding_attention": YARN}
-    apart = {"rope_type": "default"}
-    found = Qwen3.parse(Source(mixed | {"rope_parameters": alike})).inv_freq
-    np.testing.assert_allclose(found, yarn(), rtol=1e-5)
+    np.testing.assert_allclose(Qwen3.parse(mixed | {"rope_parameters": alike}).inv_freq, yarn(), rtol=1e-5)
     with pytest.raises(UnsupportedModel, match="differs by layer type"):
-        Qwen3.parse(Source(mixed | {"rope_parameters": alike | {"sliding_attention": apart}}))
+        Qwen3.parse(mixed | {"rope_parameters": alike | {"sliding_attention": {"rope_type": "default"}}})
 
 
 def test_yarn_turns_the_rotated_part_of_qwen3_5() -> None:
@@ -146,25 +144,25 @@ def test_yarn_turns_the_rotated_part_of_qwen3_5() -> None:
         },
         {"rope_scaling": changed | {"type": "yarn"}},
     ):
-        made = Qwen35.parse(Source({**text, "text_config": text["text_config"] | rope}))
+        made = Qwen35.parse({**text, "text_config": text["text_config"] | rope})
         np.testing.assert_allclose(made.inv_freq, yarn(dim=64, theta=1e7, original=262144), rtol=1e-5)
         assert made.rope_scale == pytest.approx(1.1386, abs=1e-4)
         assert (made.max_position_embeddings, made.max_positions) == (262144, 1048576)
     with pytest.raises(UnsupportedModel, match="rope_scaling is an object of 3; it belongs into text_config"):
-        Qwen35.parse(Source({**text, "rope_scaling": changed | {"type": "yarn"}}))
+        Qwen35.parse({**text, "rope_scaling": changed | {"type": "yarn"}})
 
 
 def test_deepseek_v4_has_no_factor_on_cosines() -> None:
     raw = deepseek_v4_json("Flash")
     for key in ("attention_factor", "mscale", "mscale_all_dim"):
         with pytest.raises(UnsupportedModel, match=f"no key '{key}'"):
-            DeepseekV4.parse(Source({**raw, "rope_scaling": raw["rope_scaling"] | {key: 1.0}}))
+            DeepseekV4.parse({**raw, "rope_scaling": raw["rope_scaling"] | {key: 1.0}})
     with pytest.raises(UnsupportedModel, match="no key 'main'"):
-        DeepseekV4.parse(Source({**raw, "rope_parameters": {"main": 1}}))
+        DeepseekV4.parse({**raw, "rope_parameters": {"main": 1}})
 
 
 def test_a_head_that_drafts_rotates_as_its_config_says(tmp_path: Path) -> None:
-    target = Qwen3.parse(Source(PLAIN))
+    target = Qwen3.parse(PLAIN)
     head = {key: PLAIN[key] for key in ("hidden_size", "vocab_size", "num_key_value_heads", "head_dim")}
     head |= {"num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 16}
     head["eagle_aux_hidden_state_layer_ids"] = [0, 1, 1]

@@ -20,7 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 
 from openinfer.kernels.testing import Case, OpConformance
-from openinfer.recipes.engine import Source, UnsupportedModel
+from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.testing import EngineConformance, Golden, write_random_checkpoint
 from openinfer.tensor import bfloat16
 from openinfer_llama import RECIPE
@@ -81,12 +81,12 @@ def config(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_what_the_configuration_says() -> None:
-    llama, mistral, qwen2 = (Config.parse(Source(config(folder))) for folder in (LLAMA, MISTRAL, QWEN2))
+    llama, mistral, qwen2 = (Config.parse(config(folder)) for folder in (LLAMA, MISTRAL, QWEN2))
     assert (llama.window, mistral.window) == (0, 24)
     assert (llama.tied, mistral.tied, qwen2.tied) == (True, False, True)
     assert (llama.biased, mistral.biased, qwen2.biased) == (False, False, True)
     published = config(QWEN2, sliding_window=16, max_window_layers=2, layer_types=None, attention_bias=True)
-    assert Config.parse(Source(published)).window == 0  # use_sliding_window is false
+    assert Config.parse(published).window == 0  # use_sliding_window is false
     plain = 10000.0 ** (-np.arange(16) / 16)
     np.testing.assert_allclose(mistral.inv_freq, plain, rtol=1e-6)
     ratio = llama.inv_freq / plain
@@ -94,7 +94,7 @@ def test_what_the_configuration_says() -> None:
     assert ((ratio[1:] <= ratio[:-1] + 1e-6) & (ratio[1:] > 0.1)).all()
     older = config(LLAMA, rope_parameters=None, rope_theta=10000.0)
     older["rope_scaling"] = {k: v for k, v in config(LLAMA)["rope_parameters"].items() if k != "rope_theta"}
-    np.testing.assert_array_equal(Config.parse(Source(older)).inv_freq, llama.inv_freq)
+    np.testing.assert_array_equal(Config.parse(older).inv_freq, llama.inv_freq)
 
 
 WINDOWS = ["full_attention", "sliding_attention"]
@@ -123,7 +123,7 @@ WINDOWS = ["full_attention", "sliding_attention"]
 )
 def test_what_is_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
-        Config.parse(Source(config(folder, **changes)))
+        Config.parse(config(folder, **changes))
 
 
 def run(*arguments: str | Path) -> str:

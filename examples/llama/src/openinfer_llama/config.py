@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.config_fields import Fields, ModelConfig, has_own_head
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
+from openinfer.tensor import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,12 @@ class Config(ModelConfig):
     rope_scale: float
 
     @classmethod
-    def parse(cls, source: Source) -> Config:
-        """The checkpoint may have a head of its own. Raises UnsupportedModel naming the field."""
-        fields = Fields(source.config)
+    def parse(
+        cls, raw: Mapping[str, Any], eos: object = None, checkpoint: Checkpoint | None = None
+    ) -> Config:
+        """From the parsed config.json. eos None: as config.json says. checkpoint: it may have a head of its own.
+        Raises UnsupportedModel naming the field."""
+        fields = Fields(raw)
         if "quantization_config" in fields:
             raise UnsupportedModel("config.json: quantization_config: use the BF16 checkpoint instead")
         biased = fields.get("model_type") == "qwen2"  # always there: config.json need not say so
@@ -41,13 +46,13 @@ class Config(ModelConfig):
             raise UnsupportedModel(f"config.json: {heads} attention heads cannot share {kv_heads} evenly")
         head_dim = fields.size("head_dim", default=hidden // heads)
         tied = fields.flag("tie_word_embeddings") and not has_own_head(
-            source.checkpoint, "model.embed_tokens.weight"
+            checkpoint, "model.embed_tokens.weight"
         )
         windowed = fields.get("model_type") == "mistral" and "sliding_window" in fields
         kind, layers = ("full_attention", "sliding_attention")[windowed], fields.size("num_hidden_layers")
         fields.strings("layer_types", (kind,), layers)
         return cls(
             layers, heads * head_dim, kv_heads * head_dim, kv_heads, head_dim, fields.size("intermediate_size"), tied,
-            fields.size("sliding_window") if windowed else 0, biased, **cls.common(fields, source.eos),
+            fields.size("sliding_window") if windowed else 0, biased, **cls.common(fields, eos),
             **rope_of(fields, head_dim, default=1e4, layer_types=[kind])._asdict(),
         )  # fmt: skip

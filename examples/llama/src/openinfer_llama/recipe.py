@@ -30,7 +30,7 @@ class LlamaRecipe(Recipe[Options]):
 
         if ranks != 1:
             raise SetupError(f"{ranks} ranks: llama runs on one GPU")
-        return Llama(Config.parse(source), options.block_size)
+        return Llama(Config.parse(source.config, source.eos, source.checkpoint), options.block_size)
 
     def gguf(self) -> Mapping[str, GgufFormat]:
         from openinfer.recipes.engine.gguf import REST, WORDS, dense

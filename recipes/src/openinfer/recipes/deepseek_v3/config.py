@@ -7,11 +7,11 @@ from typing import Any
 
 from openinfer.kernels.authoring import AnyPacking
 from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SPARSE_TYPES
-from openinfer.recipes.engine import Options, Source
 from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, ModelConfig, Part, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of, score_factor
 from openinfer.recipes.engine.weights import Experts, for_ranks, packing
+from openinfer.tensor import Checkpoint
 
 WANTED: Mapping[str, Any] = {
     "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "scoring_func": "sigmoid",
@@ -95,9 +95,13 @@ class Config(ModelConfig):
         return dataclasses.replace(self, part=part)
 
     @classmethod
-    def parse(cls, source: Source, options: Options | None = None) -> "Config":
-        """The checkpoint says which modules are packed. Raises UnsupportedModel naming the key."""
-        fields, checkpoint = Fields(source.config), source.checkpoint
+    def parse(
+        cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True,
+        checkpoint: Checkpoint | None = None,
+    ) -> "Config":  # fmt: skip
+        """From the parsed config.json; eos None: those of config.json. quantization: the flag. coded: whether
+        activations may be quantised. checkpoint: which modules are packed. Raises UnsupportedModel naming the key."""
+        fields = Fields(raw)
         _refuse(fields)
         layers = fields.size("num_hidden_layers")
         nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
@@ -110,7 +114,7 @@ class Config(ModelConfig):
                 "mlp_layer_types", f"first_k_dense_replace says that the first {dense} are dense"
             )
         config = cls(
-            **cls.common(fields, source.eos), num_layers=layers, dense_layers=dense,
+            **cls.common(fields, eos), num_layers=layers, dense_layers=dense,
             num_heads=fields.size("num_attention_heads"), q_lora_rank=fields.size("q_lora_rank"),
             kv_lora_rank=fields.size("kv_lora_rank"), nope_dim=nope_dim, rope_dim=rope_dim,
             value_dim=fields.size("v_head_dim"), intermediate_size=fields.size("intermediate_size"),
@@ -122,7 +126,7 @@ class Config(ModelConfig):
             mtp=fields.count("num_nextn_predict_layers", default=0, most=1) == 1,
             index=_index(fields, layers),
             unfused_experts=checkpoint is None or not any(".mlp.experts.gate_up_proj" in name for name in checkpoint),
-            packing=packing(fields, source, options),
+            packing=packing(fields, quantization, coded, checkpoint),
         )  # fmt: skip
         _check_sizes(config)
         return config

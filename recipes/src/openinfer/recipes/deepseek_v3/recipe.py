@@ -38,7 +38,8 @@ class DeepseekV3Recipe(Recipe[LatentOptions]):
         from openinfer.recipes.deepseek_v3.blueprint import DeepseekV3
         from openinfer.recipes.deepseek_v3.config import Config
 
-        config = Config.parse(source, options)
+        coded = options.activation_quantization == "on"
+        config = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
         speculation = options.speculation()
         drafts = speculation is not None and speculation.proposes
         found, name = source.checkpoint, f"model.layers.{config.num_layers}.eh_proj.weight"

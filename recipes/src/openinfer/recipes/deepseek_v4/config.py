@@ -3,14 +3,16 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openinfer.kernels import rope_frequencies
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, ModelConfig, Part, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
+
+if TYPE_CHECKING:
+    from openinfer.tensor import Checkpoint
 
 CSA, HCA = 4, 128
 """Tokens of a compressed entry. CSA is compressed sparse attention (overlapping windows, an indexer), HCA is heavily
@@ -102,16 +104,16 @@ class Config(ModelConfig):
         return dataclasses.replace(self, part=part)
 
     @classmethod
-    def parse(cls, source: Source) -> "Config":
-        """From its config.json. Raises UnsupportedModel naming the key."""
-        fields = Fields(source.config)
+    def parse(cls, raw: Mapping[str, Any], eos: object = None) -> "Config":
+        """From the parsed config.json; eos None: that of config.json. Raises UnsupportedModel naming the key."""
+        fields = Fields(raw)
         fields.is_all({"model_type": "deepseek_v4"}, "this recipe runs")
         _refuse(fields)
         rope_dim = fields.size("qk_rope_head_dim")
         dspark = bool(fields.get("dspark_block_size") and fields.get("dspark_target_layer_ids"))
         compressed = rope_of(fields, rope_dim, base="compress_rope_theta", scaled=False)
         config = cls(
-            **cls.common(fields, source.eos),
+            **cls.common(fields, eos),
             ratios=_ratios(fields),
             num_heads=fields.size("num_attention_heads"),
             head_dim=fields.size("head_dim"),
@@ -157,10 +159,10 @@ class Dspark:
     rank: int
 
     @classmethod
-    def parse(cls, source: Source, config: Config) -> "Dspark":
-        """From config.json and the names in the checkpoint, where there is one. Raises UnsupportedModel naming the key
-        or the tensors."""
-        fields, vocab, layers = Fields(source.config), config.vocab_size, config.num_layers
+    def parse(cls, raw: Mapping[str, Any], config: Config, checkpoint: "Checkpoint | None") -> "Dspark":
+        """From the parsed config.json and the names in the checkpoint. None: as config.json says. Raises
+        UnsupportedModel naming the key or the tensors."""
+        fields, vocab, layers = Fields(raw), config.vocab_size, config.num_layers
         fields.is_all({"draft_vocab_size": vocab, **dict.fromkeys(DSPARK_HAS, True)}, "a DSpark drafter has")
         targets = fields.get("dspark_target_layer_ids")
         good = isinstance(targets, list) and all(type(one) is int and 0 <= one < layers for one in targets)
@@ -174,8 +176,8 @@ class Dspark:
             raise fields.wrong("dspark_block_size", f"it must be from 1 to {MOST_BLOCK}")
         tail = len(fields.get("compress_ratios")) - layers
         stages = tail or len(targets)
-        if source.checkpoint is not None:
-            found = {name.split(".")[1] for name in source.checkpoint.names if name.startswith("mtp.")}
+        if checkpoint is not None:
+            found = {name.split(".")[1] for name in checkpoint.names if name.startswith("mtp.")}
             stages = len(found)
             if not found or found != {str(n) for n in range(stages)}:
                 raise UnsupportedModel(

@@ -64,7 +64,7 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
         from openinfer.recipes.deepseek_v4.config import Config, Dspark
         from openinfer.recipes.deepseek_v4.weights import Format
 
-        whole, deals = Config.parse(source), not options.batch_invariant
+        whole, deals = Config.parse(source.config, source.eos), not options.batch_invariant
         config = whole.of_rank(rank, ranks, deals=deals)
         form = Format.of(source.checkpoint) if source.checkpoint else Format(fp4_experts=True)
         speculation = options.speculation()
@@ -77,7 +77,7 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
                     f"--speculative-config: this checkpoint has {LAYERS[has]} by its config.json, and method {wanted} "
                     f"needs {LAYERS[wanted]}; use method {has or 'ngram'}"
                 )
-            drafter = Dspark.parse(source, config) if config.dspark else None
+            drafter = Dspark.parse(source.config, config, source.checkpoint) if config.dspark else None
             if drafter is not None and (drafts := speculation.num_speculative_tokens) > drafter.block:
                 raise SetupError(
                     f"--speculative-config: num_speculative_tokens is {drafts}; this drafter makes {drafter.block}"

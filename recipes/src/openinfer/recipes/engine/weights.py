@@ -16,25 +16,25 @@ from openinfer.kernels.authoring import (
     packing_text,
     without_coding,
 )
-from openinfer.recipes.engine import Options, Source
 from openinfer.recipes.engine.config_fields import Fields, Part
 from openinfer.recipes.engine.errors import UnsupportedModel
-from openinfer.tensor import Tensor, TensorLoad
+from openinfer.tensor import Checkpoint, Tensor, TensorLoad
 
 log = logging.getLogger(__name__)
 
 
-def packing(fields: Fields, source: Source, options: Options | None) -> AnyPacking | None:
-    """How weights are packed by these fields of config.json and the flags; None for plain weights. The checkpoint says
-    which modules are packed. Raises UnsupportedModel."""
-    config, checkpoint = fields.get("quantization_config"), source.checkpoint
+def packing(
+    fields: Fields, quantization: str | None, coded: bool, checkpoint: Checkpoint | None
+) -> AnyPacking | None:
+    """None for plain weights. `quantization`: the flag --quantization. coded: whether activations may be quantised.
+    checkpoint: what says which modules are packed. Raises UnsupportedModel."""
+    config = fields.get("quantization_config")
     try:
-        found = packing_of(config, options.quantization if options is not None else None)
+        found = packing_of(config, quantization)
         found = found if checkpoint is None else packed_in(found, checkpoint, config)
     except UnsupportedQuantization as error:
         raise UnsupportedModel(f"config.json: quantization_config: {error}") from None
-    if options is not None and options.activation_quantization == "off":
-        found = without_coding(found)
+    found = found if coded else without_coding(found)
     if found is not None and checkpoint is not None:
         log.info("packed weights: %s", packing_text(found))
     return found

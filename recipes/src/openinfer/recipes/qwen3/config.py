@@ -1,16 +1,18 @@
 """Reading a Qwen3 config.json, and the settings that are refused."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from openinfer.kernels.authoring import AnyPacking
 from openinfer.recipes.eagle3 import TargetConfig
-from openinfer.recipes.engine import Options, Source
 from openinfer.recipes.engine.config_fields import Fields, Part, attention_heads, has_own_head
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
 from openinfer.recipes.engine.weights import Experts, for_ranks, packing
 from openinfer.recipes.qwen3.published import MODEL_TYPES
+from openinfer.tensor import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,14 @@ class Config(TargetConfig):
         return dataclasses.replace(self, part=part)
 
     @classmethod
-    def parse(cls, source: Source, options: Options | None = None) -> "Config":
-        """The checkpoint says which modules are packed, and whether it has a head of its own. Raises UnsupportedModel
-        naming the key."""
-        fields, checkpoint = Fields(source.config), source.checkpoint
+    def parse(
+        cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True,
+        checkpoint: Checkpoint | None = None,
+    ) -> "Config":  # fmt: skip
+        """From the parsed config.json; eos None: those of config.json. quantization: the flag. coded: whether
+        activations may be quantised. checkpoint: which modules are packed, and whether it has a head of its own.
+        Raises UnsupportedModel naming the key."""
+        fields = Fields(raw)
         _refuse(fields)
         heads, kv_heads = attention_heads(fields)
         head_dim = fields.size("head_dim", default=fields.size("hidden_size") // heads)
@@ -71,7 +77,7 @@ class Config(TargetConfig):
         windows = _windows(fields)
         types = {"sliding_attention" if window else "full_attention" for window in windows}
         return cls(
-            **cls.common(fields, source.eos),
+            **cls.common(fields, eos),
             num_layers=fields.size("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -82,7 +88,7 @@ class Config(TargetConfig):
             **rope_of(fields, head_dim, default=1e4, layer_types=types)._asdict(),
             experts=experts,
             unfused_experts=checkpoint is None or "model.layers.0.mlp.experts.gate_up_proj" not in checkpoint,
-            packing=packing(fields, source, options),
+            packing=packing(fields, quantization, coded, checkpoint),
         )
 
 

@@ -39,7 +39,9 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
         from openinfer.recipes.qwen3.blueprint import Qwen3
         from openinfer.recipes.qwen3.config import Config
 
-        config = Config.parse(source, options).of_rank(rank, ranks)
+        coded = options.activation_quantization == "on"
+        config = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
+        config = config.of_rank(rank, ranks)
         head, speculation = None, options.speculation()
         if speculation is not None and speculation.proposes:
             from openinfer.recipes.eagle3 import Head

@@ -1,19 +1,19 @@
 """Reading a Qwen3.5 config.json, and the settings that are refused."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from openinfer.kernels.authoring import AnyPacking
-from openinfer.recipes.engine import Options, Source
 from openinfer.recipes.engine.config_fields import Fields, ModelConfig, Part, attention_heads
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import SECTIONS, Floats, Rope, rope_of
 from openinfer.recipes.engine.weights import Experts, for_ranks, packing
 from openinfer.recipes.qwen3_5.published import MODEL_TYPES, STATE_DTYPES
-from openinfer.tensor import dtypes
+from openinfer.tensor import Checkpoint, dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +100,18 @@ class Config(ModelConfig):
         return self.num_linear * (recurrent + self.conv_kernel * self.conv_size * itemsize)
 
     @classmethod
-    def parse(cls, source: Source, options: Options | None = None) -> "Config":
-        """From a config.json that is nested or flat. The checkpoint tells packed modules and MTP. Raises
-        UnsupportedModel."""
-        whole, model_type, checkpoint = (
-            Fields(source.config),
-            source.config.get("model_type"),
-            source.checkpoint,
-        )
+    def parse(
+        cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True,
+        checkpoint: Checkpoint | None = None,
+    ) -> "Config":  # fmt: skip
+        """From the parsed config.json, nested or flat; eos None: those of config.json. quantization: the flag. coded:
+        whether activations may be quantised. checkpoint: tells packed modules and MTP. Raises UnsupportedModel."""
+        whole, model_type = Fields(raw), raw.get("model_type")
         if model_type not in MODEL_TYPES:
             raise whole.wrong("model_type", f"this recipe runs {', '.join(map(repr, MODEL_TYPES))}")
         text = whole.fields("text_config") if "text_config" in whole else whole
         _refuse(text)
-        eos = text.get("eos_token_id", whole.get("eos_token_id")) if source.eos is None else source.eos
+        eos = text.get("eos_token_id", whole.get("eos_token_id")) if eos is None else eos
         following = model_type == "qwen3_next"
         experts = Experts.of(text, shared=True) if "_moe" in model_type or following else None
         layers_of_mtp = "num_nextn_predict_layers" if following else "mtp_num_hidden_layers"
@@ -132,7 +131,7 @@ class Config(ModelConfig):
             **_rope(whole, text, head_dim)._asdict(),
             mtp=text.count(layers_of_mtp, default=int(following), most=1) == 1
             and (checkpoint is None or "mtp.fc.weight" in checkpoint),
-            packing=packing(whole, source, options),
+            packing=packing(whole, quantization, coded, checkpoint),
             state_dtype=dtypes.of(text.get("mamba_ssm_dtype", "float32")),
             by_key_head=following,
             text_only=text is whole,

@@ -67,7 +67,8 @@ class Qwen35Recipe(Recipe[HybridOptions]):
         from openinfer.recipes.qwen3_5.weights import Format
         from openinfer.tensor import dtypes
 
-        config = Config.parse(source, options)
+        coded = options.activation_quantization == "on"
+        config = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
         if options.mamba_ssm_cache_dtype != "auto":
             config = dataclasses.replace(config, state_dtype=dtypes.of(options.mamba_ssm_cache_dtype))
         form = Format.of(source.checkpoint, config) if source.checkpoint else Format.published(config)
