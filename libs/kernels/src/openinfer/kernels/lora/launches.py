@@ -97,7 +97,7 @@ def _of_b(out: Tensor | Scratch, lora: Lora[Tensor]) -> dict[str, Arg]:
         "adapters": lora.adapters,
         "token_slots": lora.token_slots,
         "tokens": out.shape[0],
-        "out_stride": aligned(out.strides[0] if isinstance(out, Tensor) else out.shape[1]),
+        "out_stride": aligned(out.strides[0]),
         "b_stride": aligned(lora.b.strides[0]),
         **{f"size{n}": parts[n] if n < len(parts) else 0 for n in range(MOST_PARTS)},
     }

@@ -50,6 +50,11 @@ class Scratch:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In elements; scratch is dense."""
+        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:

@@ -69,7 +69,7 @@ class Parameters:
                 values.append(encode(arg, address(tensor), maps))
                 if not self._cuda:
                     rows, cols = tensor.shape
-                    values += (rows, cols, tensor.strides[0] if isinstance(tensor, Tensor) else cols, 1)
+                    values += (rows, cols, tensor.strides[0], 1)
                 maps += 1
         rest = () if self._cuda else (0, 0)
         self._struct.pack_into(self._memory, self._start, *values, *rest)

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.packs.cublas import CublasLt
 from openinfer.kernels.ranks.gpu_ranks import GpuRanks
 from openinfer.kernels.store.cubins import Store
-from openinfer.tensor import Device, Event, Stream, Tensor, check, driver
+from openinfer.tensor import Device, Event, Stream, check, driver
 
 STATIC_SHARED_LIMIT = 48 * 1024
 """Bytes of shared memory a block may have without opting in."""
@@ -114,12 +113,7 @@ class CudaDriver:
     def encode_tensor_map(self, spec: Spec, tensor_map: TensorMap, address: int, index: int) -> bytes:
         meta = self.load(spec).tensor_maps[index]
         tensor = tensor_map.tensor
-        shape, count = tensor.shape, len(tensor.shape)
-        strides = (
-            tensor.strides
-            if isinstance(tensor, Tensor)
-            else [math.prod(shape[i + 1 :]) for i in range(count)]
-        )
+        shape, strides, count = tensor.shape, tensor.strides, len(tensor.shape)
         raw = ctypes.create_string_buffer(256)  # the driver wants the struct 64-byte aligned
         base = (ctypes.addressof(raw) + 127) & ~127
         size = (ctypes.c_uint64 * count)(*reversed(shape))
