@@ -119,26 +119,14 @@ class Model:
         x, y = b.x[:t], b.x[:t] if ranks == 1 else b.y[:t]
         norm_linear(pack, out=logits, **read, weight=router)
         route_topk(
-            pack,
-            expert_ids=ids,
-            expert_weights=weights,
-            logits=logits[:, :count],
-            token_slots=self.batch.token_slots[:t],
-            first_expert=c.part.first(count),
-            num_experts=c.part.of(count),
-        )
+            pack, expert_ids=ids, expert_weights=weights, logits=logits[:, :count],
+            token_slots=self.batch.token_slots[:t], first_expert=c.part.first(count), num_experts=c.part.of(count),
+        )  # fmt: skip
         up, down = layer.gate_up, layer.down
         experts_add(
-            pack,
-            **read,
-            expert_ids=ids,
-            expert_weights=weights,
-            gate_up=up,
-            down=down,
-            out=y,
-            adds=ranks == 1,
+            pack, **read, expert_ids=ids, expert_weights=weights, gate_up=up, down=down, out=y, adds=ranks == 1,
             all_experts=count,
-        )
+        )  # fmt: skip
         return self.batch.add_sum(pack, x, y=y, ranks=ranks, norm=layer.next_norm, eps=c.rms_norm_eps)
 
     def before_layer(self, pack: Pack, number: int, x: Tensor) -> None:
