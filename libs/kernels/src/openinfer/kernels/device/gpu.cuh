@@ -125,6 +125,25 @@ __device__ __forceinline__ u32 multiplied(u32 a, u32 b) {
   return pair;
 }
 
+// The lowest four bits of both halves as 128 + code in bf16. Compilers make two instructions of it.
+__device__ __forceinline__ u32 raised(u32 pair) {
+  u32 numbers;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(numbers) : "r"(pair), "r"(0x000f000f), "r"(0x43004300));
+  return numbers;
+}
+
+// 32 codes of four bits, which are neighbours in a row, as 16 pairs of bf16: of INT4 128 + code, of FP4 the values by `word`'s
+// two scales. Pair i has columns i % 2 * 16 + i / 4 * 4 + i % 4 / 2 and, of a word's bytes, the next but one.
+template <bool SCALED>
+__device__ __forceinline__ void unpack_four_bits(u32 (&pair)[16], uint4 codes, u32 word) {
+  u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, of_half[2] = {__byte_perm(word, 0, 0x1010), __byte_perm(word, 0, 0x3232)};
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    u32 two = words[i / 4] >> 4 * (i % 4);  // FP4's bits are put where bf16 has them
+    pair[i] = SCALED ? multiplied((two & 0x000f000fu) * 0x1040u & 0x81c081c0u, of_half[i % 2]) : raised(two);
+  }
+}
+
 __device__ __forceinline__ float power_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -91,8 +91,8 @@ __device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsi
   for (int i = 0; i < 4; i++) {
     u32 two = __byte_perm(*(const unsigned short*)(from + i % 2 * 1024 + i / 2 * 8), 0, 0x4140), word = words[i % 2];
     u32 zero = __byte_perm(word & 15 | 0x4300, 0, 0x1010);
-    low[i] = difference(two & 0x000f000fu | 0x43004300u, zero);
-    high[i] = difference(two >> 4 & 0x000f000fu | 0x43004300u, zero);
+    low[i] = difference(raised(two), zero);
+    high[i] = difference(raised(two >> 4), zero);
     u32 scale = bf16_pair(__uint_as_float(word & ~15u), __uint_as_float(word & ~15u));
     if (FOLDED) low[i] = multiplied(low[i], scale), high[i] = multiplied(high[i], scale);
   }

@@ -55,9 +55,7 @@ gemv_ring(void* out, const bf16* x, const void* gain, const bf16* weight, int N,
   float2 gains[CHUNKS][4];
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (NORM) gains[c][i] = gain_pair(gain, column + c * 256 + i * 2);
+    if (NORM) load_gains(gains[c], gain, column + c * 256);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   float own[CHUNKS][8], square = 0;
   float* squares = partial + TURNS * ROWS * STRIDE;

@@ -9,6 +9,22 @@ __device__ __forceinline__ float2 gain_pair(const void* gain, int column) {
   return make_float2(low(pair), high(pair));
 }
 
+// Eight neighbours of the gain.
+__device__ __forceinline__ void load_gains(float2 (&to)[4], const void* gain, int column) {
+  if (WIDE) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float4 v = ((const float4*)gain)[column / 4 + i];
+      to[2 * i] = make_float2(v.x, v.y), to[2 * i + 1] = make_float2(v.z, v.w);
+    }
+  } else {
+    uint4 v = ((const uint4*)gain)[column / 8];
+    u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = make_float2(low(pairs[i]), high(pairs[i]));
+  }
+}
+
 // The value of an output before this kernel.
 __device__ __forceinline__ float residual(const void* out, size_t at) {
   bf16 old;

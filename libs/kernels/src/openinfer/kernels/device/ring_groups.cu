@@ -28,23 +28,18 @@ __device__ __forceinline__ void add_product(float (&d)[4], u32 a0, u32 a1, u32 a
   else multiply(d, a0, a1, a2, a3, b0, b1);
 }
 
-// A lane's 32 codes of a group as pairs: of e4m3 and FP4 their values, of INT4 128 + code. scales: FP4's of the group,
-// a word for each 32 columns, with those of its halves.
+// A lane's 32 codes of a group as pairs. scales: FP4's of the group, a word for each 32 columns.
 __device__ __forceinline__ void unpack(u32 (&pair)[16], const unsigned char* group, const unsigned char* scales, int lane) {
+  if (PACKED) {
+    unpack_four_bits<FP4>(pair, *(const uint4*)(group + lane % 4 * 16), FP4 ? *(const u32*)(scales + lane % 4 * 4) : 0);
+    return;
+  }
 #pragma unroll
-  for (int i = 0; i < (PACKED ? 1 : 2); i++) {
-    uint4 v = *(const uint4*)(group + (PACKED ? 0 : (i ^ lane / 4 & 1) * 64) + lane % 4 * 16);
-    u32 words[4] = {v.x, v.y, v.z, v.w}, word = FP4 ? *(const u32*)(scales + lane % 4 * 4) : 0;
-    u32 of_half[2] = {__byte_perm(word, 0, 0x1010), __byte_perm(word, 0, 0x3232)};
+  for (int i = 0; i < 2; i++) {
+    uint4 v = *(const uint4*)(group + (i ^ lane / 4 & 1) * 64 + lane % 4 * 16);
+    u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int w = 0; w < 4; w++)
-      if (FP4)
-        for (int s = 0; s < 4; s++)  // a code's bits are put where bf16 has them
-          pair[4 * w + s] = multiplied((words[w] >> 4 * s & 0x000f000fu) * 0x1040u & 0x81c081c0u, of_half[s % 2]);
-      else if (INT4)
-        for (int s = 0; s < 4; s++) pair[4 * w + s] = words[w] >> 4 * s & 0x000f000fu | 0x43004300u;
-      else
-        for (int s = 0; s < 2; s++) pair[8 * i + 2 * w + s] = halves(words[w] >> 16 * s);
+    for (int w = 0; w < 8; w++) pair[8 * i + w] = halves(words[w / 2] >> w % 2 * 16);
   }
 }
 
@@ -53,13 +48,25 @@ __device__ __forceinline__ int columns_at(int i, int lane) {
   return PACKED ? lane % 4 * 32 + i * 16 : (i ^ lane / 4 & 1) * 64 + lane % 4 * 16;
 }
 
+// Where x's n-th piece of 8 columns lies, so that lanes that read at once have different banks.
+__device__ __forceinline__ int place_of(int n) { return n ^ n >> 3 & 3; }
+
+__device__ __forceinline__ float square_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
+
+// A pair of x after the norm.
+__device__ __forceinline__ u32 normed(u32 pair, float unit, float2 gain) {
+  float a = low(pair) * unit, b = high(pair) * unit;
+  return WIDE ? bf16_pair(a * gain.x, b * gain.y) : bf16_pair(rounded(a) * gain.x, rounded(b) * gain.y);
+}
+
 __device__ __forceinline__ u32 packed(float a, float b) { return to_bf16(a) | (u32)to_bf16(b) << 16; }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
 gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scale, const unsigned char* weight,
                  const void* scales, int N, float eps) {
   extern __shared__ __align__(128) unsigned char ring[];
-  float* partial = (float*)(ring + STAGES * STAGE);  // [TURNS * ROWS, STRIDE], then a square and a maximum a warp
+  uint4* held_x = (uint4*)(ring + STAGES * STAGE);
+  float* partial = (float*)(held_x + K / 8);  // [TURNS * ROWS, STRIDE], then a square and a maximum a warp
   float *squares = partial + TURNS * ROWS * STRIDE, *tops = squares + WARPS;
   u64* full = (u64*)(partial + (TURNS * ROWS * STRIDE + 2 * WARPS + 3) / 4 * 4);
   u64* empty = full + STAGES;
@@ -108,37 +115,47 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
       next[half] = ((const float*)scales)[(half * blocks + min(block + 1, blocks - 1)) * GROUPS + group];
     }
   }
-  float2 gains[16];
+  // x becomes bf16 in shared memory. Each thread has the gains and numbers of some of its pieces of 8 columns.
+  constexpr int PIECES = K / 8, OWN = (PIECES + WARPS * 32 - 1) / (WARPS * 32);
+  float2 gains[OWN][4];
 #pragma unroll
-  for (int i = 0; i < 16; i++)
-    if (NORM) gains[i] = gain_pair(gain, group * 128 + columns_at(i / 8, lane) + i % 8 * 2);
+  for (int k = 0; k < OWN; k++)
+    if (NORM) load_gains(gains[k], gain, min((int)threadIdx.x + k * WARPS * 32, PIECES - 1) * 8);
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  float own[32], square = 0;
+  uint4 piece[OWN];
+  float square = 0;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    uint4 v = fresh(x + group * 128 + columns_at(i / 2, lane) + i % 2 * 8);
-    u32 pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      float a = low(pairs[j]), b = high(pairs[j]);
-      own[8 * i + 2 * j] = a, own[8 * i + 2 * j + 1] = b;
-      square += a * a + b * b;
-    }
+  for (int k = 0; k < OWN; k++) {
+    int nth = threadIdx.x + k * WARPS * 32;
+    piece[k] = nth < PIECES ? fresh(x + nth * 8) : make_uint4(0, 0, 0, 0);
   }
   if (NORM) {
+#pragma unroll
+    for (int k = 0; k < OWN; k++) square += square_of(piece[k].x) + square_of(piece[k].y) + square_of(piece[k].z) + square_of(piece[k].w);
     float one[1] = {square};
     square = sums(one, lane);
     if (lane == 0) squares[warp] = square;
     together<WARPS * 32>();
     square = 0;
-    for (int w = 0; w < PLACES; w++) square += squares[w];
-    float unit = rsqrtf(square / (UNIT * K) + eps);  // the places have every group UNIT times
+    for (int w = 0; w < WARPS; w++) square += squares[w];
+  }
+  float unit = rsqrtf(square / K + eps);
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
-      float value = own[i] * unit;
-      if (!WIDE) value = rounded(value);
-      own[i] = rounded(value * (i % 2 ? gains[i / 2].y : gains[i / 2].x));
-    }
+  for (int k = 0; k < OWN; k++) {
+    int nth = threadIdx.x + k * WARPS * 32;
+    uint4 v = piece[k];
+    if (NORM)
+      v = make_uint4(normed(v.x, unit, gains[k][0]), normed(v.y, unit, gains[k][1]), normed(v.z, unit, gains[k][2]), normed(v.w, unit, gains[k][3]));
+    if (nth < PIECES) held_x[place_of(nth)] = v;
+  }
+  together<WARPS * 32>();
+  float own[32];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint4 v = held_x[place_of((group * 128 + columns_at(i / 2, lane)) / 8 + i % 2)];
+    u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) own[8 * i + 2 * j] = low(pairs[j]), own[8 * i + 2 * j + 1] = high(pairs[j]);
   }
   u32 held[16];
   float of_x = 1, sum_of_x = 0;  // the scale of x, and for INT4 the sum of the group
@@ -160,9 +177,8 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
 #pragma unroll
     for (int i = 0; i < 32; i++) sum_of_x += own[i];
     for (int bit = 1; bit < 4; bit *= 2) sum_of_x += __shfl_xor_sync(~0u, sum_of_x, bit);
-    // A word's bytes are 4 columns; one half of a byte is 16 columns ahead of the other.
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < 16; i++) {  // see unpack_four_bits
       int at = i % 2 * 16 + i / 4 * 4 + i % 4 / 2;
       held[i] = packed(own[at], own[at + 2]);
     }

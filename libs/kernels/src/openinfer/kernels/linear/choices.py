@@ -60,9 +60,6 @@ MOST_RING_WARPS = 20
 """The most warps of a ring that multiply: with more, a thread has too few registers."""
 GROUP_STAGES = {True: 16 << 10, False: 24 << 10}
 """The most bytes of a stage of a ring of INT4 codes, and of FP8 codes, if it has more rows than its warps need."""
-GROUP_RINGS = {True: 64 << 10, False: RING_BYTES}
-"""The most bytes of such a ring. A small one is faster by itself, and in a step it is faster for INT4 only
-(docs/lessons/products.md)."""
 RING_BESIDE = 170 << 10
 """The most bytes of a ring of one token that adds to the residual, of at most BESIDE_COLUMNS: it starts beside
 decode attention. One of more columns is behind another ring."""
@@ -210,20 +207,19 @@ def group_ring_choice(target: Target, n: int, k: int, *, words: int, gated: bool
     places = unit * k // 1024
     if places > MOST_RING_WARPS:
         return None
-    if packed:
-        replicas = max(4 // places, 2 if gated and 2 * places <= MOST_RING_WARPS else 1)
-    else:
-        replicas = max(1, min(4, 12 // places))
+    replicas = max(1, min(4, (15 if packed else 12) // places))  # unpacking takes long
     rows, row_bytes = 2 * unit * replicas, k // 2 + words if packed else k
     while 2 * rows * row_bytes <= GROUP_STAGES[packed]:
         rows *= 2
     most = -(-n // target.num_sms) * (2 if gated else 1)  # rows of a program
     sums = (most + 2 * rows) * (k // 128 + 1) * 4
-    stage, room = rows * row_bytes, shared_bytes(target.arch) - sums - 2048
+    stage, room = rows * row_bytes, shared_bytes(target.arch) - sums - 2 * k - 2048
     if 2 * stage > room:
         return None
-    wanted = max(GROUP_RINGS[packed], 3 * stage)
-    stages = min(wanted, room, int(most * row_bytes * RING_PART)) // stage
+    # A ring of four bits has half of an SM. That leaves room for the kernel behind it, and none for a second program:
+    # two would lie on each SM that is free early, while others have none (docs/lessons/products.md).
+    wanted = -(-shared_bytes(target.arch) // 2 // stage) if packed else RING_BYTES // stage
+    stages = min(max(wanted, 3), room // stage, int(most * row_bytes * RING_PART) // stage)
     return ProductChoice("ring", 1, rows, 128, 1, places * replicas, max(2, stages))
 
 

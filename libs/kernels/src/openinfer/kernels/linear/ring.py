@@ -107,7 +107,7 @@ def _of_codes(p: Problem) -> Iterator[Command]:
     weights: dict[str, Arg] = {"x_scale": x_scale, "weight": weight, "scales": scales}
     stage = c.bn * (weight.shape[1] + words)
     most = under_way(c.stages, stage, 1, codes=True)
-    yield _ring("ring_groups", c, p, weights, constants, stage, most, (groups | 1, 2 * c.warps))
+    yield _ring("ring_groups", c, p, weights, constants, stage, most, (groups | 1, 2 * c.warps + p.k // 2))
 
 
 PLAIN = Kernel("ring", lambda p: p.form == Plain() and planned(p).kind == "ring", _plain)
