@@ -16,11 +16,22 @@ from openinfer.kernels import (
     select_rows,
 )
 from openinfer.kernels.authoring import FP8_CACHE, CacheForm, KvLayout, Linear, joined, shared_bytes
+from openinfer.kernels.formats.fp4 import FP4_TAIL, fp4_words
+from openinfer.kernels.formats.int4 import group_words, pack
 from openinfer.kernels.lora.low_rank import Lora
+from openinfer.kernels.op.rounding import q8_codes, q8_values
 from openinfer.kernels.ops.linear_add import AddArgs
 from openinfer.kernels.ops.norm_linear import LinearArgs
 from openinfer.kernels.ops.norm_rope_attend import RopeAttentionArgs
-from openinfer.kernels.testing import copied, of_the_day, paged_places, run_on_gpu, run_reference
+from openinfer.kernels.testing import (
+    NEVER,
+    coded_cache,
+    copied,
+    of_the_day,
+    paged_places,
+    run_on_gpu,
+    run_reference,
+)
 from openinfer.tensor import bfloat16, float8_e4m3fn, float32, int32, uint8
 
 TARGET = dataclasses.replace(H200, nvrtc=True)
@@ -34,7 +45,7 @@ def step(arena):
     """step(tokens): the arguments of a decode step, without memory."""
 
     def make(
-        tokens=1, *, hidden=2560, kv_heads=8, group=4, dim=128, page_size=16, cache=None, max_q_len=1, coded=False
+        tokens=1, *, hidden=2560, kv_heads=8, group=4, dim=128, page_size=16, cache=None, max_q_len=1, form="bf16"
     ):  # fmt: skip
         def t(*shape, dtype=bfloat16):
             return arena.alloc(shape, dtype)
@@ -52,41 +63,56 @@ def step(arena):
         weight, output = t(qkv.shape[1], hidden), t(hidden, width)
         project = LinearArgs(out=qkv, x=x, weight=weight, norm_weight=t(hidden), eps=1e-6)
         args = {"project": project, "attend": attend, "add": AddArgs(x=x, h=out, weight=output)}
-        if not coded:
-            return args
-        return changed(args, **{name: {"weight": fp8(t, args[name], "block")} for name in ("project", "add")})
+        return changed(args, **{name: {"weight": FORMS[form](t, args[name])} for name in ("project", "add")})
 
     return make
 
 
 @pytest.fixture
-def sublayer(norm_rope_args, normal):
+def sublayer(norm_rope_args, normal, rng):
     """sublayer(before): the arguments of a step of rows that have one token after `before` cached ones. What was never
     written of the cache is NaN."""
 
-    def coded(n, k):
-        scales = np.exp(normal(n // 128, k // 128).astype(float32)) * k**-0.5
-        return Linear(normal(n, k).astype(float8_e4m3fn), scales, "block")
+    def weight(form, n, k):
+        if form == "bf16":
+            return normal(n, k, scale=k**-0.5)
+        if form == "fp8":
+            scales = np.exp(normal(n // 128, k // 128).astype(float32)) * k**-0.5
+            return Linear(normal(n, k).astype(float8_e4m3fn), scales, "block")
+        codes = pack(rng.integers(0, 16, (n, k)))
+        if form == "fp4":
+            scales = 2.0 ** rng.integers(-6, 3, (n, k // 16))
+            return Linear(codes, fp4_words(scales, rng.uniform(0.5, 2, (n, 1)) * k**-0.5))
+        scales = np.exp(normal(n, k // 128).astype(float32)) * k**-0.5 / 4
+        return Linear(codes, group_words(scales.astype(bfloat16), rng.integers(0, 16, scales.shape)))
 
     def make(
-        before, *, hidden=2560, heads=32, kv_heads=8, dim=128, page_size=16, lengths=None, fp8=False, **more
-    ):
+        before, *, hidden=2560, heads=32, kv_heads=8, dim=128, page_size=16, lengths=None, form="bf16",
+        coded_kv=False, **more,
+    ):  # fmt: skip
         lengths = lengths or [1] * len(before)
         sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size}
         attend = norm_rope_args(lengths, before, **sizes, **more)
         shape = attend["block_tables"].max() + 1, 3, 2, kv_heads, page_size, dim
         kv = np.full(shape, np.nan, bfloat16)[:, 1]
+        cache = coded_cache(shape[0], kv_heads, page_size, dim) if coded_kv else {"kv": kv}
         for page, place in paged_places(attend, before, page_size):
-            kv[page, :, :, place] = normal(2, kv_heads, dim)
+            new = normal(2, kv_heads, dim)
+            if coded_kv:
+                large = np.float32(2.0) ** np.arange(-kv_heads, kv_heads).reshape(2, kv_heads, 1) / 4
+                codes, scales = q8_codes(new.astype(float32) * large)
+                cache["kv"][page, :, :, place], cache["kv_scales"][page, :, :, place] = codes, scales
+            else:
+                kv[page, :, :, place] = new
         x, gain = normal(len(attend["out"]), hidden), normal(hidden)
-        weight = normal((heads + 2 * kv_heads) * dim, hidden, scale=hidden**-0.5)
-        output = normal(hidden, heads * dim, scale=(heads * dim) ** -0.5)
-        if fp8:
-            weight, output = coded((heads + 2 * kv_heads) * dim, hidden), coded(hidden, heads * dim)
+        project, output = (
+            weight(form, (heads + 2 * kv_heads) * dim, hidden),
+            weight(form, hidden, heads * dim),
+        )
         attend["out"][:], attend["qkv"][:] = 0, 0
         return {
-            "project": LinearArgs(out=attend["qkv"], x=x, weight=weight, norm_weight=gain, eps=1e-6),
-            "attend": RopeAttentionArgs(kv=kv, **attend),
+            "project": LinearArgs(out=attend["qkv"], x=x, weight=project, norm_weight=gain, eps=1e-6),
+            "attend": RopeAttentionArgs(**cache, **attend),
             "add": AddArgs(x=x, h=attend["out"], weight=output),
         }
 
@@ -108,19 +134,22 @@ def of_commands(calls):
     return [tuple(getattr(c, f, None) for f in fields) for call in calls for c in call.commands]
 
 
-@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("cache", [CacheForm(bfloat16), FP8_CACHE], ids=["bf16", "FP8"])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int4", "fp4"])
 @pytest.mark.parametrize(
     ("group", "hidden", "most"),
     [*((2, n, 8) for n in range(512, 2561, 512)), *((4, n, 8) for n in range(512, 3073, 512)), (4, 4096, 4)],
 )
-def test_a_decode_step_of_few_rows_is_one_launch_that_fits(step, group, hidden, most, coded):
-    for tokens in range(1, (8 if coded else most) + 1):
-        args = step(tokens, group=group, hidden=hidden, page_size=16 << tokens % 3, coded=coded)
+def test_a_decode_step_of_few_rows_is_one_launch_that_fits(step, group, hidden, most, form, cache):
+    if (form in ("int4", "fp4") and group < 4) or (form == "fp4" and hidden > 2560):
+        pytest.skip("see OTHER_SIZES")
+    for tokens in range(1, (most if form == "bf16" else 8) + 1):
+        args = step(tokens, group=group, hidden=hidden, page_size=16 << tokens % 3, form=form, cache=cache)
         (call,) = planned(args)
         (command,) = call.commands
         assert (call.op, call.tokens) == (attention_sublayer, tokens)
         assert (command.spec.function, command.early) == ("attention_sublayer", True)
-        assert dict(command.spec.constants)["STAGES"] >= (7 if coded else 10)
+        assert dict(command.spec.constants)["STAGES"] >= {"bf16": 10, "fp8": 7, "int4": 5, "fp4": 4}[form]
         assert command.spec.shared <= shared_bytes(90)
 
 
@@ -141,11 +170,12 @@ OTHER_SIZES = {
     "columns without room for their gains": {"group": 2, "hidden": 3072},
     "large weights": {"hidden": 5120},
     "large weights for five tokens": {"tokens": 5, "hidden": 4096},
-    "codes of 5,120 columns for five tokens": {"tokens": 5, "hidden": 5120, "coded": True},
+    "codes of 5,120 columns for five tokens": {"tokens": 5, "hidden": 5120, "form": "fp8"},
+    "INT4 for two heads": {"group": 2, "hidden": 2048, "form": "int4"},
+    "words of FP4 without room": {"tokens": 8, "hidden": 4096, "form": "fp4"},
     "heads of 64": {"dim": 64},
     "pages of eight tokens": {"page_size": 8},
     "rows of 256": {"hidden": 2560 + 256},
-    "an FP8 cache": {"cache": FP8_CACHE},
 }
 
 OTHER_ARGUMENTS = {
@@ -184,6 +214,19 @@ def fp8(t, part, coding=None):
 def int4(t, part):
     n, k = part.weight.shape
     return Linear(t(n, k // 2, dtype=uint8), t(n, k // 128, dtype=int32))
+
+
+def fp4(t, part):
+    n, k = part.weight.shape
+    return Linear(t(n, k // 2, dtype=uint8), t(n, k // 32 + FP4_TAIL, dtype=int32))
+
+
+FORMS = {
+    "bf16": lambda _, part: part.weight,
+    "fp8": lambda t, p: fp8(t, p, "block"),
+    "int4": int4,
+    "fp4": fp4,
+}
 
 
 def lora(t, k, n):
@@ -284,17 +327,19 @@ CASES = {
 @pytest.mark.parametrize("before", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("page_size", of_the_day([16, 64]))
 @pytest.mark.parametrize("hidden", of_the_day([2560, 4096]))
-@pytest.mark.parametrize("fp8", [False, True])
-def test_results_on_a_gpu(gpu, sublayer, before, page_size, hidden, fp8):
-    on(gpu, sublayer(before, hidden=hidden, page_size=page_size, fp8=fp8))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("coded_kv", [False, True])
+def test_results_on_a_gpu(gpu, sublayer, before, page_size, hidden, form, coded_kv):
+    hidden = min(hidden, 2560) if form == "fp4" else hidden
+    on(gpu, sublayer(before, hidden=hidden, page_size=page_size, form=form, coded_kv=coded_kv))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
 @pytest.mark.parametrize("hidden", of_the_day([1024, 2048]))
-def test_two_query_heads_a_key_head_on_a_gpu(gpu, sublayer, hidden, fp8):
+def test_two_query_heads_a_key_head_on_a_gpu(gpu, sublayer, hidden, form):
     for case in ("one row", "few keys", "short rows"):
-        on(gpu, sublayer(CASES[case], hidden=hidden, heads=16, fp8=fp8))
+        on(gpu, sublayer(CASES[case], hidden=hidden, heads=16, form=form, coded_kv=case == "short rows"))
 
 
 @pytest.mark.gpu
@@ -329,8 +374,17 @@ def check(run, args, *how):
     old = args["add"].x.astype(float32)
     live = np.linalg.norm(wanted - old, axis=1) > 0  # x is rounded, and so is what is added
     error = np.linalg.norm(x - wanted, axis=1)[live] / np.linalg.norm(wanted, axis=1)[live]
-    bound = 4 * BF16 if isinstance(args["add"].weight, Linear) else BF16  # a code may round to its neighbour
-    assert error.size == 0 or error.max() < bound, error
+    forms = {"FP8": 4 * BF16, "INT4": 2 * BF16, "FP4": 2 * BF16}  # a code of x may round to its neighbour
+    bound = forms[args["add"].weight.packed] if isinstance(args["add"].weight, Linear) else BF16
+    coded = args["attend"].kv_scales is not None
+    assert error.size == 0 or error.max() < (2 * bound if coded else bound), error
+    if coded:
+        written = want["attend.kv_scales"] != NEVER
+        assert (got["attend.kv_scales"][~written] == NEVER).all()
+        assert (got["attend.kv"].view(uint8)[~written] == NEVER).all()
+        kv, kept = (q8_values(a["attend.kv"][written], a["attend.kv_scales"][written]) for a in (got, want))
+        assert np.linalg.norm(kv - kept) <= 2e-2 * np.linalg.norm(kept)
+        return x
     kv, kept = (arrays["attend.kv"].astype(float32) for arrays in (got, want))
     written = ~np.isnan(kept)
     assert (np.isnan(kv) == ~written).all()

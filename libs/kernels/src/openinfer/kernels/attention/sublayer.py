@@ -1,7 +1,9 @@
 """A decode step's attention sublayer in one launch: device/attention_sublayer.cu."""
 
 from openinfer.kernels.attention.call import AttentionCall
+from openinfer.kernels.formats.fp4 import FP4_TAIL, Fp4
 from openinfer.kernels.formats.fp8 import Fp8
+from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear, Plain
 from openinfer.kernels.norms import Norm
 from openinfer.kernels.op.launch import Arg, Launch, Scratch, TensorMap, launch_cuda, power_of_two
@@ -10,8 +12,10 @@ from openinfer.tensor import Tensor, bfloat16, float32
 
 BLOCKS, WARPS, DIM, DEPTH = 8, 8, 128, 512
 """Blocks of a cluster, which has a key head; warps that multiply; elements of a head; columns of a stage."""
-BOXES = {False: ((16, 256), (64, 64)), True: ((32, 128), (64, 128))}
-"""Rows and columns of the projection, and of the output projection, that are copied at once: of bf16, and of codes."""
+CODINGS = {(Plain(), None): 0, (Fp8(by_row=False), "block"): 1, (Int4Groups(128), None): 2, (Fp4(), None): 3}
+"""The kernel's numbers of formats of weights, with what becomes of the numbers that are multiplied with them."""
+STAGE, FEWEST_STAGES = 32 * DEPTH, 4
+"""Bytes of a stage, and the fewest stages with which the kernel pays."""
 HEADS, GROUPS = 8, (2, 4)
 """Key heads, whose clusters all run at once, and query heads that share one (8 of Qwen3-32B are slower)."""
 COLUMNS = 1280
@@ -30,41 +34,65 @@ def takes(
     target: Target, call: AttentionCall, norm: Norm, project: Linear[Tensor], output: Linear[Tensor]
 ) -> bool:
     """Whether the kernel takes a decode step: a few tokens of one row each, which see the whole context, a cache in
-    bf16, and weights of bf16 or of FP8 by block."""
+    bf16 or FP8, and weights of one of the formats."""
+    coding = _coding(project, output)
     return (
         target.nvrtc
         and target.arch == 90
         and target.num_sms >= FEWEST_SMS
         and not target.batch_invariant
         and max(call.tokens, call.rows) <= TOKENS
-        and (call.tokens <= FEW or _plain(project, output) or project.columns <= CODED_COLUMNS)
+        and coding is not None
+        and (call.tokens <= FEW or not coding or project.columns <= CODED_COLUMNS)
         and project.nbytes + output.nbytes <= MOST_BYTES[FEW if call.tokens <= FEW else TOKENS]
         and (call.kv_heads, call.dim) == (HEADS, DIM)
-        and call.group in GROUPS
+        and call.group in (GROUPS if coding < 2 else GROUPS[-1:])
         and project.columns % DEPTH == 0
         and project.columns <= COLUMNS * call.group
         and call.page_size % 16 == 0
         and not call.windowed
-        and {call.kv.dtype, norm.weight.dtype} == {bfloat16}
-        and (_plain(project, output) or _coded(project, output))
+        and norm.weight.dtype == bfloat16
+        and (call.form.scaled or call.kv.dtype == bfloat16)
+        and call.kv.strides[0] % DIM == 0
+        and _stages(target, call, project.columns, coding)[0] >= FEWEST_STAGES
     )
 
 
-def _plain(*weights: Linear[Tensor]) -> bool:
-    return all(w.form == Plain() and w.weight.dtype == bfloat16 for w in weights)
+def _coding(project: Linear[Tensor], output: Linear[Tensor]) -> int | None:
+    """The number of both weights' format; None of two, or of another one."""
+    found = CODINGS.get((project.form, project.coding))
+    alike = (project.form, project.coding) == (output.form, output.coding)
+    return found if alike and (found or project.weight.dtype == bfloat16) else None
 
 
-def _coded(*weights: Linear[Tensor]) -> bool:
-    """Whether both have a scale for each 128 x 128 codes, and what they are multiplied with has one for 128."""
-    return all(w.form == Fp8(by_row=False) and w.coding == "block" for w in weights)
+def _stages(target: Target, call: AttentionCall, hidden: int, coding: int) -> tuple[int, int]:
+    """The stages of the ring, and the bytes of shared memory besides."""
+    tokens, group, groups = power_of_two(call.tokens), call.group, hidden // 128
+    part, rows, out_rows = group * DIM + 2 * group, (group + 2) * DIM // BLOCKS, hidden // BLOCKS
+    sums = (WARPS, 2, 4, 4)[coding] * rows * tokens
+    work, floats = 4 * WARPS * part, max((BLOCKS + tokens - 1) * part, sums)
+    if coding:  # codes of x lie where sums do later; scales, and cosines and sines
+        work = max(work, (1024 if coding == 1 else 2048) * groups)
+        floats += 10 * groups + ((out_rows + 191) // 128 + 8) * group + tokens * DIM
+    if coding > 1:  # words of rows
+        each, tail = (1, 0) if coding == 2 else (4, 4)
+        floats += rows * (groups * each + tail) + out_rows * (group * each + tail)
+    other = work + 4 * floats + 2 * tokens * rows * BLOCKS + 16 + 8 * (32 + 4 * group) + 10 * 4
+    return (shared_bytes(target.arch) - other) // _stage_bytes(call), other
+
+
+def _stage_bytes(call: AttentionCall) -> int:
+    """Bytes of a stage with its barriers, and with the scales of 64 coded keys and values."""
+    return STAGE + 16 + (128 if call.form.scaled else 0)
 
 
 def _halves(call: AttentionCall) -> Tensor:
-    """A layer's keys and values in one tensor: keys or values, halves of a row, rows with those of other layers between
-    them, and a half's elements."""
+    """A layer's keys and values in one tensor: keys or values, parts of a row, rows with those of other layers between
+    them, and a part's elements, which have 128 bytes."""
     kv, page_rows, of_keys = call.kv, call.kv.strides[0] // DIM, call.kv_heads * call.page_size
-    shape = (2, 2, (kv.shape[0] - 1) * page_rows + of_keys, DIM // 2)
-    return Tensor(kv.ptr, shape, kv.dtype, kv.device, (of_keys * DIM, DIM // 2, DIM, 1), kv)
+    halves = kv.dtype.itemsize
+    shape = (2, halves, (kv.shape[0] - 1) * page_rows + of_keys, DIM // halves)
+    return Tensor(kv.ptr, shape, kv.dtype, kv.device, (of_keys * DIM, DIM // halves, DIM, 1), kv)
 
 
 def sublayer(
@@ -78,27 +106,24 @@ def sublayer(
     eps: float,
 ) -> Launch:
     """The launch. new: q_norm and k_norm, if heads have norms, and cos_sin; eps: of these norms, and of `norm`."""
-    tokens, hidden, coded = power_of_two(call.tokens), x.shape[1], _coded(project, output)
-    first, second = BOXES[coded]
-    width, of_head = call.group * DIM, (call.group + 2) * DIM
-    part, stage = width + 2 * call.group, 32 * DEPTH
-    parts = max((BLOCKS + tokens - 1) * part, (2 if coded else WARPS) * of_head // BLOCKS * tokens)
-    work, floats = 4 * WARPS * part, parts
-    if coded:  # codes of x lie where sums do later; scales, and cosines and sines
-        groups, out_blocks = hidden // 128, (hidden // BLOCKS + 191) // 128
-        work = max(work, 1024 * groups)
-        floats += 10 * groups + (out_blocks + 8) * call.group + tokens * DIM
-    other = work + 4 * floats + 2 * tokens * of_head + 16 + 8 * (28 + 4 * call.group) + 10 * 4
-    stages = (shared_bytes(target.arch) - other) // (stage + 16)
-    named = {"weight_scales": project.scales, "output_scales": output.scales}
-    scales = {name: of for name, of in named.items() if of is not None}  # none of bf16
+    tokens, hidden, coding = power_of_two(call.tokens), x.shape[1], _coding(project, output)
+    assert coding is not None
+    stages, other = _stages(target, call, hidden, coding)
+    columns, of_kv = 128 // project.weight.dtype.itemsize, _halves(call)  # of a box
+    scales: dict[str, Arg] = {}
+    if project.scales is not None and output.scales is not None:
+        scales = {"weight_scales": project.scales, "output_scales": output.scales}
+        if coding > 1:
+            scales["output_scales"] = TensorMap(output.scales, (64, call.group * (1 if coding == 2 else 4)))
+        if coding > 2:
+            scales["output_factors"] = TensorMap(output.scales, (64, FP4_TAIL))
     args: dict[str, Arg] = {
         "x": x,
         "gain": norm.weight,
-        "weight": TensorMap(project.weight, first),
-        "output": TensorMap(output.weight, second),
-        "rows_of_kv": TensorMap(_halves(call), (2, 2, 16, 64)),
-        "kv": call.kv,
+        "weight": TensorMap(project.weight, (32, columns) if coding else (16, 256)),
+        "output": TensorMap(output.weight, (64, columns)),
+        "rows_of_kv": TensorMap(of_kv, (2, of_kv.shape[1], 16, of_kv.shape[3])),
+        **call.cache,
         **scales,
         **new,
         **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
@@ -116,7 +141,8 @@ def sublayer(
         "TOKENS": tokens,
         "STAGES": stages,
         "NORMED": "q_norm" in new,
-        "CODED": coded,
+        "CODED": coding,
+        "CODED_KV": call.form.scaled,
     }
     return launch_cuda(
         "openinfer.kernels.device",
@@ -126,6 +152,6 @@ def sublayer(
         args,
         constants,
         threads=32 * WARPS + 32,
-        shared=stages * (stage + 16) + other,
+        shared=stages * _stage_bytes(call) + other,
         early=True,
     )

@@ -19,13 +19,6 @@
 constexpr int BLOCK = 128, WARPS = 8, COPIERS = 4, THREADS = (WARPS + COPIERS) * 32;
 constexpr int HEAD = BLOCK * D, STAGE = 2 * HEAD + 2 * BLOCK, TILES = D / 16, WORDS = D / 64;
 constexpr float LOW = -1e30f;
-constexpr float RAISED = 10, LOWERED = 0x1p-10f;  // weights up to 2^10: f16 has more numbers below that than below 1
-
-__device__ __forceinline__ u32 f16_pair(float a, float b) {
-  u32 pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
-  return pair;
-}
 
 // 16 bytes into shared memory, of which the barrier does not count the bytes. A bulk copy costs the copying unit as much
 // time for 16 bytes as for 2,048.
@@ -37,11 +30,6 @@ __device__ __forceinline__ void copy_16(void* to, const void* from) {
 __device__ __forceinline__ void arrive_after_copies(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-
-__device__ __forceinline__ u32 byte_of(const unsigned char* p) { return *p; }
-
-// 2^(byte - 127), for a byte below 254.
-__device__ __forceinline__ float power(u32 byte) { return __uint_as_float(byte ? byte << 23 : 0x400000); }
 
 struct Row {  // the token is -1 where it has none, and the length 0 where it is not to be attended to
   int slot, token, length;

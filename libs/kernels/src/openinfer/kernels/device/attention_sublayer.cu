@@ -1,8 +1,10 @@
 // x += heads @ output^T, where heads are the attention of a decode step's tokens, at most TOKENS, over the norm of x. One
 // launch does it all: the norm, the projection to queries, keys and values, norms of heads, rotation, the write into the
-// cache, attention, the output projection and the residual. Sums are float32, and numbers are bf16. CODED: weights are codes
-// of e4m3 with a scale for each 128 x 128, and what they are multiplied with becomes codes with a scale for each 128. The
-// tensor cores add up codes with some 14 bits, so every 128 columns have a sum of their own, which is added in float32.
+// cache, attention, the output projection and the residual. Sums are float32, and numbers are bf16. CODED: weights are, if 1,
+// codes of e4m3 with a scale for each 128 x 128, and what they are multiplied with becomes codes with a scale for each 128. The
+// tensor cores add up codes with some 14 bits, so every 128 columns have a sum of their own, which is added in float32. 2: INT4
+// with a word for 128 columns of a row, 3: FP4 (openinfer.kernels.formats); GROUP is 4. CODED_KV: the cache has codes of e4m3,
+// and E8M0 bytes for the key and the value of a head [K heads | V heads, PAGE] at kv_scales + page * page_stride.
 //
 // A cluster of 8 blocks has a key head: its rows of the projection, its keys and values, its columns of the output
 // projection. All blocks must run at once, because clusters wait for each other's sums. They do: a GPU has more SMs than
@@ -10,7 +12,7 @@
 // block's work. Weights, lengths, tables and cached keys do not come from the kernel ahead, so copies do not wait for it.
 //
 // 1. Each block has 1 / 8 of the head's rows of the projection, and sends the sums to all blocks of the cluster.
-// 2. The cached keys of all tokens are one line of units of 16, of which each block has an equal run. A block's parts of
+// 2. The cached keys of all tokens are one line of units of KEYS, of which each block has an equal run. A block's parts of
 //    each token go to all blocks, which merge them in the order of blocks. Part (block, token) has place block + token:
 //    the runs are in order, so no two parts share a place. A part's channels are in the order of channel_of, in which no
 //    two lanes of a warp write to the same bank.
@@ -25,24 +27,30 @@
 #include "tensor_cores.cuh"
 
 constexpr int D = 128, BLOCKS = 8, WARPS = 8, THREADS = WARPS * 32, DEPTH = 512, CHUNKS = HIDDEN / DEPTH;
-// A stage is of the projection: 16 rows of 1,024 bytes in bf16, ROWS of 128 of codes; or two units of 16 keys and their
+// A stage is of the projection: 16 rows of 1,024 bytes in bf16, ROWS of 128 of codes; or two units of KEYS keys and their
 // values; or of the output projection: 64 rows of 256 bytes. Boxes are of 4 KB and more, because smaller ones take longer than
 // their bytes. Those with rows of 128 bytes are swizzled.
 constexpr int STAGE = 16384, UNIT = STAGE / 2, HALF = UNIT / 4, BOX = 256, PITCH = BOX * 2;
-constexpr int OF_BOX = CODED ? 128 : 64, GROUPS = HIDDEN / 128;  // columns of 128 bytes; groups of x
+constexpr bool FOUR = CODED > 1, FP4 = CODED == 3;
+constexpr int OF_BOX = FOUR ? 256 : CODED ? 128 : 64, GROUPS = HIDDEN / 128;  // columns of 128 bytes; groups of x
 constexpr int WIDTH = GROUP * D, OF_HEAD = WIDTH + 2 * D, ROWS = OF_HEAD / BLOCKS, ROW_TILES = (ROWS + 63) / 64;
 constexpr int OUT_ROWS = HIDDEN / BLOCKS, OUT_TILES = OUT_ROWS / 64, OWNED = OUT_ROWS / HEADS, OUT_BLOCKS = (OUT_ROWS + 191) / 128;
 constexpr int PLACES = BLOCKS + TOKENS - 1, PART = WIDTH + 2 * GROUP, STEPS = WIDTH / (2 * OF_BOX), LAST_STAGES = OUT_TILES * STEPS;
-constexpr int FIRST_STAGES = CODED ? GROUPS : ROWS / 16 * CHUNKS, PIECES = CODED ? 2 : WARPS;  // of the projection's sums
+constexpr int FIRST_STAGES = CODED ? HIDDEN / OF_BOX : ROWS / 16 * CHUNKS, PIECES = FOUR ? 4 : CODED ? 2 : WARPS;  // of the projection's sums
 constexpr int PARTS = PLACES * PART > PIECES * ROWS * TOKENS ? PLACES * PART : PIECES * ROWS * TOKENS;
-constexpr float LOW = -1e30f;
+constexpr int KV_BOXES = CODED_KV ? 2 : 1, KEYS = KV_BOXES * 16, KV_BOX = UNIT / KV_BOXES;  // of a unit: boxes of 16 keys
+constexpr float LOW = -1e30f, OUT_SCALE = CODED_KV ? LOWERED * 256 : 1;
 static_assert(CHUNKS * DEPTH == HIDDEN && OUT_TILES * 64 == OUT_ROWS && OWNED * HEADS == OUT_ROWS && ROWS % 32 == 0);
 static_assert(GROUP % 2 == 0 && GROUP <= 8 && TOKENS <= 8 && STEPS * 2 * OF_BOX == WIDTH);
-constexpr int CODES = CODED ? GROUPS * 1024 : 0, WORK = CODES > WARPS * PART * 4 ? CODES : WARPS * PART * 4;  // bytes
+constexpr int OF_GROUP = FOUR ? 2048 : 1024;  // bytes of a group of x
+constexpr int CODES = CODED ? GROUPS * OF_GROUP : 0, WORK = CODES > WARPS * PART * 4 ? CODES : WARPS * PART * 4;  // bytes
+// Words of a row with codes of four bits, and those of a row of the output projection for this head, behind which FP4 has factors.
+constexpr int OF_ROW = GROUPS * (FP4 ? 4 : 1) + (FP4 ? 4 : 0), OF_OUTPUT = GROUP * (FP4 ? 4 : 1), WORDS = FOUR ? ROWS * OF_ROW : 0;
+constexpr int OF_TILE = FOUR ? 64 * (OF_OUTPUT + (FP4 ? 4 : 0)) : 0, OUTPUT_WORDS = OUT_TILES * OF_TILE;
 constexpr int PIECES_OF_X = HIDDEN / 16 * TOKENS, OWN_PIECES = (PIECES_OF_X + THREADS - 1) / THREADS;
 static_assert(CODED || WARPS * 8 + HIDDEN / 2 <= PARTS, "squares and gains lie where parts come later");
 static_assert(CODED || TOKENS * D <= WARPS * PART, "angles lie where warps leave sums later");
-static_assert(CODED * GROUP * 1024 + OUT_TILES * 2048 <= WORK + PARTS * 4, "sums of the output lie behind codes of heads");
+static_assert(CODES / GROUPS * GROUP + OUT_TILES * 2048 * (FOUR ? 4 : 1) <= WORK + WORDS * 4 + PARTS * 4, "sums of the output lie behind codes of heads");
 static_assert(!CODED || 2 * GROUPS <= 128, "threads have the scales of the weights");
 
 // Four 8 x 8 matrices, of whose rows each lane has one's address.
@@ -126,8 +134,12 @@ __device__ __forceinline__ u32 code(u32 a, u32 b, float factor) {
 // What threads wrote to shared memory is there for products after they have met.
 __device__ __forceinline__ void for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The first of the channels, 8 apart, of a pair of a part.
-__device__ __forceinline__ int channel_of(int pair) { return 16 * (pair / 8 % 8 ^ pair / 128) + pair % 8; }
+// The first of the channels, APART, of a pair of a part.
+constexpr int APART = CODED_KV ? 1 : 8;
+__device__ __forceinline__ int channel_of(int pair) {
+  int tile = pair / 8 % 8 ^ pair / 128, nth = pair % 8;
+  return CODED_KV ? 16 * nth + 2 * tile : 16 * tile + nth;
+}
 
 struct Token {  // cached keys, units with the token's own, and the blocks that have them; none of a row that is dead
   int slot, before, units, first, last;
@@ -135,9 +147,19 @@ struct Token {  // cached keys, units with the token's own, and the blocks that 
 
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS + 32, 1)
 attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap weight,
-                   const __grid_constant__ TensorMap output, const __grid_constant__ TensorMap rows_of_kv, bf16* kv,
-#if CODED
+                   const __grid_constant__ TensorMap output, const __grid_constant__ TensorMap rows_of_kv,
+#if CODED_KV
+                   unsigned char* kv, unsigned char* kv_scales,
+#else
+                   bf16* kv,
+#endif
+#if CODED == 1
                    const float* weight_scales, const float* output_scales,
+#elif CODED
+                   const u32* weight_scales, const __grid_constant__ TensorMap output_scales,
+#if CODED == 3
+                   const __grid_constant__ TensorMap output_factors,
+#endif
 #endif
 #if NORMED
                    const bf16* q_norm, const bf16* k_norm,
@@ -146,20 +168,28 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
                    const int* block_tables, float* words, int table_width, int page_stride, float scale, float eps, int rows,
                    int tokens) {
   extern __shared__ __align__(1024) unsigned char ring[];
-  unsigned char* codes = ring + STAGES * STAGE;              // [GROUPS, 8, 128], swizzled: of x, then of heads
+  u32* words_of_output = (u32*)(ring + STAGES * STAGE);      // [OUT_ROWS, OF_OUTPUT], then factors [OUT_ROWS, 4]
+  unsigned char* codes = ring + STAGES * STAGE + OUTPUT_WORDS * 4;  // [GROUPS, 8, 128], swizzled: of x, then of heads
   float* work = (float*)codes;                               // [WARPS, PART]: sums, maxima, totals by warp
-  float* parts = (float*)(codes + WORK);                     // [PLACES, PART]: the same by block; first sums of rows
+  u32* words_of_rows = (u32*)(codes + WORK);                 // [ROWS, OF_ROW]
+  float* parts = (float*)(words_of_rows + WORDS);            // [PLACES, PART]: as `work` by block; first sums of rows
   float* angles = CODED ? parts + PARTS : work;              // [TOKENS, 2, D / 2]: cosines and sines
-  bf16* inbox = (bf16*)(parts + PARTS + CODED * TOKENS * D);  // [TOKENS, OF_HEAD]; then heads
-  u64 *full = (u64*)(inbox + TOKENS * OF_HEAD), *empty = full + STAGES, *rows_there = empty + STAGES, *parts_there = rows_there + 1;
-  long long* own_places = (long long*)(parts_there + 1);     // [8]: of the key that each token has itself
-  float* own_scores = (float*)(own_places + 8);              // [8, GROUP]
+  bf16* inbox = (bf16*)(parts + PARTS + (CODED ? TOKENS * D : 0));  // [TOKENS, OF_HEAD]; then heads
+  unsigned char* of_units = (unsigned char*)(inbox + TOKENS * OF_HEAD);  // [STAGES * 2, 2, KEYS]: scales of keys and of values
+  u64 *full = (u64*)(of_units + CODED_KV * STAGES * 4 * KEYS), *empty = full + STAGES, *rows_there = empty + STAGES, *parts_there = rows_there + 1;
+  long long* own_pages = (long long*)(parts_there + 1);      // [8]: of the key that each token has itself, and its row there
+  int* own_rows = (int*)(own_pages + 8);                     // [8]
+  float* own_scores = (float*)(own_rows + 8);                // [8, GROUP]
   Token* of_tokens = (Token*)(own_scores + 8 * GROUP);       // [8]
   int* starts = (int*)(of_tokens + 8);                       // [9]: units before each token
   float *of_rows = (float*)(starts + 10), *of_output = of_rows + 2 * GROUPS;  // scales [2, GROUPS], [OUT_BLOCKS, GROUP]
   float *of_heads = of_output + OUT_BLOCKS * GROUP, *of_x = of_heads + GROUP * 8;  // [GROUP, 8], [GROUPS, 8]
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  int head = blockIdx.x / BLOCKS, rank = blockIdx.x % BLOCKS;
+  int head = blockIdx.x / BLOCKS, rank = blockIdx.x % BLOCKS, wg = warp / 4;
+  int own_row = FOUR ? g % 2 * 4 + g / 2 : g;  // of a tile: lanes that read codes of four bits at once have different banks
+  auto row_of_head = [&](int row) {  // in the projection's weight
+    return row + (row < WIDTH ? head * WIDTH : (HEADS - 1) * WIDTH + head * D + (row < WIDTH + D ? 0 : (HEADS - 1) * D));
+  };
   // Ahead of the weights, behind which they would wait.
 #if CODED
   uint4 gains[OWN_PIECES][2];
@@ -168,6 +198,8 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
     for (int i = 0; i < 2; i++)
       gains[k][i] = *((const uint4*)gain + (threadIdx.x + k * THREADS) % (HIDDEN / 16) * 2 + i);
+#endif
+#if CODED == 1
   float own_scale = 0;
   if (threadIdx.x < 2 * GROUPS) {
     int block = rank * ROWS / 128 + threadIdx.x / GROUPS;
@@ -179,7 +211,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     int block = min(rank * OUT_ROWS / 128 + nth_scale / GROUP, (HIDDEN - 1) / 128);
     own_scale = __ldg(output_scales + (size_t)block * (HEADS * GROUP) + head * GROUP + nth_scale % GROUP);
   }
-#else
+#elif !CODED
   uint4 gains[(HIDDEN / 8 + THREADS - 1) / THREADS];
 #pragma unroll
   for (int i = 0; i < sizeof gains / 16; i++)
@@ -216,10 +248,14 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
       for (; from < to; from++) {
         constexpr int BOXES = CODED ? ROWS / 32 : 2;
         int row = rank * ROWS + (CODED ? lane % BOXES * 32 : from / CHUNKS * 16);  // of this head's
-        row += row < WIDTH ? head * WIDTH : (HEADS - 1) * WIDTH + head * D + (row < WIDTH + D ? 0 : (HEADS - 1) * D);
-        int stage = claim(CODED ? ROWS * 128 : STAGE);
+        bool with_words = FOUR && from == 0;
+        int stage = claim((CODED ? ROWS * 128 : STAGE) + (with_words ? ROWS * OF_ROW * 4 : 0));
+#if CODED > 1
+        if (with_words && lane < BOXES)
+          copy_rows(words_of_rows + lane * 32 * OF_ROW, weight_scales + (size_t)row_of_head(row) * OF_ROW, 32 * OF_ROW * 4, &full[stage], policy);
+#endif
         if (lane < BOXES)
-          copy_tile(ring + stage * STAGE + lane * (CODED ? 32 * 128 : STAGE / 2), &weight, &full[stage], row,
+          copy_tile(ring + stage * STAGE + lane * (CODED ? 32 * 128 : STAGE / 2), &weight, &full[stage], row_of_head(row),
                     CODED ? from * 128 : from % CHUNKS * DEPTH + lane * BOX, policy);
       }
     };
@@ -232,7 +268,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
       int next = q_starts[lane + 1];
       token = q_starts[lane], slot = slots[lane];
       if (next == token) token = -1;
-      if (alive[slot]) before = seq_lens[slot], units = before / 16 + 1;
+      if (alive[slot]) before = seq_lens[slot], units = before / KEYS + 1;
       if (token < 0) units = 0;
     }
     int sum = units;  // rows and tokens have the same order
@@ -256,47 +292,84 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
     if (lane < tokens) {
       int page = block_tables[(size_t)of_tokens[lane].slot * table_width + of_tokens[lane].before / PAGE];
-      own_places[lane] = (long long)page * page_stride + (head * PAGE + of_tokens[lane].before % PAGE) * D;
+      own_pages[lane] = (long long)page * page_stride, own_rows[lane] = head * PAGE + of_tokens[lane].before % PAGE;
     }
 #pragma unroll
     for (int i = 0; i < TOKENS; i++)
       if (i < tokens) ((float4*)(angles + i * D))[lane] = ((const float4*)(cos_sin + (size_t)of_tokens[i].before * D))[lane];
     int begin = min(rank, shares) * line / max(shares, 1), end = min(rank + 1, shares) * line / max(shares, 1);
-    auto row_of = [&](int unit) {
-      if (unit >= end) return 0;
+    struct Place {  // of a unit: rows of D of its boxes, and the scales of its keys and values
+      int row[KV_BOXES];
+#if CODED_KV
+      uint4 scales[2][KV_BOXES];
+#endif
+    };
+    auto place_of = [&](int unit) {
+      Place place = {};
+      if (unit >= end) return place;
       int i = 0;
       while (starts[i + 1] <= unit) i++;
-      int key = (unit - starts[i]) * 16;
-      int page = block_tables[(size_t)of_tokens[i].slot * table_width + key / PAGE];
-      return page * (page_stride / D) + head * PAGE + key % PAGE;
+#pragma unroll
+      for (int b = 0; b < KV_BOXES; b++) {
+        int key = (unit - starts[i]) * KEYS + b * 16, before = of_tokens[i].before;
+        if (key > before) key -= b * 16;  // no key is there, so it may be any box
+        int row = head * PAGE + key % PAGE, page = block_tables[(size_t)of_tokens[i].slot * table_width + key / PAGE];
+        place.row[b] = page * (page_stride / D) + row;
+#if CODED_KV
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+          place.scales[k][b] = *(const uint4*)(kv_scales + (size_t)page * page_stride + k * HEADS * PAGE + row);
+#endif
+      }
+      return place;
     };
-    int place = row_of(begin + lane), next = row_of(begin + 32 + lane);  // a table's numbers take long, so they come ahead
+    Place place = place_of(begin + lane), next = place_of(begin + 32 + lane);  // they take long, so they come ahead
     asm volatile("bar.arrive 2, %0;" ::"n"(THREADS + 32) : "memory");  // the tokens are there
     copy_projection(AHEAD, FIRST_STAGES);
 #pragma unroll 1
     for (int unit = begin, of = 0; unit < end; unit += 2, of += 2) {
-      if (of == 32) place = next, next = row_of(unit + 32 + lane), of = 0;
-      int count = min(2, end - unit), stage = claim(count * UNIT);
-      int row = __shfl_sync(~0u, place, of + lane % 2);
-      if (lane < count) copy_tiles(ring + stage * STAGE + lane * UNIT, &rows_of_kv, &full[stage], row, policy);
+      if (of == 32) place = next, next = place_of(unit + 32 + lane), of = 0;
+      int count = min(2, end - unit), stage = turn % STAGES, row = 0;
+#pragma unroll
+      for (int b = 0; b < KV_BOXES; b++) {
+        int found = __shfl_sync(~0u, place.row[b], of + lane / KV_BOXES % 2);
+        if (lane % KV_BOXES == b) row = found;
+      }
+#if CODED_KV
+      barrier_wait(&empty[stage], (turn / STAGES & 1) ^ 1);
+      if (lane / 2 == of / 2)
+#pragma unroll
+        for (int k = 0; k < 4; k++) ((uint4*)of_units)[(stage * 2 + lane % 2) * 4 + k] = place.scales[k / 2][k % 2];
+      __syncwarp();
+#endif
+      claim(count * UNIT);
+      if (lane < count * KV_BOXES) copy_tiles(ring + stage * STAGE + lane * KV_BOX, &rows_of_kv, &full[stage], row, policy);
     }
 #pragma unroll 1
     for (int i = 0; i < LAST_STAGES; i++) {
       // The kernel behind fills its ring on the other SMs, with little of the bandwidth that these still need.
       if (i == LAST_STAGES * 2 / 5) asm volatile("griddepcontrol.launch_dependents;");
-      int stage = claim(STAGE);
+      int stage = claim(STAGE + OF_TILE * 4);
+#if CODED > 1
+      if (lane == 2)
+        copy_tile(words_of_output + i * 64 * OF_OUTPUT, &output_scales, &full[stage], rank * OUT_ROWS + i * 64, head * OF_OUTPUT, policy);
+#if CODED == 3
+      if (lane == 3)
+        copy_tile(words_of_output + OUT_ROWS * OF_OUTPUT + i * 256, &output_factors, &full[stage], rank * OUT_ROWS + i * 64, HEADS * OF_OUTPUT, policy);
+#endif
+#endif
       if (lane < 2)
         copy_tile(ring + stage * STAGE + lane * UNIT, &output, &full[stage], rank * OUT_ROWS + i / STEPS * 64,
-                  head * WIDTH + (i % STEPS * 2 + lane) * OF_BOX, policy);
+                  (head * WIDTH + (i % STEPS * 2 + lane) * OF_BOX) / (FOUR ? 2 : 1), policy);
     }
     asm volatile("barrier.cluster.wait;" ::: "memory");
     return;
   }
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-#if CODED
+#if CODED == 1
   if (threadIdx.x < 2 * GROUPS) of_rows[threadIdx.x] = own_scale;
   if (nth_scale >= 0 && nth_scale < OUT_BLOCKS * GROUP) of_output[nth_scale] = own_scale;
-#else
+#elif !CODED
   uint4* held_gains = (uint4*)(parts + WARPS * 8);
 #pragma unroll
   for (int i = 0; i < sizeof gains / 16; i++)
@@ -334,6 +407,30 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     old[i] = low(bits);
   }
 #if CODED
+  // Put 16 neighbours of a token's columns where products find them; eight threads have a group side by side, whose scale
+  // or sum goes to of_groups.
+  auto put = [&](const u32 (&pairs)[8], int piece, int token, float* of_groups) {
+    int nth = piece / 8;
+    float number;
+#if CODED == 1
+    float top = largest<3>(pairs), factor = __fdiv_rn(448.0f, top);
+    *(uint4*)(codes + nth * OF_GROUP + token * 128 + (piece % 8 ^ token) * 16) = make_uint4(code(pairs[0], pairs[1], factor), code(pairs[2], pairs[3], factor),
+                                                          code(pairs[4], pairs[5], factor), code(pairs[6], pairs[7], factor));
+    number = __fdiv_rn(top, 448.0f);
+#else
+    // As lanes of a warp have operands: of a token and four columns of every 16. See unpack_four_bits.
+#pragma unroll
+    for (int s = 0; s < 8; s++)
+      *(u32*)(codes + nth * OF_GROUP + s / 2 * 512 + (token * 4 + piece % 8 / 2) * 16 + (s % 2 * 2 + piece % 2) * 4) =
+          __byte_perm(pairs[s / 2 * 2], pairs[s / 2 * 2 + 1], s % 2 ? 0x7632 : 0x5410);
+    number = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) number += low(pairs[i]) + high(pairs[i]);
+#pragma unroll
+    for (int bit = 1; bit < 8; bit *= 2) number += __shfl_xor_sync(~0u, number, bit);
+#endif
+    if (piece % 8 == 0) of_groups[nth * 8 + token] = number;
+  };
   // A thread has pieces of 16 columns, and eight neighbours have a group.
   u32 own[OWN_PIECES][8];
 #pragma unroll
@@ -359,12 +456,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     u32 by[8] = {gains[k][0].x, gains[k][0].y, gains[k][0].z, gains[k][0].w, gains[k][1].x, gains[k][1].y, gains[k][1].z, gains[k][1].w};
 #pragma unroll
     for (int i = 0; i < 8; i++) own[k][i] = multiplied(bf16_pair(low(own[k][i]) * unit_of, high(own[k][i]) * unit_of), by[i]);
-    float top = largest<3>(own[k]), factor = __fdiv_rn(448.0f, top);
-    int nth = piece % (HIDDEN / 16);
-    *(uint4*)(codes + nth / 8 * 1024 + token * 128 + (nth % 8 ^ token) * 16) =
-        make_uint4(code(own[k][0], own[k][1], factor), code(own[k][2], own[k][3], factor),
-                   code(own[k][4], own[k][5], factor), code(own[k][6], own[k][7], factor));
-    if (nth % 8 == 0) of_x[nth / 8 * 8 + token] = __fdiv_rn(top, 448.0f);
+    put(own[k], piece % (HIDDEN / 16), token, of_x);
   }
   for_products();
 #else
@@ -402,12 +494,69 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     __syncwarp();
     if (lane == 0) barrier_arrive(&empty[turn % STAGES]);
   };
-#if CODED
+#if CODED > 1
+  u32 held[16];  // this lane's part of a group of x, and for INT4 the sums of its tokens
+  float2 of_held = make_float2(0, 0);
+  auto hold = [&](int nth, const float* of_groups) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      uint4 v = ((const uint4*)(codes + nth * OF_GROUP))[i * 32 + lane];
+      held[4 * i] = v.x, held[4 * i + 1] = v.y, held[4 * i + 2] = v.z, held[4 * i + 3] = v.w;
+    }
+    if (!FP4) of_held = *(const float2*)(of_groups + nth * 8 + 2 * t);
+  };
+  // Add a tile's 16 rows of codes times that group: the first or second one of the rows, with words behind each other row's.
+  auto add_group = [&](float (&sum)[4], const unsigned char* rows, int second, const u32* words_of, int pitch, const u32* factors,
+                       int factor_pitch) {
+    u32 a[2][16], word[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      word[r] = words_of[(own_row + r * 8) * pitch + (FP4 ? t : 0)];
+      unpack_four_bits<FP4>(a[r], *(const uint4*)(rows + (own_row + r * 8) * 128 + (second * 4 + t ^ own_row) * 16), word[r]);
+    }
+    float part[2][4] = {};
+#pragma unroll
+    for (int s = 0; s < 8; s++)
+      multiply_bf16(part[s % 2], a[0][2 * s], a[1][2 * s], a[0][2 * s + 1], a[1][2 * s + 1], held[2 * s], held[2 * s + 1]);
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      float value = part[0][r] + part[1][r];
+      if (FP4) {
+        sum[r] += value * __uint_as_float(factors[(own_row + r / 2 * 8) * factor_pitch]);
+      } else {
+        value -= (128 + (word[r / 2] & 15)) * (r % 2 ? of_held.y : of_held.x);
+        sum[r] += value * __uint_as_float(word[r / 2] & ~15u);
+      }
+    }
+  };
+  // Of every other stage a warp has three tiles and one group.
+  constexpr int TILES = ROWS / 32;
+  float sum[TILES][4] = {};
+  for (; turn < FIRST_STAGES; turn++) {
+    const unsigned char* rows = ring + filled() * STAGE;
+    if (turn % 2 == wg) {
+      int nth = turn * 2 + warp % 2, tile = warp / 2 % 2 * TILES;
+      hold(nth, of_x);
+#pragma unroll
+      for (int i = 0; i < TILES; i++)
+        add_group(sum[i], rows + (tile + i) * 2048, warp % 2, words_of_rows + (tile + i) * 16 * OF_ROW + nth * (FP4 ? 4 : 1), OF_ROW,
+                  words_of_rows + (tile + i) * 16 * OF_ROW + GROUPS * 4, OF_ROW);
+    }
+    free(turn);
+  }
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      int row = (warp / 2 % 2 * TILES + i) * 16 + own_row + r / 2 * 8, nth = 2 * t + r % 2;
+      if (nth < TOKENS) parts[((wg * 2 + warp % 2) * TOKENS + nth) * ROWS + row] = sum[i][r];
+    }
+#elif CODED
   // The two warpgroups have alternate groups of columns.
   float sum[ROW_TILES][4] = {};
   for (; turn < FIRST_STAGES; turn++) {
     u32 rows = shared_address(ring + filled() * STAGE), of_group = shared_address(codes + turn * 1024);
-    if (turn % 2 == warp / 4) {
+    if (turn % 2 == wg) {
       float part[ROW_TILES][4];
       products_begin();
 #pragma unroll
@@ -432,7 +581,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       int row = i * 64 + warp % 4 * 16 + g + r / 2 * 8, nth = 2 * t + r % 2;
-      if (nth < TOKENS && row < ROWS) parts[(warp / 4 * TOKENS + nth) * ROWS + row] = sum[i][r];
+      if (nth < TOKENS && row < ROWS) parts[(wg * TOKENS + nth) * ROWS + row] = sum[i][r];
     }
 #else
 #pragma unroll 1
@@ -471,13 +620,16 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
   int begin = min(rank, shares) * line / max(shares, 1), end = min(rank + 1, shares) * line / max(shares, 1);
   while (begin < end && starts[token + 1] <= begin) token++;
   wait_for_cluster(rows_there);
-  // Norms and rotation of the tokens of this block's run.
+  // Norms and rotation of the tokens of this block's run. The block with a token's last unit has its key and value, too.
   for (int item = warp; begin < end; item += WARPS) {
-    int of = token + item / (GROUP + 1), nth = item % (GROUP + 1);
+    int of = token + item / (GROUP + 2), nth = item % (GROUP + 2), kind = nth - GROUP;
     if (of >= tokens || starts[of] >= end) break;
+    bool kept = kind >= 0 && starts[of + 1] > starts[of] && starts[of + 1] <= end;
+    if (kind >= 0 && !kept) continue;
     u32* vector = (u32*)(inbox + of * OF_HEAD + nth * D) + lane;
     u32 a = vector[0], b = vector[32];
     float value[4] = {low(a), high(a), low(b), high(b)};
+    if (kind < 1) {
 #if NORMED
     float all = value[0] * value[0] + value[1] * value[1] + value[2] * value[2] + value[3] * value[3];
     for (int bit = 16; bit; bit /= 2) all += __shfl_xor_sync(~0u, all, bit);
@@ -487,33 +639,51 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     value[0] = low(a), value[1] = high(a), value[2] = low(b), value[3] = high(b);
 #endif
     float2 c = ((const float2*)(angles + of * D))[lane], s = ((const float2*)(angles + of * D))[32 + lane];
-    vector[0] = bf16_pair(value[0] * c.x - value[2] * s.x, value[1] * c.y - value[3] * s.y);
-    vector[32] = bf16_pair(value[2] * c.x + value[0] * s.x, value[3] * c.y + value[1] * s.y);
+      a = bf16_pair(value[0] * c.x - value[2] * s.x, value[1] * c.y - value[3] * s.y);
+      b = bf16_pair(value[2] * c.x + value[0] * s.x, value[3] * c.y + value[1] * s.y);
+    }
+    if (kept) {
+      long long at = own_pages[of] + (own_rows[of] + kind * HEADS * PAGE) * D + 2 * lane;
+#if CODED_KV
+      float top = fmaxf(fmaxf(fabsf(low(a)), fabsf(high(a))), fmaxf(fabsf(low(b)), fabsf(high(b))));
+      for (int bit = 16; bit; bit /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+      u32 exponent = exponent_of(top);
+      float shrink = __uint_as_float(254 - exponent << 23), grow = __uint_as_float(exponent << 23);
+      unsigned short first = codes_of(low(a) * shrink, high(a) * shrink), second = codes_of(low(b) * shrink, high(b) * shrink);
+      *(unsigned short*)(kv + at) = first, *(unsigned short*)(kv + at + D / 2) = second;
+      if (lane == 0) kv_scales[own_pages[of] + own_rows[of] + kind * HEADS * PAGE] = exponent;
+      float2 v = numbers_of(first), w = numbers_of(second);  // as they will be read from the cache
+      a = bf16_pair(v.x * grow, v.y * grow), b = bf16_pair(w.x * grow, w.y * grow);
+#else
+      *(u32*)(kv + at) = a, *(u32*)(kv + at + D / 2) = b;
+#endif
+    }
+    vector[0] = a, vector[32] = b;
   }
   together<THREADS>();
 
-  // 2. Attention. The scores of each token's own key, where its last unit is, and that key and value for the cache.
+  // 2. Attention. The scores of each token's own key, where its last unit is.
   for (int of = token; begin < end && of < tokens && starts[of] < end; of++) {
     if (starts[of + 1] == starts[of] || starts[of + 1] > end) continue;
     const uint2* key = (const uint2*)(inbox + of * OF_HEAD + WIDTH) + lane;
-    for (int nth = warp; nth < GROUP + 2; nth += WARPS) {
-      if (nth < GROUP) {
-        uint2 q = *((const uint2*)(inbox + of * OF_HEAD + nth * D) + lane), k = *key;
-        float score = low(q.x) * low(k.x) + high(q.x) * high(k.x) + low(q.y) * low(k.y) + high(q.y) * high(k.y);
-        for (int bit = 16; bit; bit /= 2) score += __shfl_xor_sync(~0u, score, bit);
-        if (lane == 0) own_scores[of * GROUP + nth] = score * scale;
-      } else {
-        ((uint2*)(kv + own_places[of] + (nth - GROUP) * HEADS * PAGE * D))[lane] = key[(nth - GROUP) * 32];
-      }
+    for (int nth = warp; nth < GROUP; nth += WARPS) {
+      uint2 q = *((const uint2*)(inbox + of * OF_HEAD + nth * D) + lane), k = *key;
+      float score = low(q.x) * low(k.x) + high(q.x) * high(k.x) + low(q.y) * low(k.y) + high(q.y) * high(k.y);
+      for (int bit = 16; bit; bit /= 2) score += __shfl_xor_sync(~0u, score, bit);
+      if (lane == 0) own_scores[of * GROUP + nth] = score * scale;
     }
   }
   u32 query[D / 16][2];
-  float top[2], total[2], out[D / 16][4];  // of query heads 2 t and 2 t + 1; channels 16 j + g and 8 further
+  float top[2], total[2], out[D / 16][4];  // of query heads 2 t and 2 t + 1; see channel_of
   auto start_token = [&] {
-    const bf16* of = inbox + token * OF_HEAD + g * D + 2 * t;
+    const bf16* of = inbox + token * OF_HEAD + g * D;
 #pragma unroll
     for (int j = 0; j < D / 16; j++) {
-      query[j][0] = g < GROUP ? *(const u32*)(of + j * 16) : 0, query[j][1] = g < GROUP ? *(const u32*)(of + j * 16 + 8) : 0;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        u32 pair = g < GROUP ? *(const u32*)(of + (CODED_KV ? (j / 4 * 4 + t) * 16 + j % 4 * 4 + i * 2 : j * 16 + i * 8 + 2 * t)) : 0;
+        query[j][i] = CODED_KV ? f16_pair(low(pair), high(pair)) : pair;
+      }
       out[j][0] = out[j][1] = out[j][2] = out[j][3] = 0;
     }
     top[0] = top[1] = LOW, total[0] = total[1] = 0;
@@ -527,7 +697,8 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
       if (of >= GROUP) continue;
       if (g == 0) mine[WIDTH + of] = top[i], mine[WIDTH + GROUP + of] = total[i];
 #pragma unroll
-      for (int j = 0; j < D / 16; j++) *(float2*)(mine + of * D + 16 * (j ^ t) + 2 * g) = make_float2(out[j][i], out[j][i + 2]);
+      for (int j = 0; j < D / 16; j++)
+        *(float2*)(mine + of * D + 16 * (j ^ t) + 2 * g) = make_float2(out[j][i] * OUT_SCALE, out[j][i + 2] * OUT_SCALE);
     }
     together<THREADS>();
 #pragma unroll
@@ -542,7 +713,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
         float score = own_scores[token * GROUP + of];
         most = fmaxf(most, score), all = power_of(score - most);
         const bf16* own = inbox + token * OF_HEAD + WIDTH + D + channel_of(item);
-        value = make_float2(all * low(own[0]), all * low(own[8]));
+        value = make_float2(all * low(own[0]), all * low(own[APART]));
       }
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
@@ -564,8 +735,67 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     }
   };
   // Rows of a half are swizzled: 16 bytes c of row r lie at c ^ r % 8. This lane's row of four matrices, and its bytes.
+#if CODED_KV
+  // As in attend_codes.cu: a key's weight is 2^(score + e), where 2^e is the scale of its value.
+  auto add_unit = [&](unsigned char* unit, const unsigned char* scales, int key, int before) {
+    float plain[8], weight[8];
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+      const unsigned char* keys = unit + b * KV_BOX + g * 128;
+      float score[4] = {0, 0, 0, 0}, other[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        uint4 va = *(const uint4*)(keys + (4 * i + t ^ g) * 16), vb = *(const uint4*)(keys + 1024 + (4 * i + t ^ g) * 16);
+        u32 a[4] = {va.x, va.y, va.z, va.w}, c[4] = {vb.x, vb.y, vb.z, vb.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          multiply(i ? other : score, halves(a[j]), halves(c[j]), halves(a[j] >> 16), halves(c[j] >> 16), query[4 * i + j][0],
+                   query[4 * i + j][1]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int nth = b * 16 + g + i / 2 * 8;
+        bool seen = key + nth < before;
+        plain[4 * b + i] = seen ? (score[i] + other[i]) * (power(byte_of(scales + nth)) * scale) : -__uint_as_float(0x7f800000);
+        weight[4 * b + i] = plain[4 * b + i] + ((int)byte_of(scales + KEYS + nth) - 127);
+      }
+    }
+    float most[2] = {fmaxf(fmaxf(weight[0], weight[2]), fmaxf(weight[4], weight[6])),
+                     fmaxf(fmaxf(weight[1], weight[3]), fmaxf(weight[5], weight[7]))};
+    largest_of_rows(most);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float now = fmaxf(top[i], most[i]), decay = power_of(top[i] - now);
+      top[i] = now, total[i] *= decay;
+#pragma unroll
+      for (int j = i; j < 8; j += 2) total[i] += power_of(plain[j] - now), weight[j] = power_of(weight[j] - now + RAISED);
+#pragma unroll
+      for (int j = 0; j < D / 16; j++) out[j][i] *= decay, out[j][i + 2] *= decay;
+    }
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+      u32 p0 = transposed(f16_pair(weight[4 * b], weight[4 * b + 1])), p1 = transposed(f16_pair(weight[4 * b + 2], weight[4 * b + 3]));
+      u32 v[4][4];  // keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9 by words of channels from 16 g on
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int nth = 2 * t + i % 2 + i / 2 * 8;
+        uint4 word = *(const uint4*)(unit + b * KV_BOX + KV_BOX / 2 + nth * 128 + (g ^ nth % 8) * 16);
+        v[i][0] = word.x, v[i][1] = word.y, v[i][2] = word.z, v[i][3] = word.w;
+        if (key + b * 16 + nth >= before) v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0;  // it may be NaN
+      }
+      // Converters take long, and the keys keep them busy. So codes of values are moved into f16, whose exponents are 8 less.
+      auto moved = [&](int first, int channel) {
+        u32 codes = __byte_perm(v[first][channel / 4], v[first + 1][channel / 4], 0x4000 + channel % 4 * 0x1111);
+        return codes & 0x80008000u | codes >> 1 & 0x3f803f80u;
+      };
+#pragma unroll
+      for (int j = 0; j < D / 16; j++)
+        multiply(out[j], moved(0, 2 * j), moved(0, 2 * j + 1), moved(2, 2 * j), moved(2, 2 * j + 1), p0, p1);
+    }
+  };
+#else
   int nth_row = lane % 16, of_keys = lane / 16, nth_value = lane % 8 + lane / 16 * 8, of_values = lane / 8 % 2;
-  auto add_unit = [&](unsigned char* unit, int key, int before) {
+  auto add_unit = [&](unsigned char* unit, const unsigned char*, int key, int before) {
     u32 keys = shared_address(unit) + nth_row * 128, values = shared_address(unit) + 2 * HALF + nth_value * 128;
     float score[4] = {0, 0, 0, 0}, other[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -599,6 +829,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
       multiply_bf16(out[j], a.x, a.y, a.z, a.w, p0, p1);
     }
   };
+#endif
   // Half a stage is always the same warp's, which so has seen the last copy to it, and waits for no other.
   int place = warp, round = turn / STAGES, unit = begin - turn % STAGES * 2 + place;
   auto next = [&] {
@@ -618,7 +849,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     int first = starts[token], stop = min(end, starts[token + 1]), before = of_tokens[token].before;
     for (; unit < stop; next()) {
       barrier_wait(&full[place / 2], round & 1);
-      add_unit(ring + place * UNIT, (unit - first) * 16, before);
+      add_unit(ring + place * UNIT, of_units + place * 2 * KEYS, (unit - first) * KEYS, before);
       __syncwarp();
       if (lane == 0) barrier_arrive(&empty[place / 2], place % 2 == 0 && unit + 1 == end ? WARPS : WARPS / 2);
     }
@@ -659,36 +890,62 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
       for (int i = 0; i < AT_A_TIME; i++) {
         float by = own_runs.units ? 1 / all[i] : 0;
         bf16* to = heads + merged * OF_HEAD + pairs[i] * 2 / D * D + channel_of(pairs[i]);
-        to[0] = to_bf16(value[i].x * by), to[8] = to_bf16(value[i].y * by);
+        to[0] = to_bf16(value[i].x * by), to[APART] = to_bf16(value[i].y * by);
       }
   }
   together<THREADS>();
 
-  // 3. The output projection. Warp w and warp w + 4, which gives it its sums, have the same rows, and each half of the columns.
-  int wg = warp / 4;
-  float4* given = (float4*)(codes + (CODED ? GROUP * 1024 : 0)) + warp % 4 * 32 + lane;
-  auto add_up = [&](int i, float (&value)[4]) {
-    float4 others = given[i * 128];
-    value[0] += others.x, value[1] += others.y, value[2] += others.z, value[3] += others.w;
+  // 3. The output projection. With 8 and 16 bits warp w and warp w + 4, which gives it its sums, have the same rows, and each half
+  // of the columns.
+  float4* given = (float4*)(codes + CODES / GROUPS * GROUP);  // [.., OUT_ROWS / 16, 32]: a lane's sums of 16 rows
+  auto give = [&](int tile, const float (&value)[4]) { given[tile * 32 + lane] = make_float4(value[0], value[1], value[2], value[3]); };
+  // Add up a tile's sums and those of `count` that were given.
+  auto add_up = [&](int tile, float (&value)[4], int count) {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      float4 more = given[(i * OUT_ROWS / 16 + tile) * 32 + lane];
+      value[0] += more.x, value[1] += more.y, value[2] += more.z, value[3] += more.w;
+    }
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      int row = i * 64 + warp * 16 + g + r / 2 * 8, nth = 2 * t + r % 2;
+      int row = tile * 16 + own_row + r / 2 * 8, nth = 2 * t + r % 2;
       if (nth < tokens)  // block `rank` of cluster row / OWNED adds it up
         store_word(words + ((size_t)((row / OWNED * BLOCKS + rank) * HEADS + head) * TOKENS + nth) * OWNED + row % OWNED, value[r]);
     }
   };
 #if CODED
-  for (int item = threadIdx.x / 16; item < TOKENS * GROUP; item += THREADS / 16) {
-    int token = item / GROUP, nth = item % GROUP, lane = threadIdx.x % 16;
-    uint4 v = *((const uint4*)(heads + token * OF_HEAD + nth * 128) + lane);
-    u32 pairs[4] = {v.x, v.y, v.z, v.w};
-    float top = largest<4>(pairs), factor = __fdiv_rn(448.0f, top);
-    *(uint2*)(codes + nth * 1024 + token * 128 + (lane / 2 ^ token) * 16 + lane % 2 * 8) =
-        make_uint2(code(v.x, v.y, factor), code(v.z, v.w, factor));
-    if (lane == 0) of_heads[nth * 8 + token] = __fdiv_rn(top, 448.0f);
+  // Whole warps take part, and may have pieces behind the last token's, with which nothing is done.
+  for (int item = threadIdx.x; item < (TOKENS * WIDTH / 16 + 31) / 32 * 32; item += THREADS) {
+    int token = item / (WIDTH / 16), piece = item % (WIDTH / 16);
+    const uint4* from = (const uint4*)(heads + token * OF_HEAD + piece * 16);
+    u32 pairs[8] = {from[0].x, from[0].y, from[0].z, from[0].w, from[1].x, from[1].y, from[1].z, from[1].w};
+    put(pairs, piece, token, of_heads);
   }
   for_products();
   together<THREADS>();
+#if CODED > 1
+  // A warp has one group, and two of the four tiles of every stage.
+  hold(warp % 4, of_heads);
+#pragma unroll 1
+  for (int n = 0; n < LAST_STAGES; n++, turn++) {
+    const unsigned char* rows = ring + filled() * STAGE + warp % 4 / 2 * UNIT;
+    float value[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      int tile = wg * 2 + i, first = n * 64 + tile * 16;
+      add_group(value[i], rows + tile * 2048, warp % 2, words_of_output + first * OF_OUTPUT + warp % 4 * (FP4 ? 4 : 1), OF_OUTPUT,
+                words_of_output + OUT_ROWS * OF_OUTPUT + first * 4, 4);
+      give(warp % 4 * OUT_ROWS / 16 + n * 4 + tile, value[i]);
+    }
+    free(turn);
+  }
+  together<THREADS>();
+  for (int tile = warp; tile < OUT_ROWS / 16; tile += WARPS) {
+    float value[4] = {};
+    add_up(tile, value, 4);
+  }
+#else
+  float value[OUT_TILES][4] = {};
   float part[LAST_STAGES][4];
 #pragma unroll
   for (int n = 0; n < LAST_STAGES; n++, turn++) {
@@ -701,7 +958,6 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     if (n > 0) free(turn - 1);
   }
   products_wait<0>();
-  float value[OUT_TILES][4] = {};
 #pragma unroll
   for (int n = 0; n < LAST_STAGES; n++) {
     results(part[n]);
@@ -713,11 +969,12 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
   }
 #pragma unroll
   for (int i = 0; i < OUT_TILES; i++)
-    if (wg) given[i * 128] = make_float4(value[i][0], value[i][1], value[i][2], value[i][3]);
+    if (wg) give(i * 4 + warp % 4, value[i]);
   asm volatile("bar.sync %0, 64;" ::"r"(3 + warp % 4) : "memory");
 #pragma unroll
   for (int i = 0; i < OUT_TILES; i++)
-    if (!wg) add_up(i, value[i]);
+    if (!wg) add_up(i * 4 + warp, value[i], 1);
+#endif
 #else
   u32 mine[STEPS][8];
 #pragma unroll
@@ -740,9 +997,9 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
       for (int r = 0; r < 4; r++) value[r] += of[0][r] + of[1][r];
     }
-    if (wg) given[i * 128] = make_float4(value[0], value[1], value[2], value[3]);
+    if (wg) give(i * 4 + warp % 4, value);
     asm volatile("bar.sync %0, 64;" ::"r"(3 + warp % 4) : "memory");
-    if (!wg) add_up(i, value);
+    if (!wg) add_up(i * 4 + warp, value, 1);
   }
 #endif
 #pragma unroll

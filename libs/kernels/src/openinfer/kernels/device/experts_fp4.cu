@@ -67,7 +67,7 @@ __device__ __forceinline__ float clamped_product(float gate, float up, float lim
 __device__ __forceinline__ uint2 hidden_codes(const bf16* gates, float factor, float limit, float& scale) {
   uint4 g = fresh(gates), u = fresh(gates + K);
   u32 gate[4] = {g.x, g.y, g.z, g.w}, up[4] = {u.x, u.y, u.z, u.w};
-  float value[8], largest = 1e-4f;
+  float value[8], largest = 0;
 #pragma unroll
   for (int j = 0; j < 4; j++) {
     value[2 * j] = rounded(clamped_product(low(gate[j]), low(up[j]), limit) * factor);
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint2 hidden_codes(const bf16* gates, float factor, f
   }
 #pragma unroll
   for (int bit = 8; bit; bit /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, bit));
-  u32 exponent = (__float_as_uint(largest) + 0x1fffff >> 23) - 8;
+  u32 exponent = exponent_of(largest);
   float shrink = __uint_as_float(254 - exponent << 23);
   scale = __uint_as_float(exponent << 23);
 #pragma unroll

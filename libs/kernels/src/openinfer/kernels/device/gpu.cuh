@@ -99,12 +99,38 @@ __device__ __forceinline__ unsigned short codes_of(float a, float b) {
   return codes;
 }
 
+// The numbers of two codes.
+__device__ __forceinline__ float2 numbers_of(unsigned short codes) {
+  float2 v;
+  asm("{\n.reg .b32 pair;\n.reg .b16 a, b;\ncvt.rn.f16x2.e4m3x2 pair, %2;\nmov.b32 {a, b}, pair;\n"
+      "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(v.x), "=f"(v.y) : "h"(codes));
+  return v;
+}
+
 // Two numbers of e4m3 as a pair of f16.
 __device__ __forceinline__ u32 halves(unsigned short codes) {
   u32 pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
   return pair;
 }
+
+__device__ __forceinline__ u32 f16_pair(float a, float b) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+
+// A byte of scales, and 2^(byte - 127) for one below 254.
+__device__ __forceinline__ u32 byte_of(const unsigned char* p) { return *p; }
+__device__ __forceinline__ float power(u32 byte) { return __uint_as_float(byte ? byte << 23 : 0x400000); }
+
+// The byte of the scale of q8 for numbers of which this is the largest: 2^ceil(log2(largest / 448)).
+__device__ __forceinline__ u32 exponent_of(float largest) {
+  return (__float_as_uint(fmaxf(largest, 1e-4f)) + 0x1fffff >> 23) - 8;
+}
+
+// Weights of keys in f16 go up to 2^10, because it has more numbers below that than below 1.
+constexpr float RAISED = 10, LOWERED = 0x1p-10f;
 
 // d[16, 8] += a[16, 16] @ b[16, 8], of f16.
 __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
