@@ -138,7 +138,7 @@ __device__ __forceinline__ void for_products() { asm volatile("fence.proxy.async
 constexpr int APART = CODED_KV ? 1 : 8;
 __device__ __forceinline__ int channel_of(int pair) {
   int tile = pair / 8 % 8 ^ pair / 128, nth = pair % 8;
-  return CODED_KV ? 16 * nth + 2 * tile : 16 * tile + nth;
+  return 16 * tile + (CODED_KV ? 2 : 1) * nth;
 }
 
 struct Token {  // cached keys, units with the token's own, and the blocks that have them; none of a row that is dead
@@ -748,9 +748,11 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
         uint4 va = *(const uint4*)(keys + (4 * i + t ^ g) * 16), vb = *(const uint4*)(keys + 1024 + (4 * i + t ^ g) * 16);
         u32 a[4] = {va.x, va.y, va.z, va.w}, c[4] = {vb.x, vb.y, vb.z, vb.w};
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-          multiply(i ? other : score, halves(a[j]), halves(c[j]), halves(a[j] >> 16), halves(c[j] >> 16), query[4 * i + j][0],
-                   query[4 * i + j][1]);
+        for (int j = 0; j < 4; j++) {
+          u32 near[2], far[2];
+          halves_of(near[0], far[0], a[j]), halves_of(near[1], far[1], c[j]);
+          multiply(i ? other : score, near[0], near[1], far[0], far[1], query[4 * i + j][0], query[4 * i + j][1]);
+        }
       }
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -775,22 +777,24 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
     for (int b = 0; b < 2; b++) {
       u32 p0 = transposed(f16_pair(weight[4 * b], weight[4 * b + 1])), p1 = transposed(f16_pair(weight[4 * b + 2], weight[4 * b + 3]));
-      u32 v[4][4];  // keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9 by words of channels from 16 g on
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        int nth = 2 * t + i % 2 + i / 2 * 8;
-        uint4 word = *(const uint4*)(unit + b * KV_BOX + KV_BOX / 2 + nth * 128 + (g ^ nth % 8) * 16);
-        v[i][0] = word.x, v[i][1] = word.y, v[i][2] = word.z, v[i][3] = word.w;
-        if (key + b * 16 + nth >= before) v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0;  // it may be NaN
-      }
       // Converters take long, and the keys keep them busy. So codes of values are moved into f16, whose exponents are 8 less.
-      auto moved = [&](int first, int channel) {
-        u32 codes = __byte_perm(v[first][channel / 4], v[first + 1][channel / 4], 0x4000 + channel % 4 * 0x1111);
-        return codes & 0x80008000u | codes >> 1 & 0x3f803f80u;
-      };
+      const unsigned char* values = unit + b * KV_BOX + KV_BOX / 2 + lane % 16 * 128;
+      int left = before - key - b * 16 - 2 * t;  // of keys from this lane's first one on
+      u32 kept[2] = {left > 1 ? ~0u : left > 0 ? 0xffffu : 0, left > 9 ? ~0u : left > 8 ? 0xffffu : 0};  // others may be NaN
 #pragma unroll
-      for (int j = 0; j < D / 16; j++)
-        multiply(out[j], moved(0, 2 * j), moved(0, 2 * j + 1), moved(2, 2 * j), moved(2, 2 * j + 1), p0, p1);
+      for (int j = 0; j < D / 16; j += 2) {
+        uint4 v = matrices_transposed(shared_address(values) + (j + lane / 16 ^ lane % 8) * 16);  // two keys' two neighbours each
+        u32 codes[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (key + KEYS > before) codes[i] &= kept[i % 2];
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          u32 c = codes[i], d = codes[i + 1];
+          multiply(out[j + i / 2], c << 8 & 0x80008000u | c << 7 & 0x3f803f80u, c & 0x80008000u | c >> 1 & 0x3f803f80u,
+                   d << 8 & 0x80008000u | d << 7 & 0x3f803f80u, d & 0x80008000u | d >> 1 & 0x3f803f80u, p0, p1);
+        }
+      }
     }
   };
 #else

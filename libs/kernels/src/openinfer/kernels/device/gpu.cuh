@@ -132,6 +132,12 @@ __device__ __forceinline__ u32 exponent_of(float largest) {
 // Weights of keys in f16 go up to 2^10, because it has more numbers below that than below 1.
 constexpr float RAISED = 10, LOWERED = 0x1p-10f;
 
+// Four numbers of e4m3 as two pairs of f16.
+__device__ __forceinline__ void halves_of(u32& first, u32& second, u32 codes) {
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(first), "=r"(second) : "r"(codes));
+}
+
 // d[16, 8] += a[16, 16] @ b[16, 8], of f16.
 __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
