@@ -186,7 +186,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
   float *of_heads = of_output + OUT_BLOCKS * GROUP, *of_x = of_heads + GROUP * 8;  // [GROUP, 8], [GROUPS, 8]
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int head = blockIdx.x / BLOCKS, rank = blockIdx.x % BLOCKS, wg = warp / 4;
-  int own_row = FOUR ? g % 2 * 4 + g / 2 : g;  // of a tile: lanes that read codes of four bits at once have different banks
+  int own_row = FOUR ? own_row_of(lane) : g;  // of a tile
   auto row_of_head = [&](int row) {  // in the projection's weight
     return row + (row < WIDTH ? head * WIDTH : (HEADS - 1) * WIDTH + head * D + (row < WIDTH + D ? 0 : (HEADS - 1) * D));
   };
@@ -505,29 +505,12 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     }
     if (!FP4) of_held = *(const float2*)(of_groups + nth * 8 + 2 * t);
   };
-  // Add a tile's 16 rows of codes times that group: the first or second one of the rows, with words behind each other row's.
-  auto add_group = [&](float (&sum)[4], const unsigned char* rows, int second, const u32* words_of, int pitch, const u32* factors,
-                       int factor_pitch) {
-    u32 a[2][16], word[2];
+  // Add 16 rows of codes times that group: the first or second one of the rows, whose words are `pitch` apart.
+  auto add_group = [&](float (&sum)[4], const unsigned char* rows, int second, const u32* words_of, int pitch) {
+    u32 word[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      word[r] = words_of[(own_row + r * 8) * pitch + (FP4 ? t : 0)];
-      unpack_four_bits<FP4>(a[r], *(const uint4*)(rows + (own_row + r * 8) * 128 + (second * 4 + t ^ own_row) * 16), word[r]);
-    }
-    float part[2][4] = {};
-#pragma unroll
-    for (int s = 0; s < 8; s++)
-      multiply_bf16(part[s % 2], a[0][2 * s], a[1][2 * s], a[0][2 * s + 1], a[1][2 * s + 1], held[2 * s], held[2 * s + 1]);
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      float value = part[0][r] + part[1][r];
-      if (FP4) {
-        sum[r] += value * __uint_as_float(factors[(own_row + r / 2 * 8) * factor_pitch]);
-      } else {
-        value -= (128 + (word[r / 2] & 15)) * (r % 2 ? of_held.y : of_held.x);
-        sum[r] += value * __uint_as_float(word[r / 2] & ~15u);
-      }
-    }
+    for (int r = 0; r < 2; r++) word[r] = words_of[(own_row + r * 8) * pitch + (FP4 ? t : 0)];
+    add_four_bits<FP4>(sum, rows, second, word, held, of_held, lane);
   };
   // Of every other stage a warp has three tiles and one group.
   constexpr int TILES = ROWS / 32;
@@ -539,8 +522,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
       hold(nth, of_x);
 #pragma unroll
       for (int i = 0; i < TILES; i++)
-        add_group(sum[i], rows + (tile + i) * 2048, warp % 2, words_of_rows + (tile + i) * 16 * OF_ROW + nth * (FP4 ? 4 : 1), OF_ROW,
-                  words_of_rows + (tile + i) * 16 * OF_ROW + GROUPS * 4, OF_ROW);
+        add_group(sum[i], rows + (tile + i) * 2048, warp % 2, words_of_rows + (tile + i) * 16 * OF_ROW + nth * (FP4 ? 4 : 1), OF_ROW);
     }
     free(turn);
   }
@@ -549,7 +531,8 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       int row = (warp / 2 % 2 * TILES + i) * 16 + own_row + r / 2 * 8, nth = 2 * t + r % 2;
-      if (nth < TOKENS) parts[((wg * 2 + warp % 2) * TOKENS + nth) * ROWS + row] = sum[i][r];
+      float factor = FP4 ? __uint_as_float(words_of_rows[row * OF_ROW + GROUPS * 4]) : 1;
+      if (nth < TOKENS) parts[((wg * 2 + warp % 2) * TOKENS + nth) * ROWS + row] = sum[i][r] * factor;
     }
 #elif CODED
   // The two warpgroups have alternate groups of columns.
@@ -937,8 +920,10 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       int tile = wg * 2 + i, first = n * 64 + tile * 16;
-      add_group(value[i], rows + tile * 2048, warp % 2, words_of_output + first * OF_OUTPUT + warp % 4 * (FP4 ? 4 : 1), OF_OUTPUT,
-                words_of_output + OUT_ROWS * OF_OUTPUT + first * 4, 4);
+      add_group(value[i], rows + tile * 2048, warp % 2, words_of_output + first * OF_OUTPUT + warp % 4 * (FP4 ? 4 : 1), OF_OUTPUT);
+#pragma unroll
+      for (int r = 0; FP4 && r < 4; r++)
+        value[i][r] *= __uint_as_float(words_of_output[OUT_ROWS * OF_OUTPUT + (first + own_row + r / 2 * 8) * 4]);
       give(warp % 4 * OUT_ROWS / 16 + n * 4 + tile, value[i]);
     }
     free(turn);

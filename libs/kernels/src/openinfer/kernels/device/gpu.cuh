@@ -157,25 +157,6 @@ __device__ __forceinline__ u32 multiplied(u32 a, u32 b) {
   return pair;
 }
 
-// The lowest four bits of both halves as 128 + code in bf16. Compilers make two instructions of it.
-__device__ __forceinline__ u32 raised(u32 pair) {
-  u32 numbers;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(numbers) : "r"(pair), "r"(0x000f000f), "r"(0x43004300));
-  return numbers;
-}
-
-// 32 codes of four bits, which are neighbours in a row, as 16 pairs of bf16: of INT4 128 + code, of FP4 the values by `word`'s
-// two scales. Pair i has columns i % 2 * 16 + i / 4 * 4 + i % 4 / 2 and, of a word's bytes, the next but one.
-template <bool SCALED>
-__device__ __forceinline__ void unpack_four_bits(u32 (&pair)[16], uint4 codes, u32 word) {
-  u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, of_half[2] = {__byte_perm(word, 0, 0x1010), __byte_perm(word, 0, 0x3232)};
-#pragma unroll
-  for (int i = 0; i < 16; i++) {
-    u32 two = words[i / 4] >> 4 * (i % 4);  // FP4's bits are put where bf16 has them
-    pair[i] = SCALED ? multiplied((two & 0x000f000fu) * 0x1040u & 0x81c081c0u, of_half[i % 2]) : raised(two);
-  }
-}
-
 __device__ __forceinline__ float power_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -204,5 +185,49 @@ __device__ __forceinline__ void sum_rows(float (&total)[2]) {
   for (int bit = 4; bit < 32; bit *= 2) {
     total[0] += __shfl_xor_sync(~0u, total[0], bit);
     total[1] += __shfl_xor_sync(~0u, total[1], bit);
+  }
+}
+
+// The lowest four bits of both halves as 128 + code in bf16. Compilers make two instructions of it.
+__device__ __forceinline__ u32 raised(u32 pair) {
+  u32 numbers;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(numbers) : "r"(pair), "r"(0x000f000f), "r"(0x43004300));
+  return numbers;
+}
+
+// 32 codes of four bits, which are neighbours in a row, as 16 pairs of bf16: of INT4 128 + code, of FP4 the values by `word`'s
+// two scales. Pair i has columns i % 2 * 16 + i / 4 * 4 + i % 4 / 2 and, of a word's bytes, the next but one.
+template <bool SCALED>
+__device__ __forceinline__ void unpack_four_bits(u32 (&pair)[16], uint4 codes, u32 word) {
+  u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, of_half[2] = {__byte_perm(word, 0, 0x1010), __byte_perm(word, 0, 0x3232)};
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    u32 two = words[i / 4] >> 4 * (i % 4);  // FP4's bits are put where bf16 has them
+    pair[i] = SCALED ? multiplied((two & 0x000f000fu) * 0x1040u & 0x81c081c0u, of_half[i % 2]) : raised(two);
+  }
+}
+
+// The row of a tile of 16 that a lane has, and the one 8 further: those that are read at once have different banks.
+__device__ __forceinline__ int own_row_of(int lane) { return lane / 4 % 2 * 4 + lane / 8; }
+
+// sum += 16 rows of codes, which have 128 swizzled bytes each, times a group of 128 columns of 8 tokens: the first or second group
+// of these rows. word: this lane's of both its rows; held: its columns of x in the order of unpack_four_bits, two pairs for each
+// 16; of_held: the sums of tokens 2 * (lane % 4) and the next. Of FP4 the row's factor is left out.
+template <bool SCALED>
+__device__ __forceinline__ void add_four_bits(float (&sum)[4], const unsigned char* rows, int second, const u32 (&word)[2],
+                                              const u32 (&held)[16], float2 of_held, int lane) {
+  int row = own_row_of(lane);
+  u32 a[2][16];
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+    unpack_four_bits<SCALED>(a[r], *(const uint4*)(rows + (row + r * 8) * 128 + (second * 4 + lane % 4 ^ row) * 16), word[r]);
+  float part[2][4] = {};
+#pragma unroll
+  for (int s = 0; s < 8; s++)
+    multiply_bf16(SCALED ? sum : part[s % 2], a[0][2 * s], a[1][2 * s], a[0][2 * s + 1], a[1][2 * s + 1], held[2 * s], held[2 * s + 1]);
+#pragma unroll
+  for (int r = 0; !SCALED && r < 4; r++) {
+    float of = r % 2 ? of_held.y : of_held.x, zero = 128 + (word[r / 2] & 15);
+    sum[r] += (part[0][r] + part[1][r] - zero * of) * __uint_as_float(word[r / 2] & ~15u);
   }
 }

@@ -33,9 +33,14 @@ constexpr int SUMS = PARTS * TOKENS * PITCH * 4, ROOM = STAGES * STAGE > SUMS ? 
 constexpr int EACH = (TILES + SIDES - 1) / SIDES, LAST = TILES - (SIDES - 1) * EACH;  // tiles of a warpgroup
 constexpr int QUADS = ROWS / 4, THREADS = SIDES * PARTS * 128;
 constexpr bool FOLDED = FP4 || TOKENS > 64, SENDS = SPLIT > 1 && TOKENS <= MOST_SENT;
-// Sums that are sent to the block that adds them up: [SPLIT, PARTS, OWNED, USED].
+// Up to 8 tokens are multiplied by mma.sync: a warp has OWN_TILES of 16 rows, and one of SHARES groups of K.
+constexpr bool FEW = TOKENS == 8;
+constexpr int WARPS = THREADS / 32, ROW_TILES = (USED + 15) / 16, SHARES = WARPS % 8 == 0 && ROW_TILES <= WARPS / 2 ? 8 : 4;
+constexpr int OWN_TILES = (ROW_TILES * SHARES + WARPS - 1) / WARPS, SUMMED = !FEW ? PARTS : SENDS ? 1 : SHARES;
+static_assert(!FEW || SHARES * TOKENS * PITCH * 4 <= STAGES * STAGE, "sums lie where the ring was");
+// Sums that are sent to the block that adds them up: [SPLIT, SUMMED, OWNED, USED].
 constexpr int OWNED = (TOKENS + SPLIT - 1) / SPLIT, PART = (SENDS ? OWNED * USED : TOKENS * PITCH) * 4;
-constexpr int INBOX = SENDS ? SPLIT * PARTS * PART : 0;
+constexpr int INBOX = SENDS ? SPLIT * SUMMED * PART : 0;
 // Of a thread. An SM has 65,536, and one block.
 constexpr int REGISTERS = THREADS == 256 ? 232 : THREADS == 384 ? 152 : 104, PRODUCER_REGISTERS = 40;
 static_assert(ROWS % 8 == 0 && LAST > 0, "rows are swizzled by 8, and each warpgroup has a tile");
@@ -54,7 +59,6 @@ static_assert((TILES * 64 - USED) * 128 <= DEPTH / 64 * X_TILE + HELD, "all rows
                  "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, 0;\n}"                       \
                  : PLACES : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                 \
   }
-PRODUCT_OF_REGISTERS(8, 4, 5, 6, 7, 8, 9, PLACES_4(0), NUMBERS_4)
 PRODUCT_OF_REGISTERS(16, 8, 9, 10, 11, 12, 13, PLACES_8, NUMBERS_8)
 PRODUCT_OF_REGISTERS(32, 16, 17, 18, 19, 20, 21, PLACES_16, NUMBERS_16)
 PRODUCT_OF_REGISTERS(64, 32, 33, 34, 35, 36, 37, PLACES_32, NUMBERS_32)
@@ -99,6 +103,66 @@ __device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsi
 }
 #endif
 
+// Multiply few tokens. Sums are left in the ring, or sent.
+__device__ __forceinline__ void consume_few(unsigned char* ring, const Words* words, const float* factors, u64* full, u64* empty,
+                                            int steps, int M, float* inbox, u64* x_there, u64* sums_there, int rank) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = own_row_of(lane);
+  int share = (warp + warp / SHARES) % SHARES, tile = warp / SHARES * OWN_TILES;
+  float sum[OWN_TILES][4] = {};
+  barrier_wait(x_there, 0);
+  for (int step = 0; step < steps; step++) {
+    int stage = step % STAGES, second = (share + SHARES - step * 2 % SHARES) % SHARES;
+    barrier_wait(&full[stage], step / STAGES & 1);
+    if (second < 2) {
+      const unsigned char *codes = ring + stage * STAGE, *of_token = codes + CODES + (second * 2 + t / 2) * X_TILE + g * 128;
+      u32 held[16];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {  // 8 columns, of which an operand has every other one
+        uint4 v = *(const uint4*)(of_token + (t % 2 * 4 + i ^ g) * 16);
+        u32* to = held + i % 2 * 8 + i / 2;
+        to[0] = __byte_perm(v.x, v.y, 0x5410), to[2] = __byte_perm(v.x, v.y, 0x7632);
+        to[4] = __byte_perm(v.z, v.w, 0x5410), to[6] = __byte_perm(v.z, v.w, 0x7632);
+      }
+      float sums[4] = {};
+#pragma unroll
+      for (int s = 0; !FP4 && s < 8; s++)
+        multiply_bf16(sums, 0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80, held[2 * s], held[2 * s + 1]);
+#pragma unroll
+      for (int i = 0; i < OWN_TILES; i++) {
+        if (ROW_TILES % OWN_TILES && tile + i >= ROW_TILES) continue;
+        u32 word[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+          word[r] = ((const u32*)(words + ((tile + i) * 16 + row + r * 8) * WORDS + step * 2 + second))[FP4 ? t : 0];
+        add_four_bits<FP4>(sum[i], codes + (tile + i) * 2048, second, word, held, make_float2(sums[0], sums[1]), lane);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&empty[stage]);
+  }
+  together<THREADS>();  // nobody reads the ring any more
+  float* mine = (float*)ring + (share * TOKENS + 2 * t) * PITCH;
+#pragma unroll
+  for (int i = 0; i < OWN_TILES; i++)
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      int of = (tile + i) * 16 + row + r / 2 * 8;
+      if (of < USED) mine[r % 2 * PITCH + of] = FP4 ? sum[i][r] * factors[of] : sum[i][r];
+    }
+  if (!SENDS) return;
+  together<THREADS>();
+  for (int item = threadIdx.x; item < M * USED; item += THREADS) {
+    int token = item / USED, of = item % USED, to = token % SPLIT;
+    float value = 0;
+#pragma unroll
+    for (int i = 0; i < SHARES; i++) value += ((const float*)ring)[(i * TOKENS + token) * PITCH + of];
+    send(address_in(shared_address(inbox + (rank * OWNED + token / SPLIT) * USED + of), to), value,
+         address_in(shared_address(sums_there), to));
+  }
+  wait_for_cluster(sums_there);
+}
+
+#if TOKENS > 8
 // Multiply `COUNT` tiles from `tile` on, and leave the sums in the ring, or send them.
 template <int COUNT>
 __device__ __forceinline__ void consume(unsigned char* ring, const Words* words, const float* factors, u64* full, u64* empty, int tile,
@@ -191,6 +255,7 @@ __device__ __forceinline__ void consume(unsigned char* ring, const Words* words,
       if (row + below < USED && token + lane % 4 * 2 < M) mine[token * PITCH + below] = sum[t][i];
     }
 }
+#endif
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS + 128, 1)
 int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
@@ -217,7 +282,7 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], THREADS / 32);
     barrier_init(sums_there, SENDS ? 1 : SPLIT), barrier_init(x_there, 1);
     asm volatile("fence.mbarrier_init.release.cluster;");
-    if (SENDS) barrier_expect(sums_there, SPLIT * PARTS * ((M - rank + SPLIT - 1) / SPLIT) * USED * 4);
+    if (SENDS) barrier_expect(sums_there, SPLIT * SUMMED * ((M - rank + SPLIT - 1) / SPLIT) * USED * 4);
     for (int step = 0; step < min(UNDER_WAY, steps); step++) copy_codes(step);
   }
   if (SPLIT > 1) cluster_meet();  // no block is told of sums before its barrier is there
@@ -264,8 +329,12 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       factors[r] = __ldg((const float*)behind);
     }
     together<THREADS>();
+#if TOKENS == 8
+    consume_few(ring, held, factors, full, empty, steps, M, inbox, x_there, sums_there, rank);
+#else
     if (side < SIDES - 1 || LAST == EACH) consume<EACH>(ring, held, factors, full, empty, side * EACH, part, steps, M, inbox, x_there, sums_there, rank);
     else consume<LAST>(ring, held, factors, full, empty, side * EACH, part, steps, M, inbox, x_there, sums_there, rank);
+#endif
     if (!SENDS) share_sums<SPLIT, THREADS>(sums_there);
   }
   if (group < THREADS / 128) {
@@ -278,9 +347,9 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
       u32 at = shared_address(SENDS ? inbox + item / QUADS * USED + quad : (float*)ring + token * PITCH + quad);
       uint2 old = make_uint2(0, 0);
       if (ADD) old = fresh_pair(to);
-      float4 value = total<SENDS, SPLIT, PARTS, PART>(at);
+      float4 value = total<SENDS, SPLIT, SUMMED, PART>(at);
       if (GATED) {
-        float4 up = total<SENDS, SPLIT, PARTS, PART>(at + ROWS * 4);
+        float4 up = total<SENDS, SPLIT, SUMMED, PART>(at + ROWS * 4);
         value = make_float4(gated(value.x, up.x), gated(value.y, up.y), gated(value.z, up.z), gated(value.w, up.w));
       }
       if (ADD) value.x += low(old.x), value.y += high(old.x), value.z += low(old.y), value.w += high(old.y);

@@ -11,8 +11,9 @@ from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.op.launch import Command, Launch, TensorMap, launch_cuda, power_of_two
 from openinfer.kernels.op.target import shared_bytes
 
-MOST_TOKENS, BLOCK_TOKENS = 256, 128
-"""The most tokens of a call, and of a block. More tokens than those of a block are several waves."""
+FEW_TOKENS, MOST_TOKENS, BLOCK_TOKENS = 8, 256, 128
+"""The fewest tokens of a kernel, which multiplies so few by warps, the most of a call, and the most of a block. More
+tokens than those of a block are several waves."""
 LARGE = 20 << 20
 """Numbers of a weight from which two waves cost less than making the weight bf16."""
 DEPTH, GROUP, TILE = 256, 128, 64
@@ -50,7 +51,9 @@ def int4_choice(p: Problem) -> Clusters | None:
         return None
     if p.m > BLOCK_TOKENS and p.rows * p.k < LARGE:
         return None
-    return _choose(p.target.num_sms, min(BLOCK_TOKENS, max(8, power_of_two(p.m))), p.n, p.k, p.gated, fp4)
+    return _choose(
+        p.target.num_sms, min(BLOCK_TOKENS, max(FEW_TOKENS, power_of_two(p.m))), p.n, p.k, p.gated, fp4
+    )
 
 
 @functools.cache
@@ -65,7 +68,7 @@ def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool, fp4: bool) -
         cost = rows * (k // 2 + k * word_bytes // GROUP) // split + tokens * k // split
         if split > 1:
             cost += 4 * tokens * rows
-        held = _held(rows, k, split, word_bytes) + sent_bytes(tokens, rows, split, shares(tokens, rows)[1])
+        held = _held(rows, k, split, word_bytes) + sent_bytes(tokens, rows, split, _sent(tokens, rows))
         room = (shared_bytes(90) - 16 - held) // (_stage(tokens, rows) + 16)
         stages = min(MOST_STAGES, -(-k // DEPTH // split), room)
         most = MOST_TILES if tokens <= FOLDED_TOKENS else MOST_FOLDED_TILES
@@ -100,6 +103,11 @@ def shares(tokens: int, rows: int) -> tuple[int, int]:
     if tokens >= FOLDED_TOKENS:  # more than two warpgroups have too few registers
         return (2, 1) if tiles > 1 else (1, 2)
     return (tiles if tiles < 5 else 3), (2 if tiles < 3 else 1)
+
+
+def _sent(tokens: int, rows: int) -> int:
+    """The sums that a block sends of each number: few tokens' are added up before."""
+    return 1 if tokens == FEW_TOKENS else shares(tokens, rows)[1]
 
 
 def int4_cluster(c: Clusters, p: Problem) -> Launch:
@@ -138,7 +146,7 @@ def int4_cluster(c: Clusters, p: Problem) -> Launch:
         threads=128 * (sides * parts + 1),
         shared=ring
         + _held(rows, k, c.split, 16 if fp4 else 4)
-        + sent_bytes(c.tokens, rows, c.split, parts)
+        + sent_bytes(c.tokens, rows, c.split, _sent(c.tokens, rows))
         + 16 * (c.stages + 1),
         early=True,
     )
