@@ -132,21 +132,19 @@ experts_fp4(bf16* out, const void* x, const void* factors, const __grid_constant
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x == THREADS) {
       u64 policy = evict_first();
-      int stage = 0, phase = 1;
-      for (int i = 0; i < count; i++, tile.next(own_starts, N)) {
-        int row = tile.expert * N + tile.row;
+      for (int i = 0, turn = 0; i < count; i++, tile.next(own_starts, N))
 #pragma unroll 1
-        for (int step = 0; step < STEPS; step++) {
+        for (int step = 0; step < STEPS; step++, turn++) {
+          int stage = turn % STAGES, row = tile.expert * N + tile.row;
           unsigned char* to = ring + stage * STAGE;
-          barrier_wait(&empty[stage], phase);
+          wait_for_landing<STAGES>(full, turn - UNDER_WAY);
+          barrier_wait(&empty[stage], (turn / STAGES & 1) ^ 1);
           barrier_expect(&full[stage], STAGE);
 #pragma unroll
           for (int part = 0; part < PARTS; part++)
             copy_tile(to + part * BOX, &weight, &full[stage], row, step * (DEPTH / 2) + part * 128, policy);
           copy_tile(to + PARTS * BOX, &scales, &full[stage], row, step * (DEPTH / 32), policy);
-          if (++stage == STAGES) stage = 0, phase ^= 1;
         }
-      }
       asm volatile("griddepcontrol.launch_dependents;");  // all loads are under way
     }
     return;

@@ -100,6 +100,9 @@ def launch_ring(
 FP4_ROWS, FP4_DEPTH, FP4_PARTS, FP4_PAIRS = 64, 1024, 4, 1024
 """Rows of a tile, columns of a stage, warpgroups that multiply a part of it each, and the most pairs that a program
 sorts."""
+FP4_STAGE = FP4_ROWS * (FP4_DEPTH // 2 + FP4_DEPTH // 32)  # bytes of codes and their scales
+FP4_UNDER_WAY = 2
+"""The most stages that a program has under way. With all five x comes behind them; with one the bytes come later."""
 FP4_MEAN = 3.0
 """The most pairs of an expert on average, where the ring is faster than tiles of 16 places (measured to there)."""
 
@@ -111,9 +114,8 @@ def _buffers(stages: int, k: int) -> int:
 
 def _fp4_shared(stages: int, k: int, experts: int) -> int:
     """Bytes of shared memory: stages with their barriers, x, sums, scales of x, starts of the experts, and pairs."""
-    stage = FP4_ROWS * (FP4_DEPTH // 2 + FP4_DEPTH // 32) + 16
-    sums = _buffers(stages, k) * FP4_PARTS * PAIRS * (FP4_ROWS + 4) * 4
-    return stages * stage + PAIRS * k + sums + k // 128 * PAIRS * 4 + 4 * (experts + 8) + 2 * FP4_PAIRS
+    sums = _buffers(stages, k) * FP4_PARTS * PAIRS * (FP4_ROWS + 4) * 4 + k // 128 * PAIRS * 4
+    return stages * (FP4_STAGE + 16) + PAIRS * k + sums + 4 * (experts + 8) + 2 * FP4_PAIRS
 
 
 def fp4_ring(target: Target, a: ExpertsArgs[Tensor]) -> list[Launch] | None:
@@ -168,6 +170,7 @@ def _fp4_product(
     constants = {
         "K": k,
         "STAGES": stages,
+        "UNDER_WAY": min(stages, FP4_UNDER_WAY),
         "BUFFERS": _buffers(stages, k),
         "EXPERTS": experts,
         "CHOSEN": ids.shape[1],
