@@ -77,7 +77,7 @@ def _stages(target: Target, call: AttentionCall, hidden: int, coding: int) -> tu
     if coding > 1:  # words of rows
         each, tail = (1, 0) if coding == 2 else (4, 4)
         floats += rows * (groups * each + tail) + out_rows * (group * each + tail)
-    other = work + 4 * floats + 2 * tokens * rows * BLOCKS + 16 + 8 * (32 + 4 * group) + 10 * 4
+    other = work + 4 * floats + 2 * tokens * rows * BLOCKS + 24 + 8 * (32 + 4 * group) + 10 * 4
     return (shared_bytes(target.arch) - other) // _stage_bytes(call), other
 
 

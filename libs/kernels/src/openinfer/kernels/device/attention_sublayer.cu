@@ -47,7 +47,9 @@ constexpr int CODES = CODED ? GROUPS * OF_GROUP : 0, WORK = CODES > WARPS * PART
 // Words of a row with codes of four bits, and those of a row of the output projection for this head, behind which FP4 has factors.
 constexpr int OF_ROW = GROUPS * (FP4 ? 4 : 1) + (FP4 ? 4 : 0), OF_OUTPUT = GROUP * (FP4 ? 4 : 1), WORDS = FOUR ? ROWS * OF_ROW : 0;
 constexpr int OF_TILE = FOUR ? 64 * (OF_OUTPUT + (FP4 ? 4 : 0)) : 0, OUTPUT_WORDS = OUT_TILES * OF_TILE;
-constexpr int PIECES_OF_X = HIDDEN / 16 * TOKENS, OWN_PIECES = (PIECES_OF_X + THREADS - 1) / THREADS;
+// Of several tokens each block makes one's codes, and sends them to all blocks of the cluster.
+constexpr bool SHARED = CODED == 1 && TOKENS > 2;
+constexpr int PIECES_OF_X = HIDDEN / 16 * (SHARED ? 1 : TOKENS), OWN_PIECES = (PIECES_OF_X + THREADS - 1) / THREADS;
 static_assert(CODED || WARPS * 8 + HIDDEN / 2 <= PARTS, "squares and gains lie where parts come later");
 static_assert(CODED || TOKENS * D <= WARPS * PART, "angles lie where warps leave sums later");
 static_assert(CODES / GROUPS * GROUP + OUT_TILES * 2048 * (FOUR ? 4 : 1) <= WORK + WORDS * 4 + PARTS * 4, "sums of the output lie behind codes of heads");
@@ -176,8 +178,8 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
   float* angles = CODED ? parts + PARTS : work;              // [TOKENS, 2, D / 2]: cosines and sines
   bf16* inbox = (bf16*)(parts + PARTS + (CODED ? TOKENS * D : 0));  // [TOKENS, OF_HEAD]; then heads
   unsigned char* of_units = (unsigned char*)(inbox + TOKENS * OF_HEAD);  // [STAGES * 2, 2, KEYS]: scales of keys and of values
-  u64 *full = (u64*)(of_units + CODED_KV * STAGES * 4 * KEYS), *empty = full + STAGES, *rows_there = empty + STAGES, *parts_there = rows_there + 1;
-  long long* own_pages = (long long*)(parts_there + 1);      // [8]: of the key that each token has itself, and its row there
+  u64 *full = (u64*)(of_units + CODED_KV * STAGES * 4 * KEYS), *empty = full + STAGES, *rows_there = empty + STAGES, *parts_there = rows_there + 1, *x_there = rows_there + 2;
+  long long* own_pages = (long long*)(x_there + 1);      // [8]: of the key that each token has itself, and its row there
   int* own_rows = (int*)(own_pages + 8);                     // [8]
   float* own_scores = (float*)(own_rows + 8);                // [8, GROUP]
   Token* of_tokens = (Token*)(own_scores + 8 * GROUP);       // [8]
@@ -226,12 +228,14 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
   if (warp == WARPS) {
     if (lane == 0) {
       for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], WARPS);
-      barrier_init(rows_there, 1), barrier_init(parts_there, 1);
+      barrier_init(rows_there, 1), barrier_init(parts_there, 1), barrier_init(x_there, 1);
+      if (SHARED) barrier_expect(x_there, tokens * (HIDDEN + GROUPS * 4));
       asm volatile("fence.mbarrier_init.release.cluster;");
     }
     __syncwarp();
   }
   __syncthreads();
+  if (SHARED) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");  // no block is told of x before its barrier is there
   if (warp == WARPS) {
     int turn = 0;
     u64 policy = evict_first();
@@ -289,6 +293,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
       barrier_expect(rows_there, tokens * OF_HEAD * 2), barrier_expect(parts_there, count * PART * 4);
     }
     __syncwarp();
+    if (SHARED) asm volatile("barrier.cluster.wait;" ::: "memory");
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
     if (lane < tokens) {
       int page = block_tables[(size_t)of_tokens[lane].slot * table_width + of_tokens[lane].before / PAGE];
@@ -365,6 +370,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     asm volatile("barrier.cluster.wait;" ::: "memory");
     return;
   }
+  if (SHARED) asm volatile("barrier.cluster.wait;" ::: "memory");
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #if CODED == 1
   if (threadIdx.x < 2 * GROUPS) of_rows[threadIdx.x] = own_scale;
@@ -377,13 +383,15 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #endif
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #if CODED
+  auto token_of = [&](int piece) { return SHARED ? rank : piece / (HIDDEN / 16); };
+  int first_piece = SHARED ? rank * (HIDDEN / 16) : 0;
   uint4 loaded[OWN_PIECES][2];
 #pragma unroll
   for (int k = 0; k < OWN_PIECES; k++) {
     int piece = threadIdx.x + k * THREADS;
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      loaded[k][i] = piece < tokens * (HIDDEN / 16) ? fresh((const uint4*)x + piece * 2 + i) : make_uint4(0, 0, 0, 0);
+      loaded[k][i] = piece < PIECES_OF_X && token_of(piece) < tokens ? fresh((const uint4*)x + (piece + first_piece) * 2 + i) : make_uint4(0, 0, 0, 0);
   }
 #else
   u32 own[CHUNKS][8];
@@ -409,14 +417,26 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #if CODED
   // Put 16 neighbours of a token's columns where products find them; eight threads have a group side by side, whose scale
   // or sum goes to of_groups.
-  auto put = [&](const u32 (&pairs)[8], int piece, int token, float* of_groups) {
+  auto put = [&](const u32 (&pairs)[8], int piece, int token, float* of_groups, bool everywhere) {
     int nth = piece / 8;
     float number;
 #if CODED == 1
     float top = largest<3>(pairs), factor = __fdiv_rn(448.0f, top);
-    *(uint4*)(codes + nth * OF_GROUP + token * 128 + (piece % 8 ^ token) * 16) = make_uint4(code(pairs[0], pairs[1], factor), code(pairs[2], pairs[3], factor),
-                                                          code(pairs[4], pairs[5], factor), code(pairs[6], pairs[7], factor));
+    uint4 *to = (uint4*)(codes + nth * OF_GROUP + token * 128 + (piece % 8 ^ token) * 16),
+          v = make_uint4(code(pairs[0], pairs[1], factor), code(pairs[2], pairs[3], factor),
+                         code(pairs[4], pairs[5], factor), code(pairs[6], pairs[7], factor));
     number = __fdiv_rn(top, 448.0f);
+    if (everywhere) {
+      u32 there = shared_address(to), told = shared_address(x_there), number_there = shared_address(of_groups + nth * 8 + token);
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) {
+        int block = (b + rank) % BLOCKS;
+        send(address_in(there, block), v, address_in(told, block));
+        if (piece % 8 == 0) send(address_in(number_there, block), number, address_in(told, block));
+      }
+      return;
+    }
+    *to = v;
 #else
     // As lanes of a warp have operands: of a token and four columns of every 16. See unpack_four_bits.
 #pragma unroll
@@ -447,17 +467,18 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
   together<THREADS>();
 #pragma unroll
   for (int k = 0; k < OWN_PIECES; k++) {
-    int piece = threadIdx.x + k * THREADS, token = piece / (HIDDEN / 16);
-    if (piece >= PIECES_OF_X) break;
+    int piece = threadIdx.x + k * THREADS, token = token_of(piece);
+    if (piece >= PIECES_OF_X || SHARED && token >= tokens) break;
     float square = 0;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) square += parts[token * CHUNKS + c];
+    for (int c = 0; c < CHUNKS; c++) square += parts[(SHARED ? 0 : token * CHUNKS) + c];
     float unit_of = rsqrtf(square / HIDDEN + eps);
     u32 by[8] = {gains[k][0].x, gains[k][0].y, gains[k][0].z, gains[k][0].w, gains[k][1].x, gains[k][1].y, gains[k][1].z, gains[k][1].w};
 #pragma unroll
     for (int i = 0; i < 8; i++) own[k][i] = multiplied(bf16_pair(low(own[k][i]) * unit_of, high(own[k][i]) * unit_of), by[i]);
-    put(own[k], piece % (HIDDEN / 16), token, of_x);
+    put(own[k], piece % (HIDDEN / 16), token, of_x, SHARED);
   }
+  if (SHARED) wait_for_cluster(x_there);
   for_products();
 #else
   float square = 0;
@@ -906,7 +927,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
     int token = item / (WIDTH / 16), piece = item % (WIDTH / 16);
     const uint4* from = (const uint4*)(heads + token * OF_HEAD + piece * 16);
     u32 pairs[8] = {from[0].x, from[0].y, from[0].z, from[0].w, from[1].x, from[1].y, from[1].z, from[1].w};
-    put(pairs, piece, token, of_heads);
+    put(pairs, piece, token, of_heads, false);
   }
   for_products();
   together<THREADS>();

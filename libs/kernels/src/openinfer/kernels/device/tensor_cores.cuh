@@ -53,6 +53,11 @@ __device__ __forceinline__ void send(u32 to, float a, float b, u32 barrier) {
                ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void send(u32 to, uint4 v, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier) : "memory");
+}
+
 // Arrive at the same barrier of another block of the cluster.
 __device__ __forceinline__ void barrier_arrive_at(u64* barrier, u32 rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(shared_address(barrier), rank)) : "memory");
