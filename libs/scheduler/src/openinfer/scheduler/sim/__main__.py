@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import SchedulerError
 from ..policies import POLICIES, imported, make_policy
@@ -74,19 +74,13 @@ def _workload(args: argparse.Namespace) -> list[Request]:
     return make(args.num_requests, args.rate, **given, seed=args.seed)
 
 
-def _pool(args: argparse.Namespace) -> Pool:
-    if args.pool is None:
-        return SimPool(args.num_blocks, args.block_size)
-    pool: Pool = imported(args.pool, "pool")(args.num_blocks, args.block_size)
-    return pool
-
-
 def _simulate(spec: str, workload: list[Request], args: argparse.Namespace) -> Report:
     seconds = {"ttft_s": args.ttft_ms and args.ttft_ms / 1e3, "tpot_s": args.tpot_ms and args.tpot_ms / 1e3}
+    make_pool: Callable[[int, int], Pool] = SimPool if args.pool is None else imported(args.pool, "pool")
     return simulate(
         workload,
         make_policy(spec, max_batched_tokens=args.max_num_batched_tokens),
-        _pool(args),
+        make_pool(args.num_blocks, args.block_size),
         LinearCost.load(args.cost) if args.cost else LinearCost(),
         max_rows=args.max_num_seqs,
         max_model_len=args.max_model_len,

@@ -5,24 +5,12 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from .runner import SimRunner
 
 BACKLOG_BYTES = 1 << 30
 """Bytes that wait for the disk at most; blocks beyond are not written."""
-
-
-class _Group(Protocol):
-    """One kind of blocks of the pool."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks on the device."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +35,14 @@ class SimTierStats:
 class SimTiers:
     """Loader and saver of an `openinfer.kvpool.Pool`, as `openinfer.kvpool.tiers.Tiers` is one.
 
-    host_bytes are divided among the groups as the device's memory is. The disk has disk_bytes; 0: there is no disk.
+    groups: of the pool; num_blocks and block_bytes are those on the device. host_bytes are divided among the groups as
+    the device's memory is. The disk has disk_bytes; 0: there is no disk.
     Records leave each tier in the order of their last use. Loads share a link, and reads and writes the disk, one after
     the other. Copies out run beside the steps and are free. `simulate` sets the clock.
     """
 
     def __init__(
-        self, groups: Sequence[_Group], host_bytes: float, disk_bytes: float, speeds: TierSpeeds
+        self, groups: Sequence[Any], host_bytes: float, disk_bytes: float, speeds: TierSpeeds
     ) -> None:
         whole = sum(group.num_blocks * group.block_bytes for group in groups)
         self.host_blocks = [int(host_bytes * group.num_blocks // whole) for group in groups]

@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -43,11 +43,8 @@ def poisson(
     seed: int = 0,
 ) -> list[Request]:
     """`rate` independent requests per second. Their prompts share nothing."""
-    rng, now, requests = random.Random(seed), 0.0, []
-    for _ in range(num_requests):
-        now += rng.expovariate(rate)
-        requests.append(_request(rng, now, prompt_tokens, output_tokens))
-    return requests
+    requests = bursts(num_requests, rate, prompt_tokens, output_tokens, size=1, seed=seed)
+    return [replace(request, tenant="") for request in requests]
 
 
 def bursts(
@@ -64,8 +61,9 @@ def bursts(
     for number in range(num_requests):
         if number % size == 0:
             now += rng.expovariate(rate / size)
-        requests.append(_request(rng, now, prompt_tokens, output_tokens))
-        requests[-1].tenant = f"tenant {number // size}"
+        prompt, output = _tokens(rng, prompt_tokens), _tokens(rng, output_tokens)
+        tenant = f"tenant {number // size}"
+        requests.append(Request(now, prompt, output, len(output), tenant=tenant))
     return requests
 
 
@@ -125,11 +123,6 @@ def _trace_prompt(number: int, hash_ids: list[int] | None, length: int) -> Itera
     for index, start in enumerate(range(0, length, TRACE_BLOCK)):
         seed = hash_ids[index] if index < len(hash_ids) else f"rest of {number}"
         yield from _tokens(random.Random(seed), (min(TRACE_BLOCK, length - start),) * 2)
-
-
-def _request(rng: random.Random, arrival: float, prompt_tokens: Range, output_tokens: Range) -> Request:
-    prompt, output = _tokens(rng, prompt_tokens), _tokens(rng, output_tokens)
-    return Request(arrival, prompt, output, len(output))
 
 
 def _tokens(rng: random.Random, length: Range) -> list[int]:
