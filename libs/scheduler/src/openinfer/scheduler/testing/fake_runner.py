@@ -9,6 +9,7 @@ noticed: it causes a DeviceFault, or a token that differs from the oracle's (`ge
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 from ..runner import Row, Step, StepResult
@@ -38,10 +39,8 @@ def generate(
     """The sequential oracle: the output of a request that is alone on the device, and the reason of its end.
     window: the number of earlier cells that a token reads; None: all."""
     reach = 0 if window is None else -window - 1
-    cells: list[int] = []
+    cells = list(accumulate(prompt, cell, initial=0))[1:]
     output: list[int] = []
-    for token in prompt:
-        cells.append(cell(cells[-1] if cells else 0, token))
     while True:
         output.append(next_token(cells[reach:]))
         if output[-1] == EOS:

@@ -45,11 +45,6 @@ class _Drafts(NamedTuple):
     acceptance: float
     """Part of the drafts that is right."""
 
-    @classmethod
-    def generate(cls, seed: int) -> "_Drafts":
-        rng = random.Random(f"drafts {seed}")
-        return cls(rng.choice([0, 0, 1, 2, 4]), rng.choice([0.0, 0.3, 0.6, 0.9, 1.0]))
-
 
 class _Loads(NamedTuple):
     """Blocks that another process has, in two of five schedules."""
@@ -60,13 +55,6 @@ class _Loads(NamedTuple):
     """Limit of the polls that a load takes."""
     failures: float
     """Part of the blocks that do not come."""
-
-    @classmethod
-    def generate(cls, seed: int) -> "_Loads":
-        rng = random.Random(f"loads {seed}")
-        return cls(
-            rng.choice([0.0, 0.0, 0.0, 0.5, 1.0]), rng.choice([0, 2, 15]), rng.choice([0.0, 0.0, 0.3, 1.0])
-        )
 
     def shaken(self, arrival: Arrival) -> Arrival:
         """The request, with an early abort in one of three cases if the schedule has loads."""
@@ -116,6 +104,10 @@ class Schedule:
                     kept = earlier + generate(earlier, max_model_len)[0]
                 prompt = (kept + prompt[:3])[: max_model_len - 1]
             prompts.append(prompt)
+        choose = random.Random(f"drafts {seed}").choice
+        drafts = _Drafts(choose([0, 0, 1, 2, 4]), choose([0.0, 0.3, 0.6, 0.9, 1.0]))
+        choose = random.Random(f"loads {seed}").choice
+        loads = _Loads(choose([0.0, 0.0, 0.0, 0.5, 1.0]), choose([0, 2, 15]), choose([0.0, 0.0, 0.3, 1.0]))
         return cls(
             seed,
             _windowed(
@@ -132,8 +124,8 @@ class Schedule:
             rng.choice([1, 2, 2, 2, 3]),
             rng.choice([0, 1, 4]),
             rng.choice([0.0, 0.0, 0.2]),
-            _Drafts.generate(seed),
-            loads := _Loads.generate(seed),
+            drafts,
+            loads,
             random.Random(f"lone {seed}").choice([(), (), (9,), (9, 12), (12,), (12, 20)]),
             [
                 loads.shaken(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from .fake_runner import FakeRunner, cell
@@ -73,9 +74,7 @@ class FakeTier:
         return ended
 
     def _copy(self, load: TierLoad, piece: TierPiece) -> None:
-        cells: list[int] = []
-        for token in piece.tokens:
-            cells.append(cell(cells[-1] if cells else 0, token))
+        cells = list(accumulate(piece.tokens, cell, initial=0))[1:]
         if self._fails():
             load.failed.add(piece)
             cells = [-1] * len(cells)
