@@ -76,6 +76,5 @@ def room_for(seq: Seq[Owner], end: int, writes: list[BlockWrite[Owner]]) -> int:
     lease = seq.lease
     if lease is None or end <= lease.num_tokens:
         return end
-    for group, first, blocks in lease.reserve(min(end, lease.reach())) or ():
-        writes.append(BlockWrite(seq, group, first, blocks))
+    writes += (BlockWrite(seq, *grown) for grown in lease.reserve(min(end, lease.reach())) or ())
     return min(end, lease.num_tokens)

@@ -86,11 +86,8 @@ def _row_problems(books: Books, seq: Seq[Any]) -> Iterator[str]:
     room, most = seq.lease.num_tokens, seq.max_len - 1
     if not 0 <= seq.confirmed <= seq.bound <= min(room, most):
         yield f"confirmed {seq.confirmed} <= bound {seq.bound} <= room {room}, length {most} does not hold"
-    if seq in books.decode.rows:
-        yield from _decode_problems(books, seq, room, most)
-
-
-def _decode_problems(books: Books, seq: Seq[Any], room: int, most: int) -> Iterator[str]:
+    if seq not in books.decode.rows:
+        return
     row, drafts = books.decode.rows[seq], books.decode.drafts.get(seq, 0)
     if row.num_tokens != 1 + drafts:
         yield f"has {drafts} drafts, and a row of {row.num_tokens} tokens"

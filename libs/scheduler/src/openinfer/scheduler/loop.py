@@ -278,8 +278,7 @@ class StepLoop(Generic[Owner, Payload]):
         grown = lease.reserve(min(num_tokens + ahead, seq.max_len - 1))
         if grown is None:
             return False
-        for group, first, blocks in grown:
-            self._blocks.append(BlockWrite(seq, group, first, blocks))
+        self._blocks += (BlockWrite(seq, *part) for part in grown)
         return True
 
     def _view(self, index: int) -> View:
@@ -496,6 +495,5 @@ class StepLoop(Generic[Owner, Payload]):
             self._clock, self.stats, self._in_flight, self._live, self._running, self._prefilling, self._decode,
             self._loads, self._slots, self._free_slots, self._fences, self._leaving,
         )  # fmt: skip
-        found = list(problems(books))
-        if found:
+        if found := list(problems(books)):
             raise IntegrityError(found)

@@ -30,7 +30,7 @@ class Suffixes:
                 "a factor above 0 and a share in [0, 1]"
             )
         self._depth, self._factor, self._least_share = depth, factor, least_share
-        self._start = self._indexed = 0  # of the tokens; place p is indexed if start + 2 <= p < indexed
+        self._start = 0  # of the tokens that are looked up
         self._latest: dict[tuple[int, int], int] = {}  # the latest place after two tokens
         self._earlier: list[int] = []  # by place - start: the place before with the same two tokens, or 0
 
@@ -56,17 +56,14 @@ class Suffixes:
         the same proposals whether it was seen to grow or not."""
         start = max(len(tokens) // WINDOW - 1, 0) * WINDOW
         if start != self._start:
-            self._start = self._indexed = start
-            self._latest, self._earlier = {}, []
-        first = max(self._indexed, start)
-        for place in range(first, len(tokens)):
+            self._start, self._latest, self._earlier = start, {}, []
+        for place in range(start + len(self._earlier), len(tokens)):
             if place < start + 2:
                 self._earlier.append(0)
                 continue
             key = tokens[place - 2], tokens[place - 1]
             self._earlier.append(self._latest.get(key, 0))
             self._latest[key] = place
-        self._indexed = max(self._indexed, len(tokens))
 
     def _matches(self, tokens: Sequence[int]) -> tuple[list[int], int]:
         """The places after the longest suffix that occurred before, the latest first, and its length."""

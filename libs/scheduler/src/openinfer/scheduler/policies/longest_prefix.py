@@ -47,16 +47,15 @@ class LongestPrefix(Batching):
         """The first 32 by cached prefix, then the others."""
         window = list(islice(self.waiting, max(WINDOW, view.free_slots)))
         compared = window[:WINDOW]
-        self._refresh(view, compared)
+        # Unknown ones first, then the least recently refreshed.
+        inside = dict.fromkeys(compared)
+        turns = [seq for seq in compared if seq not in self._cached] + [
+            s for s in self._cached if s in inside
+        ]
+        for seq in turns[:LOOK_UPS]:
+            self._cached.pop(seq, None)
+            self._cached[seq] = view.look_up(seq)
         if self._overtaken >= PATIENCE:
             return window
         by_prefix = sorted(compared, key=lambda seq: -self._cached.get(seq, 0))
         return by_prefix + window[WINDOW:]
-
-    def _refresh(self, view: View, window: list[Seq[Any]]) -> None:
-        """Refresh the cached-prefix length of four sequences: unknown ones first, then the least recently refreshed."""
-        inside = dict.fromkeys(window)
-        turns = [seq for seq in window if seq not in self._cached] + [s for s in self._cached if s in inside]
-        for seq in turns[:LOOK_UPS]:
-            self._cached.pop(seq, None)
-            self._cached[seq] = view.look_up(seq)

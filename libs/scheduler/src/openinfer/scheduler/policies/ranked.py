@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from itertools import chain, count, dropwhile, takewhile
+from itertools import chain, count, dropwhile, islice, takewhile
 from typing import Any
 
 from ..errors import InvalidSetup
@@ -31,13 +31,11 @@ class Priority(Batching):
     ) -> None:
         if ageing_s <= 0:
             raise InvalidSetup(f"ageing_s must be positive, given {ageing_s}; math.inf: no ageing")
-        super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s, rank=self._aged)
-        self._ageing_s = ageing_s
 
-    def _aged(self, seq: Seq[Any]) -> float:
-        if math.isinf(self._ageing_s):
-            return seq.priority
-        return seq.priority * self._ageing_s + seq.arrival
+        def aged(seq: Seq[Any]) -> float:
+            return seq.priority if math.isinf(ageing_s) else seq.priority * ageing_s + seq.arrival
+
+        super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s, rank=aged)
 
 
 class Deadline(Batching):
@@ -102,10 +100,8 @@ class Deadline(Batching):
             self._step_s += (seconds - self._step_s) / 16
             self._token_s += (seconds / max(tokens, 64) - self._token_s) / 16
         if self.pace is not None:
-            tightest = next(iter(self._objectives), None)
-            self.pace.objective_s = self._tpot_s
-            if tightest is not None:
-                self.pace.objective_s = min(self._tpot_s, self._objective(tightest))
+            tightest = map(self._objective, islice(self._objectives, 1))
+            self.pace.objective_s = min([self._tpot_s, *tightest])
         super().on_step(step, seconds)
 
     def candidates(self, view: View) -> Iterator[Seq[Any]]:
