@@ -4,7 +4,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.costs import StepCosts
@@ -85,30 +85,16 @@ class NoDrafts:
         self.buckets, self.counts, self.costs = buckets or Buckets((1,), (1,), (1,)), DraftCounts(), None
         self.worth = Worth((1,))
 
-    def catches_up(self, changed: bool) -> bool:
-        """See Drafting."""
-        return False
+    def write(self, *args: Any, **kwargs: Any) -> None:
+        """See Drafting, as of the others."""
 
-    def write(self, rows: Rows, step: "Step[Sampling]") -> None:
-        """See Drafting."""
+    saw = book = spent = write
 
-    def launched(self, step: "Step[Sampling]", shape: Shape) -> int:
-        """See Drafting."""
+    def level(self, *args: Any, **kwargs: Any) -> int:
+        """See Drafting, as of the others."""
         return 0
 
-    def spent(self, step: "Step[Sampling]", shape: Shape, plain: Shape) -> Spent | None:
-        """See Drafting."""
-        return None
-
-    def level(self, step: "Step[Sampling]", may_lag: bool) -> int:
-        """See Drafting."""
-        return 0
-
-    def saw(self, counts: Mapping[tuple[int, int, int], int], adapter: bytes | None = None) -> None:
-        """See Drafting."""
-
-    def book(self, step: "Step[Sampling]", shape: Shape, spent: Spent | None) -> None:
-        """See Drafting."""
+    catches_up = launched = level
 
 
 @dataclass(slots=True)

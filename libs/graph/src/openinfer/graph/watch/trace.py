@@ -322,17 +322,7 @@ def _bar(pid: int, tid: int, name: str, start_ns: int, end_ns: int, **args: Any)
 class NoTrace(StepTrace):
     """A trace that keeps nothing."""
 
-    def mark(self, phase: str) -> None:
-        """See StepTrace."""
+    def mark(self, *args: Any, **kwargs: Any) -> None:
+        """See StepTrace, as of the others."""
 
-    def op(self, name: str, start_ns: int, end_ns: int) -> None:
-        """See StepTrace."""
-
-    def launch(self, index: int, bucket: str, timed: bool, *workload: int) -> None:
-        """See StepTrace."""
-
-    def result(self, seconds: float) -> None:
-        """See StepTrace."""
-
-    def keep(self) -> None:
-        """See StepTrace."""
+    op = launch = result = keep = mark
