@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from openinfer.graph.watch.trace import NoTrace, StepTrace
-from openinfer.kernels import Op, Pack
+from openinfer.kernels import Op
 
 
 class Binding(Protocol):
@@ -53,8 +53,3 @@ class HostPack:
         start = time.perf_counter_ns()
         call()
         self.trace.op(name, start, time.perf_counter_ns())
-
-
-def recorded(pack: Pack, enqueue: Callable[[], None]) -> Callable[[], None]:
-    """`enqueue` as HostPack.recorded makes it, if the pack is a HostPack."""
-    return pack.recorded(enqueue) if isinstance(pack, HostPack) else enqueue

@@ -2,7 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from openinfer.graph.watch import FLOOR_S, Bound, Watch
 
@@ -11,38 +11,23 @@ FACTOR = 3.0
 
 
 class _LoadTime(Protocol):
-    """A load that has ended; that of openinfer.kvpool.tiers is one."""
+    """A load that has ended; that of openinfer.kvpool.tiers is one. Numbers of blocks: all, those that came from the
+    disk or from another engine, and those that did not come."""
 
-    @property
-    def seconds(self) -> float:
-        """From its begin to its end."""
-
-    @property
-    def blocks(self) -> int: ...
-
-    @property
-    def from_disk(self) -> int:
-        """Blocks that were read from the disk."""
-
-    @property
-    def from_peer(self) -> int:
-        """Blocks that another engine sent."""
-
-    @property
-    def failed(self) -> int:
-        """Blocks that did not come."""
-
-
-L = TypeVar("L", bound=_LoadTime)
+    seconds: float
+    blocks: int
+    from_disk: int
+    from_peer: int
+    failed: int
 
 
 @dataclass(slots=True)
-class SlowLoads(Generic[L]):
+class SlowLoads:
     """Compares each load with those before it that came from the same tiers, and had about as many blocks. times: where
     another object puts the loads that have ended; `look` takes them out."""
 
     watch: Watch
-    times: deque[L]
+    times: deque[Any]
     _bounds: dict[tuple[bool, bool, int], Bound] = field(default_factory=dict)
 
     def look(self) -> None:
@@ -50,7 +35,7 @@ class SlowLoads(Generic[L]):
         while self.times:
             self._ended(self.times.popleft())
 
-    def _ended(self, load: L) -> None:
+    def _ended(self, load: _LoadTime) -> None:
         key = load.from_disk > 0, load.from_peer > 0, load.blocks.bit_length()
         bound = self._bounds.setdefault(key, Bound(FACTOR))
         usual = bound.mean
