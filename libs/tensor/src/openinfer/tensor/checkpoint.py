@@ -233,7 +233,7 @@ def check_range(info: TensorInfo, start: int, nbytes: int) -> None:
         raise CheckpointError(info.file, info.name, what)
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+def _read_index(path: Path) -> dict[str, str]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
@@ -241,21 +241,17 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
             raise CheckpointError(path, twice, "is named twice in one JSON object")
         return out
 
+    if path.stat().st_size > MAX_HEADER_BYTES:
+        raise CheckpointError(path, None, f"is larger than {MAX_HEADER_BYTES} bytes")
     try:
-        parsed = json.loads(raw.decode(), object_pairs_hook=unique)
+        parsed = json.loads(path.read_bytes().decode(), object_pairs_hook=unique)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as e:  # ValueError: bad UTF-8 and bad JSON both
         raise CheckpointError(path, None, f"is not valid JSON: {e}") from e
     if not isinstance(parsed, dict):
         raise CheckpointError(path, None, "JSON must be an object")
-    return parsed
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    if path.stat().st_size > MAX_HEADER_BYTES:
-        raise CheckpointError(path, None, f"is larger than {MAX_HEADER_BYTES} bytes")
-    weight_map = _parse(path, path.read_bytes()).get("weight_map")
+    weight_map = parsed.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(path, None, "weight_map must be an object that names tensors")
     for name, shard in weight_map.items():

@@ -280,11 +280,21 @@ class GgufFile:
         if type(alignment) is not int or not 1 <= alignment <= 1 << 16 or alignment % 8:
             raise header.wrong(None, f"general.alignment is {alignment!r}; it must be a multiple of 8")
         found = [self._tensor(header) for _ in range(tensors)]
-        start = -(-header.at // alignment) * alignment
-        self._place(header, found, start, alignment, len(data))
+        start = end = -(-header.at // alignment) * alignment
+        before = "the header"
+        for one in sorted(found, key=lambda tensor: tensor.offset):
+            begin = start + one.offset
+            if one.offset % alignment or begin < end:
+                why = f"begins at byte {begin}; {before} ends at {end}, and the alignment is {alignment}"
+                raise header.wrong(one.name, why)
+            end, before = begin + one.nbytes, one.name
+            if end > len(data):
+                raise header.wrong(one.name, f"ends at byte {end}; the file has {len(data)}")
+            self.tensors[one.name] = one._replace(offset=begin)
         return metadata
 
     def _tensor(self, header: _Header) -> GgufTensor:
+        """The offset counts from the end of the header."""
         name = header.string("a tensor's name")
         if name in self.tensors:
             raise header.wrong(name, "is there twice")
@@ -304,21 +314,6 @@ class GgufFile:
             )
         found = self.tensors[name] = GgufTensor(name, TYPES[kind], shape, header.path, offset)
         return found
-
-    def _place(
-        self, header: _Header, found: Sequence[GgufTensor], start: int, alignment: int, size: int
-    ) -> None:
-        """Check where the tensors lie, and let offsets count from the file's start."""
-        end, before = start, "the header"
-        for one in sorted(found, key=lambda tensor: tensor.offset):
-            begin = start + one.offset
-            if one.offset % alignment or begin < end:
-                why = f"begins at byte {begin}; {before} ends at {end}, and the alignment is {alignment}"
-                raise header.wrong(one.name, why)
-            end, before = begin + one.nbytes, one.name
-            if end > size:
-                raise header.wrong(one.name, f"ends at byte {end}; the file has {size}")
-            self.tensors[one.name] = one._replace(offset=begin)
 
 
 class GgufEntry(NamedTuple):

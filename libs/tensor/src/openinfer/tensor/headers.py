@@ -9,7 +9,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -47,11 +47,8 @@ def read_header(path: Path, file: BinaryIO) -> list[TensorInfo]:
         raise CheckpointError(path, None, "is a pointer of git-lfs, not the weights; run git lfs pull")
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES or 8 + length > size:
-        raise CheckpointError(
-            path,
-            None,
-            f"claims a header of {length} bytes; the file has {size}, and {MAX_HEADER_BYTES} is the limit",
-        )
+        why = f"claims a header of {length} bytes; the file has {size}, and {MAX_HEADER_BYTES} is the limit"
+        raise CheckpointError(path, None, why)
     infos, end = [], 8 + length
     try:
         with safe_open(path, framework="numpy") as opened:
@@ -80,7 +77,6 @@ def _refusal(path: Path, raw: bytes, data_bytes: int, words: str) -> CheckpointE
     """The error for a refused header. It names the tensor at fault, which the package's `words` often leave out."""
     if not raw.startswith(b"{"):
         return CheckpointError(path, None, "header does not start with '{'; this is no safetensors file")
-    unclear = CheckpointError(path, None, f"has a wrong header. The safetensors package says: {words}")
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as e:  # ValueError: bad UTF-8 and bad JSON both
@@ -100,18 +96,15 @@ def _refusal(path: Path, raw: bytes, data_bytes: int, words: str) -> CheckpointE
             why = f"{entry['dtype']}{shape} is {nbytes} bytes, its data_offsets span {span}"
             return CheckpointError(path, name, why)
         ends.append((begin, end, name))
-    return _gap(path, ends, data_bytes) or unclear
-
-
-def _gap(path: Path, spans: list[tuple[Any, Any, str]], data_bytes: int) -> CheckpointError | None:
-    """The error for the first tensor that does not begin where the one before it ends, or for the end of the file."""
+    # The first tensor that does not begin where the one before it ends, or the end of the file.
     last = 0
-    for begin, end, name in sorted(spans):
+    for begin, end, name in sorted(ends):
         if begin != last:
             what = "overlaps the tensor before it" if begin < last else "leaves a hole before it"
             return CheckpointError(path, name, f"data at {begin} {what}, which ends at {last}")
         last = end
     if last != data_bytes:
-        why = f"data ends at byte {last} of {data_bytes}; the file was cut, or padded"
-        return CheckpointError(path, None, why)
-    return None
+        return CheckpointError(
+            path, None, f"data ends at byte {last} of {data_bytes}; the file was cut, or padded"
+        )
+    return CheckpointError(path, None, f"has a wrong header. The safetensors package says: {words}")
