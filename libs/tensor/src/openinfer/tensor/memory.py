@@ -52,7 +52,10 @@ class Allocation:
         self.nbytes = nbytes
         self._array: np.ndarray[Any, Any] | None = None
         if device.kind == "null":
-            self.ptr = _null_address(nbytes)
+            global _null_next
+            with _null_lock:
+                self.ptr = _null_next
+                _null_next += -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         elif device.kind == "cpu":
             self._array, self.ptr = _aligned(nbytes)
         else:
@@ -194,14 +197,6 @@ def _aligned(nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
     start = -raw.ctypes.data % ALIGNMENT
     array = raw[start : start + nbytes]
     return array, int(raw.ctypes.data) + start
-
-
-def _null_address(nbytes: int) -> int:
-    global _null_next
-    with _null_lock:
-        address = _null_next
-        _null_next += -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
-        return address
 
 
 def _or_out_of_memory(

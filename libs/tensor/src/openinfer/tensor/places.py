@@ -2,8 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,16 +100,13 @@ class Places:
 
     def _converted(self, checkpoint: Checkpoint) -> Iterator[tuple[Conversion, np.ndarray[Any, Any]]]:
         """All conversions with their values. Threads are ahead of the caller by a bounded number of conversions."""
-        waiting: deque[tuple[Conversion, Future[np.ndarray[Any, Any]]]] = deque()
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            for conversion in self.conversions:
-                waiting.append((conversion, pool.submit(conversion.converted, checkpoint)))
-                if len(waiting) == 2 * NUM_THREADS:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
+            begun = ((one, pool.submit(one.converted, checkpoint)) for one in self.conversions)
+            waiting = deque(islice(begun, 2 * NUM_THREADS))
             while waiting:
-                first, future = waiting.popleft()
-                yield first, future.result()
+                conversion, future = waiting.popleft()
+                yield conversion, future.result()
+                waiting.extend(islice(begun, 1))
 
     def load(self, checkpoint: Checkpoint, stream: Stream, progress: Progress | None = None) -> LoadReport:
         """Fill all of them; `stream` is idle again afterwards. `progress` counts the bytes of `loads` and then those of

@@ -19,11 +19,6 @@ from openinfer.tensor.stream import CopyKind, Stream
 Index = int | slice
 
 CPU = Device("cpu")
-_COPY_KINDS: dict[tuple[str, str], CopyKind] = {
-    ("cpu", "cuda"): "h2d",
-    ("cuda", "cpu"): "d2h",
-    ("cuda", "cuda"): "d2d",
-}
 
 
 class Tensor:
@@ -143,16 +138,9 @@ class Tensor:
                 start %= n
             offset += start * stride
         ptr = self.ptr + offset * self.dtype.itemsize
-        rest = len(items)
-        return Tensor(
-            ptr,
-            (*shape, *self.shape[rest:]),
-            self.dtype,
-            self.device,
-            (*strides, *self.strides[rest:]),
-            self.owner,
-            self.name,
-        )
+        shape += self.shape[len(items) :]
+        strides += self.strides[len(items) :]
+        return Tensor(ptr, tuple(shape), self.dtype, self.device, tuple(strides), self.owner, self.name)
 
     def reshape(self, *shape: int | Sequence[int]) -> "Tensor":
         """The same elements in another shape; one axis may be -1. Contiguous only: it never copies."""
@@ -220,7 +208,8 @@ class Tensor:
             raise DeviceError(f"cannot copy from {source.device} to {self.device}; copy through the host")
         self._require_contiguous("copy_from to or from cuda")
         source._require_contiguous("copy_from to or from cuda")
-        kind = _COPY_KINDS[source.device.kind, self.device.kind]
+        from_host, to_host = source.device.kind == "cpu", self.device.kind == "cpu"
+        kind: CopyKind = "h2d" if from_host else "d2h" if to_host else "d2d"
         with _ordered(source.device if kind == "d2h" else self.device, stream) as where:
             where.copy_async(self.ptr, source.ptr, self.nbytes, kind)
 
