@@ -21,7 +21,8 @@ from openinfer.kernels import (
 from openinfer.kernels.formats.linear import Linear, linear_of
 from openinfer.kernels.lora.adapters import Adapters
 from openinfer.kernels.lora.low_rank import Lora
-from openinfer.sampler.gpu import SampleBuffers, fields
+from openinfer.sampler.gpu import SampleBuffers
+from openinfer.sampler.gpu import fields as sampler_fields
 from openinfer.scheduler import Row
 from openinfer.tensor import Arena, Stream, Tensor, float32, int32, nbytes_of
 
@@ -99,16 +100,12 @@ class Batch:
         an `add`, so that one rank makes it once, too. seen: the width of what layers that draft read of a token; None:
         that of its hidden states."""
         logits = max_rows * (1 + max_drafts)
-        shared = row_fields(max_rows, max_tokens, vocab_size, logits)
-        shared += draft_fields(max_rows, max_drafts, vocab_size, proposes)
-        own_fields = [*own_fields, *([Field("adapters", (max_rows + 1,))] if adapters else [])]
-        rows = Rows(
-            arena,
-            [*shared, *own_fields, *(proposal_fields(max_rows, max_tokens, vocab_size) if proposes else [])],
-            stream,
-        )
+        fields = row_fields(max_rows, max_tokens, vocab_size, logits)
+        fields += draft_fields(max_rows, max_drafts, vocab_size, proposes) + list(own_fields)
+        fields += [Field("adapters", (max_rows + 1,))] if adapters else []
+        fields += proposal_fields(max_rows, max_tokens, vocab_size) if proposes else []
         return cls(
-            rows,
+            Rows(arena, fields, stream),
             token_ids=arena.alloc((max_tokens,), int32),
             positions=arena.alloc((max_tokens,), int32),
             token_slots=arena.alloc((max_tokens,), int32),
@@ -236,7 +233,7 @@ def row_fields(max_rows: int, max_tokens: int, vocab_size: int, logits: int) -> 
         Field("alive", (slots,), device_written=True),
         Field("seq_lens", (slots,), device_written=True),
         Field("last_tokens", (slots,), device_written=True),
-        *[Field(f.name, (slots, *f.shape), f.dtype, f.device_written) for f in fields(vocab_size)],
+        *[Field(f.name, (slots, *f.shape), f.dtype, f.device_written) for f in sampler_fields(vocab_size)],
         Field("slots", (max_rows,)),
         Field("q_starts", (max_rows + 1,)),
         Field("emits", (max_rows,)),

@@ -308,14 +308,8 @@ def _of(activity: Activity, pid: int, tid: int) -> Event:
 
 
 def _bar(pid: int, tid: int, name: str, start_ns: int, end_ns: int, **args: Any) -> Event:
-    event = {
-        "ph": "X",
-        "name": name,
-        "pid": pid,
-        "tid": tid,
-        "ts": start_ns / 1e3,
-        "dur": (end_ns - start_ns) / 1e3,
-    }
+    event: Event = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start_ns / 1e3}
+    event["dur"] = (end_ns - start_ns) / 1e3
     return {**event, "args": args} if args else event
 
 
