@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import mul
 from pathlib import Path
@@ -29,25 +30,15 @@ _MEMINFO, _OWN, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path
 def room_bytes() -> int:
     """Bytes that a tier may still take: of the host, and of the control groups (version 2) of this process. More than
     any host has where the system tells neither."""
-    return max(0, min(_of_host(), _of_groups()) - KEPT_BYTES)
-
-
-def _of_host() -> int:
-    try:
+    room = [sys.maxsize]
+    with suppress(OSError, StopIteration):
         lines = _MEMINFO.read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return sys.maxsize
-
-
-def _of_groups() -> int:
-    """The least of this process' group and those above it."""
-    try:
+        room.append(next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
+    with suppress(OSError, StopIteration):
         own = next(line[4:] for line in _OWN.read_text().splitlines() if line.startswith("0::/"))
-    except (OSError, StopIteration):
-        return sys.maxsize
-    names = Path(own).parts
-    return min(_of_group(_GROUPS.joinpath(*names[:count])) for count in range(len(names) + 1))
+        names = Path(own).parts
+        room += [_of_group(_GROUPS.joinpath(*names[:count])) for count in range(len(names) + 1)]
+    return max(0, min(room) - KEPT_BYTES)
 
 
 def _of_group(group: Path) -> int:

@@ -9,6 +9,7 @@ import queue
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -160,13 +161,10 @@ class Peers:
 
     def _pump(self, wait_s: float) -> None:
         """Take the news of the threads. Waits up to wait_s seconds for the first."""
-        try:
-            news = self._news.get(timeout=wait_s) if wait_s > 0 else self._news.get_nowait()
+        with suppress(queue.Empty):
+            self._take(self._news.get(timeout=wait_s) if wait_s > 0 else self._news.get_nowait())
             while True:
-                self._take(news)
-                news = self._news.get_nowait()
-        except queue.Empty:
-            pass
+                self._take(self._news.get_nowait())
 
     def _take(self, news: Answered | Done) -> None:
         if isinstance(news, Done):
