@@ -16,10 +16,8 @@ def make_eviction(spec: str) -> Factory:
     A pool calls the factory with each of its groups. Your own class passes `testing.EvictionSuite` here. Raises
     InvalidEviction for a name that is not found, and for a policy that breaks a rule of the suite.
     """
-    return POLICIES.get(spec) or _checked(spec, _imported(spec))
-
-
-def _imported(spec: str) -> Factory:
+    if spec in POLICIES:
+        return POLICIES[spec]
     module, _, name = spec.partition(":")
     if not name:
         raise InvalidEviction(
@@ -31,10 +29,11 @@ def _imported(spec: str) -> Factory:
         raise InvalidEviction(f"the eviction policy {spec!r} cannot be imported: {error}") from error
     if not callable(found):
         raise InvalidEviction(f"the eviction policy {spec!r}: module {module} has no class {name!r}")
+    _check(spec, found)
     return found  # type: ignore[no-any-return]
 
 
-def _checked(spec: str, make: Factory) -> Factory:
+def _check(spec: str, make: Factory) -> None:
     from .testing import EvictionSuite  # costs as much as the rest of the library, and few need it
 
     class Suite(EvictionSuite):
@@ -50,4 +49,3 @@ def _checked(spec: str, make: Factory) -> Factory:
                 f"the eviction policy {spec!r} fails {name} of openinfer.kvpool.testing.EvictionSuite: "
                 f"{type(error).__name__}: {error}; run that suite on it"
             ) from error
-    return make

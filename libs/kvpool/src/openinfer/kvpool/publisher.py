@@ -34,15 +34,8 @@ END = (-1).to_bytes(8, "big", signed=True)
 """The number of the message that ends a replay."""
 REPLAY_WAIT_MS = 2000
 """Milliseconds that a subscriber may read nothing of its replay. Other replays wait for it."""
-_BOUND = (
-    "tcp://*",
-    "tcp://0.0.0.0",
-    "tcp://127.0.0.1",
-    "tcp://localhost",
-    "tcp://[::",
-    "ipc://",
-    "inproc://",
-)
+_THIS_HOST = ("*", "0.0.0.0", "127.0.0.1", "localhost", "[::")
+_BOUND = (*(f"tcp://{host}" for host in _THIS_HOST), "ipc://", "inproc://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +97,7 @@ class EventsConfig:
             replace(
                 self,
                 endpoint=_of_rank(self.endpoint, rank),
-                replay_endpoint=None
-                if self.replay_endpoint is None
-                else _of_rank(self.replay_endpoint, rank),
+                replay_endpoint=self.replay_endpoint and _of_rank(self.replay_endpoint, rank),
                 data_parallel_rank=rank,
             )
             for rank in range(count)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from copy import copy
+from itertools import accumulate
 from typing import Any
 
 from ..group import Group
@@ -12,10 +13,7 @@ from ..loading import Load
 
 def contents(salt: bytes, tokens: Sequence[int]) -> list[int]:
     """The content of a sequence in memory: entry p stands for the salt and the first p tokens."""
-    found = [hash(salt)]
-    for token in tokens:
-        found.append(hash((found[-1], token)))
-    return found
+    return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=hash(salt)))
 
 
 class FakeLoader:

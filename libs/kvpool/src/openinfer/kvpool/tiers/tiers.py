@@ -421,7 +421,10 @@ class Tiers:
 
     def _tell_disk(self) -> None:
         if self._disk is not None:
-            self._told.disk(self._disk.found, self._disk.evicted)
+            for group, name in self._disk.found:
+                self._told.stored(group, [name], "DISK")
+            self._disk.found.clear()
+            self._told.removed(self._disk.evicted, "DISK")
 
     def close(self) -> None:
         """Wait for the copies and the writes under way, and give everything back."""

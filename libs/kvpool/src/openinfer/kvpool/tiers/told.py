@@ -66,13 +66,6 @@ class Told:
             self._events += [BlockRemoved([name], medium=medium, group_idx=group) for group, name in gone]
         gone.clear()
 
-    def disk(self, found: list[tuple[int, bytes]], evicted: list[tuple[int, bytes]]) -> None:
-        """Records of an earlier process, and those that were dropped. Clears the lists."""
-        for group, name in found:
-            self.stored(group, [name], "DISK")
-        found.clear()
-        self.removed(evicted, "DISK")
-
     def take(self) -> list[BlockStored | BlockRemoved]:
         """The events since the last call."""
         taken, self._events = self._events, []
