@@ -5,18 +5,8 @@ from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, Rejec
 from .events import Event, Finished, Scheduled, Stats, Tokens
 from .guarded import GuardedDrafters
 from .loop import StepLoop
-from .policies import (
-    POLICIES,
-    Batching,
-    Deadline,
-    FairShare,
-    FirstCome,
-    LongestPrefix,
-    Pace,
-    Priority,
-    imported,
-    make_policy,
-)
+from .policies import POLICIES, Deadline, FairShare, LongestPrefix, Priority, imported, make_policy
+from .policies.batching import Batching, FirstCome, Pace
 from .policy import Decision, Policy, Speculation, View
 from .pool import Lease, Pool
 from .runner import BlockWrite, Row, Runner, Step, StepResult
