@@ -11,10 +11,8 @@ import json
 import re
 import shutil
 import sys
-import tempfile
 import time
 import unicodedata
-from pathlib import Path
 from typing import Any, TextIO
 
 from openinfer.cli import recipes
@@ -48,9 +46,8 @@ def main(argv: list[str]) -> int:
         with contextlib.ExitStack() as stack:
             url = args.model
             if "://" not in url:
-                log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
                 print(f"starting {url} ...", file=sys.stderr)
-                url = stack.enter_context(serving(recipes.checkpoint(url), argv[at + 1 :], log)).url
+                url = stack.enter_context(serving(recipes.checkpoint(url), argv[at + 1 :])).url
             return _talk(Api(url, api_key(args)), args)
     except (ApiError, FlagError) as error:
         print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
@@ -128,7 +125,6 @@ def _read(shown: bool) -> tuple[str, bool]:
 
 
 def _begun(system: str | None) -> list[dict[str, Any]]:
-    """The messages of a chat that begins."""
     return [{"role": "system", "content": system}] if system else []
 
 
@@ -152,7 +148,6 @@ def _command(text: str, messages: list[dict[str, Any]], settings: dict[str, floa
 
 
 def _set(words: list[str], settings: dict[str, float]) -> None:
-    """Carry out /set."""
     said = f"/set takes one of {', '.join(SETTINGS)}, and a number"
     if not words or (len(words) <= 2 and words[0] in SETTINGS):
         with contextlib.suppress(ValueError):

@@ -10,7 +10,6 @@ in openinfer.cli.bench.eval_cases; without --cases it is eval.jsonl beside the c
 import argparse
 import contextlib
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,9 +47,8 @@ def main(argv: list[str]) -> int:
         with contextlib.ExitStack() as stack:
             url = args.model
             if folder is not None:
-                log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
                 progress(f"starting a server of {folder}")
-                server = stack.enter_context(serving(folder, server_flags, log))
+                server = stack.enter_context(serving(folder, server_flags))
                 url = server.url
                 progress(f"ready in {server.ready_s:.2f} s")
             result = _run(Api(url, api_key(args)), cases, args)
@@ -113,14 +111,8 @@ def _run(api: Api, cases: list[eval_cases.EvalCase], args: argparse.Namespace) -
         right = eval_cases.passed(case.check, message.get("content") or "", calls)
         outcomes.append((case.kind, right))
         if not right:
-            wrong.append(
-                {
-                    "kind": case.kind,
-                    "asked": case.messages[-1]["content"],
-                    "check": case.check,
-                    "answer": message,
-                }
-            )
+            asked = case.messages[-1]["content"]
+            wrong.append({"kind": case.kind, "asked": asked, "check": case.check, "answer": message})
     tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
     shares = {
         kind: {"right": right, "cases": count, "share": round(right / count, 4)}

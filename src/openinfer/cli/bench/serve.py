@@ -12,7 +12,6 @@ import math
 import random
 import re
 import sys
-import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -92,10 +91,8 @@ def main(argv: list[str]) -> int:
         with contextlib.ExitStack() as stack:
             server = None
             if args.base_url is None:
-                work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                log = args.server_log or work / "server.log"
                 progress(f"starting a server of {args.model_dir}")
-                server = stack.enter_context(serving(args.model_dir, server_flags, log))
+                server = stack.enter_context(serving(args.model_dir, server_flags, args.server_log))
                 progress(f"ready in {server.ready_s:.2f} s, {format_bytes(server.pss_bytes)} of host memory")
             results = _measure(args, loads, goodput, server)
     except Exception as error:

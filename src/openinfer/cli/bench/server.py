@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,10 +48,13 @@ def free_port() -> int:
         return port
 
 
-def serving(model_dir: Path, flags: Sequence[str], log: Path) -> contextlib.AbstractContextManager[Server]:
-    """`openinfer serve` of a checkpoint on a free port; see `running`."""
+@contextlib.contextmanager
+def serving(model_dir: Path, flags: Sequence[str], log: Path | None = None) -> Iterator[Server]:
+    """`openinfer serve` of a checkpoint on a free port; see `running`. log: its log, which stays; None: none does."""
     port = free_port()
-    return running(["openinfer.cli", "serve", str(model_dir), "--port", str(port), *flags], port, log)
+    words = ["openinfer.cli", "serve", str(model_dir), "--port", str(port), *flags]
+    with tempfile.TemporaryDirectory() as folder, running(words, port, log or Path(folder) / "log") as server:
+        yield server
 
 
 @contextlib.contextmanager
