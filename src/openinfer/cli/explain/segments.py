@@ -84,11 +84,8 @@ class Outline:
         self.fitted = replace(self.target, nvrtc=False)
         plan = make_start_plan(blueprint, limits, buckets_for(blueprint, limits), self.target)
         self._plan = plan = with_room(plan, blueprint, options, self.target, memory_bytes)
-        self._blueprint, self._limits, self._prefix_cache = (
-            blueprint,
-            plan.limits,
-            options.enable_prefix_caching,
-        )
+        self._blueprint, self._limits = blueprint, plan.limits
+        self._prefix_cache = options.enable_prefix_caching
         self.buckets = buckets_for(blueprint, plan.limits)
         self.max_model_len, self.cache_form = limits.max_model_len, limits.cache
         self.groups, self.parts = blueprint.groups(limits), 1 if blueprint.cache_is_alike else ranks

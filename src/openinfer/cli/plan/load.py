@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,16 +28,6 @@ ARRIVAL_S = 1.5e-3
 
 
 @dataclass(slots=True)
-class _Total:
-    """The steps of one shape: how many, their rows, cached tokens and pairs of query and key."""
-
-    steps: int = 0
-    rows: int = 0
-    kv_tokens: int = 0
-    qk_pairs: int = 0
-
-
-@dataclass(slots=True)
 class StepCost:
     """Seconds of a step (a sim.CostModel), padded as the engine pads it. It also keeps what the steps were made of.
 
@@ -51,7 +42,8 @@ class StepCost:
     prompt_steps: int = 0
     context: int = 0
     """Tokens that the decode rows of the last step attended to, on average."""
-    _totals: dict[Shape, _Total] = field(default_factory=dict)
+    _totals: dict[Shape, Counter[str]] = field(default_factory=dict)
+    """Of the steps of each shape: "steps", their "rows", cached "tokens", and "pairs" of query and key."""
     _predictions: dict[Shape, Prediction] = field(default_factory=dict)
 
     def decode_s(self, rows: int, drafts: int) -> float:
@@ -73,11 +65,8 @@ class StepCost:
         queries = 1 + work.drafts / max(1, work.decode_rows)  # of a decode row
         kv_tokens = work.decode_context + read
         qk_pairs = round(queries * work.decode_context) + work.prefill_context
-        total = self._totals.setdefault(shape, _Total())
-        total.steps += 1
-        total.rows += rows
-        total.kv_tokens += kv_tokens
-        total.qk_pairs += qk_pairs
+        total = self._totals.setdefault(shape, Counter())
+        total.update(steps=1, rows=rows, tokens=kv_tokens, pairs=qk_pairs)
         self.most_rows = max(self.most_rows, rows)
         self.prompt_steps += new > 0
         host_s = self.figures.host_s + (PROMPT_STEP_S if new else 0.0)
@@ -91,13 +80,14 @@ class StepCost:
 
     def shares(self) -> dict[str, float]:
         """The parts of all steps' time by what binds, the largest first; they add up to 1."""
-        steps = sum(total.steps for total in self._totals.values())
+        steps = sum(total["steps"] for total in self._totals.values())
         seconds = {"host": self.prompt_steps * PROMPT_STEP_S + steps * self.figures.host_s}
         for shape, total in self._totals.items():
-            sums = (total.rows, total.kv_tokens, total.qk_pairs)
-            mean = Workload(shape.tokens, *(one // total.steps for one in sums))
+            mean = Workload(
+                shape.tokens, *(total[one] // total["steps"] for one in ("rows", "tokens", "pairs"))
+            )
             for name, one in Parts.of(self.steps[shape], mean, self.figures, self.ranks).names.items():
-                seconds[name] = seconds.get(name, 0.0) + total.steps * one
+                seconds[name] = seconds.get(name, 0.0) + total["steps"] * one
         whole = sum(seconds.values())
         largest = sorted(seconds.items(), key=lambda item: -item[1])
         return {name: one / whole for name, one in largest if one}
