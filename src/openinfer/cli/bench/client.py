@@ -201,15 +201,9 @@ class Client:
 
     def message(self, prompt: list[int] | str, max_tokens: int, *, stream: bool = True) -> bytes:
         """The whole HTTP request for a greedy completion of exactly max_tokens tokens."""
-        fields = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-        }
+        asked = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens}
         streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        body = msgspec.json.encode({**fields, **streamed})
+        body = msgspec.json.encode({**asked, "temperature": 0.0, "ignore_eos": True, **streamed})
         head = (
             f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
             f"Content-Type: application/json\r\n{self._authorization}Content-Length: {len(body)}\r\n\r\n"

@@ -5,7 +5,6 @@ from memory, as in a step, and activations come from where the step leaves them.
 """
 
 import argparse
-import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +14,7 @@ from typing import Any
 from openinfer.cli import recipe_flags
 from openinfer.cli.bench.record import add_record_arguments, percentile, progress, record, write
 from openinfer.cli.explain import ledger
-from openinfer.cli.explain.ledger import (
-    Machine,
-    OpCall,
-    entry_figures,
-    grouped,
-    machine,
-    machine_flags,
-    recorded_calls,
-)
+from openinfer.cli.explain.ledger import Machine, OpCall, entry_figures, machine, machine_flags
 from openinfer.cli.explain.segments import Segment, engine_segments
 from openinfer.cli.recipe_flags import Asked, without_prefix_cache
 from openinfer.frontend.errors import FlagError
@@ -104,8 +95,9 @@ def ledger_entries(
     segment: Segment, pack: Pack, stream: Stream, repeats: int, limits: Machine, seen: set[str]
 ) -> Iterator[dict[str, Any]]:
     """A ledger's entries for the calls of a segment that are not in `seen` yet; their keys are added to `seen`."""
-    calls_of = grouped(recorded_calls([segment], getattr(pack, "target", None)), segment.workload)
-    groups = {key: calls for key, calls in calls_of.items() if key not in seen}
+    recorded = ledger.recorded_calls([segment], getattr(pack, "target", None))
+    every = ledger.grouped(recorded, segment.workload)
+    groups = {key: calls for key, calls in every.items() if key not in seen}
     progress(f"{segment.name}: {len(groups)} new of its ops and shapes")
     for name, calls in groups.items():
         seen.add(name)
@@ -117,7 +109,12 @@ def _seconds(pack: Pack, stream: Stream, calls: list[OpCall], repeats: int) -> l
     """Device seconds of one call, by replay."""
     rounds = max(1, CALLS // len(calls))
     graphs = StepGraphs(stream.device, stream, capture=True)
-    graphs.record("calls", functools.partial(_enqueue, pack, calls, rounds))
+
+    def enqueue() -> None:
+        for op, args in calls * rounds:
+            pack.run(op, args)
+
+    graphs.record("calls", enqueue)
     for _ in range(WARM_UP):
         graphs.launch("calls")
     marks = [Event(stream.device, timing=True) for _ in range(2 * repeats)]
@@ -131,12 +128,6 @@ def _seconds(pack: Pack, stream: Stream, calls: list[OpCall], repeats: int) -> l
         mark.close()
     graphs.close()
     return times
-
-
-def _enqueue(pack: Pack, calls: list[OpCall], rounds: int) -> None:
-    for _ in range(rounds):
-        for op, args in calls:
-            pack.run(op, args)
 
 
 def _entry(

@@ -129,11 +129,8 @@ class StepBench:
     def offline(self, requests: int, inputs: int, outputs: int) -> Result:
         prompts = ([self._ids(inputs) for _ in range(requests)] for _ in range(OFFLINE_REPEATS))
         rates = [requests * outputs / run_points(self._engine, p, outputs)[2] for p in prompts]
-        return {
-            "output_tokens_per_s": statistics.median(rates),
-            "repeats": {"output_tokens_per_s": rates},
-            "records": [],
-        }
+        rate = statistics.median(rates)
+        return {"output_tokens_per_s": rate, "repeats": {"output_tokens_per_s": rates}, "records": []}
 
     def replays(self, recorder: ActivityRecorder, rows: int, context: int) -> list[list[Activity]]:
         """The device's activities in each repeat of one decode step; a repeat starts when the one before is done."""
@@ -245,11 +242,8 @@ def _result(wall: list[float], device: list[float], records: list[Result]) -> Re
         for name, values in (("wall_ms", wall), ("device_ms", device))
         if values
     }
-    return {
-        **{name: statistics.median(values) for name, values in repeats.items()},
-        "repeats": repeats,
-        "records": records,
-    }
+    medians = {name: statistics.median(values) for name, values in repeats.items()}
+    return {**medians, "repeats": repeats, "records": records}
 
 
 def _record(seconds: list[float], rows: int, context: int, prefill: int, start: int) -> Result:
