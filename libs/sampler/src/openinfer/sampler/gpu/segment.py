@@ -101,6 +101,8 @@ def verify_rows(
     """
     b, r = buffers, num_rows
     emits, starts = rows["emits"], rows["sure_starts"]
+    step = {"slots": rows["slots"][:r], "num_drafts": rows["num_drafts"][:r]}
+    state = {name: rows[name] for name in ("accepted", "drafts", "seq_lens", "last_tokens", "alive")}
     for place in range(num_drafts + 1):
         if place:
             accept(
@@ -108,15 +110,10 @@ def verify_rows(
                 follows=b.follows[:r],
                 starts=b.starts[: r + 1],
                 result=b.result[(place - 1) * r : place * r],
-                accepted=rows["accepted"],
-                slots=rows["slots"][:r],
                 emits=emits[:r],
-                num_drafts=rows["num_drafts"][:r],
-                drafts=rows["drafts"],
-                seq_lens=rows["seq_lens"],
-                last_tokens=rows["last_tokens"],
-                alive=rows["alive"],
                 place=place,
+                **step,
+                **state,
             )
             emits, starts = b.follows, b.starts
         masks = None if all_greedy else masks_after(place)

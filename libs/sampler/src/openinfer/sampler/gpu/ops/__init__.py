@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.authoring import power_of_two
+from openinfer.kernels.authoring import Scratch, power_of_two
 
 Array = np.ndarray[Any, Any]
 
@@ -68,3 +68,7 @@ class Tiles:
         group = max(SMALLEST_GROUP, power_of_two(-(-vocabulary // MOST_GROUPS)))
         chunk = max(CHUNK, group)
         return cls(vocabulary, chunk, -(-vocabulary // chunk), group, -(-vocabulary // group))
+
+    def found(self, rows: int, dtype: Any, *names: str) -> dict[str, Scratch]:
+        """Scratch [rows, parts] by name: what the programs of a streaming kernel leave for the next kernel."""
+        return {name: Scratch((rows, self.parts), dtype) for name in names}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Generic
 
 import numpy as np
 
@@ -109,17 +109,13 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     rows, tiles = a.logits.shape[0], Tiles.of(a.logits.shape[1])
-
-    def found(dtype: Any, *names: str) -> dict[str, Scratch]:
-        return {name: Scratch((rows, tiles.parts), dtype) for name in names}
-
-    raw = found(float32, "tops", "sums")
-    best = found(float32, "bests") | found(int32, "best_ids")
-    peaks, masses = found(float32, "peaks"), found(float32, "masses")
-    floors, below = found(float32, "floors"), found(float32, "below")
+    chosen, raw = tensors(a, "tokens", "logprobs"), tiles.found(rows, float32, "tops", "sums")
+    best = tiles.found(rows, float32, "bests") | tiles.found(rows, int32, "best_ids")
+    peaks, masses = tiles.found(rows, float32, "peaks"), tiles.found(rows, float32, "masses")
+    floors, below = tiles.found(rows, float32, "floors"), tiles.found(rows, float32, "below")
     bins = {"bins": Scratch((rows, BINS), int32)}
     arrived, bounds = {"arrived": Scratch((rows,), int32)}, {"bounds": Scratch((rows, 4), float32)}
-    above = found(int32, "counts") | found(float32, "k_masses", "p_masses")
+    above = tiles.found(rows, int32, "counts") | tiles.found(rows, float32, "k_masses", "p_masses")
     listed = {
         "listed": Scratch((rows,), int32),
         "list_logits": Scratch((rows, LIST), float32),
@@ -180,18 +176,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         _MODULE,
         "draw",
         (rows,),
-        {
-            **tensors(a, "tokens", "logprobs"),
-            **raw,
-            **peaks,
-            **masses,
-            **best,
-            **bounds,
-            **above,
-            **listed,
-            **adjusted,
-            **step,
-        },
+        {**chosen, **raw, **peaks, **masses, **best, **bounds, **above, **listed, **adjusted, **step},
         {**greedy, **parts, "LIST": LIST, "SHORT": min(SHORT, LIST), "BLOCK": BLOCK},
         num_warps=8,
     )
@@ -234,8 +219,8 @@ def _greedy_reference(a: _GreedyArgs[Array]) -> None:
 
 def _greedy_launches(target: Target, a: _GreedyArgs[Tensor]) -> Iterator[Command]:
     rows, tiles = a.logits.shape[0], Tiles.of(a.logits.shape[1])
-    found = {name: Scratch((rows, tiles.parts), float32) for name in ("tops", "bests")}
-    found["best_ids"] = Scratch((rows, tiles.parts), int32)
+    found = tiles.found(rows, float32, "tops", "bests") | tiles.found(rows, int32, "best_ids")
+    chosen, marks = tensors(a, "tokens", "logprobs"), tensors(a, "slots", "alive", "emits")
     yield launch(
         _GREEDY_MODULE,
         "scan_greedy",
@@ -253,12 +238,7 @@ def _greedy_launches(target: Target, a: _GreedyArgs[Tensor]) -> Iterator[Command
         _GREEDY_MODULE,
         "take_greedy",
         (rows,),
-        {
-            **tensors(a, "tokens", "logprobs"),
-            **found,
-            **tensors(a, "slots", "alive", "emits"),
-            "parts": tiles.parts,
-        },
+        {**chosen, **found, **marks, "parts": tiles.parts},
         {"NO_TOKEN": NO_TOKEN, "UNSOUND": UNSOUND, "PARTS": power_of_two(tiles.parts)},
         num_warps=1,
     )

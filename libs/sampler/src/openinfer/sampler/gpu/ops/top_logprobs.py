@@ -77,11 +77,8 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     rows, width, tiles = a.logits.shape[0], a.ids.shape[1], Tiles.of(a.logits.shape[1])
-    found: dict[str, Scratch] = {
-        "tops": Scratch((rows, tiles.parts), float32),
-        "sums": Scratch((rows, tiles.parts), float32),
-        "maxima": Scratch((rows, tiles.groups), float32),
-    }
+    found = tiles.found(rows, float32, "tops", "sums")
+    found["maxima"] = Scratch((rows, tiles.groups), float32)
     step: dict[str, Tensor | Aligned | int] = {
         **tensors(a, "logits", "slots", "alive", "emits", "num_logprobs"),
         "vocabulary": aligned(tiles.vocabulary),
@@ -146,11 +143,7 @@ def _score_reference(a: _ScoreArgs[Array]) -> None:
 
 def _score_launches(target: Target, a: _ScoreArgs[Tensor]) -> Iterator[Command]:
     rows, tiles = a.logits.shape[0], Tiles.of(a.logits.shape[1])
-    found = {
-        "tops": Scratch((rows, tiles.parts), float32),
-        "sums": Scratch((rows, tiles.parts), float32),
-        "larger": Scratch((rows, tiles.parts), int32),
-    }
+    found = tiles.found(rows, float32, "tops", "sums") | tiles.found(rows, int32, "larger")
     given = {**tensors(a, "logits", "targets"), "vocabulary": aligned(tiles.vocabulary), "parts": tiles.parts}
     yield launch(_MODULE, "weigh", (rows, tiles.parts), {**found, **given}, {"CHUNK": tiles.chunk})
     yield launch(
