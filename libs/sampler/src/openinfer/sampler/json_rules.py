@@ -115,8 +115,7 @@ class JsonRules:
         if (
             not isinstance(least, int)
             or not isinstance(most, int | None)
-            or least < 0
-            or (most or least) < least
+            or not 0 <= least <= (most or least)
         ):
             raise InvalidGrammar(f"minLength {least!r} and maxLength {most!r} are no lengths")
         piece = self._lark.terminal(f"/{_UNIT}{{{PIECE}}}/")

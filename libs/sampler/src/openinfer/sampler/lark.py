@@ -82,9 +82,8 @@ class Lark:
             excluded = [text for text in (marker, never) if text and text != before + marker]
             return self._counted(before + marker, excluded, least, MOST if most is None else min(most, MOST))
         count = "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
-        end, bodies = f"{pattern_of(before)}{pattern_of(marker)}", []
-        for expression in like:
-            bodies.append(f"/(?:{expression}){end}/")
+        end = f"{pattern_of(before)}{pattern_of(marker)}"
+        bodies = [f"/(?:{expression}){end}/" for expression in like]
         if like and not any(marker[0] in expression for expression in like):
             # Expressions with a complement explode. This one is narrower: no text has the marker's first character.
             bodies.append(f"/[^{pattern_of(marker[0])}]{count}{end}/")

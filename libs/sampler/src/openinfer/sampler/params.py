@@ -126,23 +126,16 @@ class SamplingParams:
 
 def _number(param: str, given: object, low: float, high: float, *, above: bool = False) -> float:
     """A finite float in [low, high], or in (low, high] with ``above``."""
-    allowed = f"a number in {'(' if above else '['}{low:g}, {high:g}]"
-    if not isinstance(given, Real) or isinstance(given, bool):
-        raise InvalidParams(param, given, allowed)
-    value = float(given)
-    if not math.isfinite(value) or not low <= value <= high or (above and value == low):
-        raise InvalidParams(param, given, allowed)
+    value = float(given) if isinstance(given, Real) and not isinstance(given, bool) else math.nan
+    if not low <= value <= high or (above and value == low):
+        raise InvalidParams(param, given, f"a number in {'(' if above else '['}{low:g}, {high:g}]")
     return value
 
 
 def _integer(param: str, given: object, low: int, high: int) -> int:
-    allowed = f"an integer from {low} to {high}"
-    if not isinstance(given, Integral) or isinstance(given, bool):
-        raise InvalidParams(param, given, allowed)
-    value = int(given)
-    if not low <= value <= high:
-        raise InvalidParams(param, given, allowed)
-    return value
+    if not isinstance(given, Integral) or isinstance(given, bool) or not low <= int(given) <= high:
+        raise InvalidParams(param, given, f"an integer from {low} to {high}")
+    return int(given)
 
 
 def _is_list(given: object) -> bool:

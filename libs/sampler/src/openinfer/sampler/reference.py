@@ -166,12 +166,8 @@ def _adjusted(
         return logits
     candidates = logits.copy()
     for r in rows:
-        candidates[r] = adjusted(
-            logits[r],
-            params[r],
-            None if prompts is None else prompts[r],
-            None if outputs is None else outputs[r],
-        )
+        prompt, output = (None if ids is None else ids[r] for ids in (prompts, outputs))
+        candidates[r] = adjusted(logits[r], params[r], prompt, output)
     return candidates
 
 
