@@ -123,14 +123,8 @@ async def _frontend(server: Server, rounds: int, *, stream: bool) -> dict[str, A
 
 
 def _line(result: dict[str, Any]) -> str:
-    names = (
-        "mean_us",
-        "p50_us",
-        "p99_us",
-        "requests_per_s",
-        "tokens_per_s",
-        "cpu_us_a_token",
-        "cpu_us_a_request",
-    )
-    figures = ", ".join(f"{name} {result[name]:.1f}" for name in names if name in result)
+    names = [
+        name for name, value in result.items() if isinstance(value, float) and name != "client_cpu_share"
+    ]
+    figures = ", ".join(f"{name} {result[name]:.1f}" for name in names)
     return f"{result['what']}\n    {figures}"

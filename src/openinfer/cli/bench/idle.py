@@ -115,14 +115,9 @@ class IdleEngine:
         params = SamplingParams(temperature=0.0, ignore_eos=True)
         for _ in range(count):
             self._next += 1
+            prompt = [self._next % 1000] * PROMPT_LENS[self._next % len(PROMPT_LENS)]
             self.engine.submit(
-                Request(
-                    id=self._next,
-                    prompt_token_ids=[self._next % 1000] * PROMPT_LENS[self._next % len(PROMPT_LENS)],
-                    sampling=params,
-                    max_tokens=4000,
-                    arrival=0.0,
-                )
+                Request(id=self._next, prompt_token_ids=prompt, sampling=params, max_tokens=4000, arrival=0.0)
             )
 
     def fill(self) -> None:

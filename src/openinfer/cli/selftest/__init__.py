@@ -115,16 +115,6 @@ def _pytest(*paths: str) -> Result:
     return {"ok": ok, "suites": lines}
 
 
-def kernels(work: Path) -> Result:
-    """Every op against its reference on real shapes."""
-    return _pytest("libs/kernels/tests", "libs/sampler/tests")
-
-
-def libraries(work: Path) -> Result:
-    """The other libraries' tests on the device."""
-    return _pytest("libs/tensor/tests", "libs/graph/tests", "recipes/tests", "tests")
-
-
 def _reference(recipe: str, name: str, work: Path, shape: str = "4b") -> Result:
     """A checkpoint with random weights in the folder `name`, and transformers' log-probabilities on it."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
@@ -156,7 +146,6 @@ def _judged(built: Built, references: Sequence[Reference]) -> Result:
 
 
 def _told(checks: Iterable[Check]) -> list[Check]:
-    """Print checks as they come."""
     found = []
     for check in checks:
         print(check, flush=True)
@@ -196,11 +185,6 @@ def long(work: Path) -> Result:
     return {"ok": all(v.passed for v in verdicts), "verdicts": [v.as_dict() for v in verdicts]}
 
 
-def _serve(work: Path) -> Result:
-    """The server over HTTP, its kernels cached: start to ready, answers, and nothing left behind."""
-    return check_server(work / "model", work / "serve.log")
-
-
 QWEN3, HYBRID, DEEPSEEK = ("qwen3", "model"), ("qwen3_5", "hybrid"), ("deepseek_v4", "deepseek")
 """Recipes, and the folders of their checkpoints: the shapes of Qwen3-4B and Qwen3.5-4B, and five layers of V4-Flash's
 with packed weights, whose gates run without and with activations that are rounded as in the published code."""
@@ -210,12 +194,15 @@ STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "packed": (_packed, 60),
     "model_gates": (model_gates, 120),
     "model_serve": (model_serve, 60),
-    "kernels": (kernels, 120),
+    "kernels": (lambda work: _pytest("libs/kernels/tests", "libs/sampler/tests"), 120),
     "reference": (partial(_reference, *QWEN3), 120),
     "gates": (partial(_gates, *QWEN3), 120),
     "bench": (partial(_bench, *QWEN3), 60),
-    "serve": (_serve, 60),
-    "libraries": (libraries, 350),
+    "serve": (lambda work: check_server(work / "model", work / "serve.log"), 60),
+    "libraries": (
+        lambda work: _pytest("libs/tensor/tests", "libs/graph/tests", "recipes/tests", "tests"),
+        350,
+    ),
     "long": (long, 150),
     "hybrid_reference": (partial(_reference, *HYBRID), 150),
     "hybrid_gates": (partial(_gates, *HYBRID), 120),
