@@ -167,9 +167,7 @@ class Lease:
             )
         states = [(group, part) for group, part in enumerate(self._parts) if isinstance(part, Snapshots)]
         if not all(part.table for _, part in states):
-            raise InvalidTokens(
-                "there is no live state yet: reserve room for more than the cached tokens first"
-            )
+            raise InvalidTokens("there is no live state yet: reserve more than the cached tokens first")
         if not self._index.enabled or any(not part.has_room(boundary) for _, part in states):
             return None
         return [Copy(group, part.table[0], part.snapshot(boundary), boundary) for group, part in states]

@@ -99,9 +99,7 @@ class History:
             self.check()
         while self.loader and self.loader.loads:
             self.pool.poll(None)
-        must_hold(
-            self.pool.num_free == self.pool.num_total, "blocks are lost: nothing is held, and not all is free"
-        )
+        must_hold(self.pool.num_free == self.pool.num_total, "nothing is held, and not all is free")
 
     def abandon(self) -> None:
         """Drop everything quietly, after a failure."""
@@ -157,12 +155,8 @@ class History:
         after = [list(lease.block_table(group)) for group in groups]
         if grown is None:
             self.num_dry += 1
-            must_hold(
-                reach < max(num_tokens, kept_tokens), f"there was room for {reach} tokens, and it is refused"
-            )
-            must_hold(
-                after == before and self.pool.num_free == free, "a reserve that is refused changed something"
-            )
+            must_hold(reach < max(num_tokens, kept_tokens), f"refused, with room for {reach} tokens")
+            must_hold(after == before and self.pool.num_free == free, "a refused reserve changed something")
             return False
         must_hold(num_tokens <= reach, f"{num_tokens} tokens were reserved where there was room for {reach}")
         for group, first, blocks in grown:
@@ -172,9 +166,7 @@ class History:
             )
             before[group] += blocks
         must_hold(after == before, "reserve does not return what it added to the tables")
-        must_hold(
-            lease.num_tokens >= num_tokens, f"room for {lease.num_tokens} tokens, {num_tokens} were reserved"
-        )
+        must_hold(lease.num_tokens >= num_tokens, f"{lease.num_tokens} tokens fit, not {num_tokens}")
         for group, spec in enumerate(self.groups):
             room = len(after[group]) * spec.block_size
             if not spec.snapshots and spec.window is None:
@@ -325,9 +317,7 @@ class History:
                 self.memory[group][table[0]] = content
                 continue
             block = table[position // spec.block_size]
-            must_hold(
-                block != 0, f"position {position} of group {group} is to be written to the padding block"
-            )
+            must_hold(block != 0, f"position {position} of group {group} goes to the padding block")
             self.memory[group].setdefault(block, {})[position % spec.block_size] = content
         seq.written += 1
         for copy in seq.snapshots:

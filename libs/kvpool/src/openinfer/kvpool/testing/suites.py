@@ -29,9 +29,7 @@ class PoolSuite(_Suite):
 
     def _computed(self, pool: Any, tokens: list[int], num_confirmed: int, salt: bytes = b"") -> Any:
         lease = pool.acquire(tokens, salt)
-        must_hold(
-            lease.reserve(len(tokens)) is not None, f"no room for {len(tokens)} tokens in an empty pool"
-        )
+        must_hold(lease.reserve(len(tokens)) is not None, f"no room for {len(tokens)} tokens in a new pool")
         lease.commit(tokens, num_confirmed)
         return lease
 
@@ -44,20 +42,14 @@ class PoolSuite(_Suite):
     def test_a_prefix_is_found_while_held_and_after(self) -> None:
         pool = self.make_pool(PAGES)
         lease = self._computed(pool, list(range(7)), 7)
-        must_hold(
-            self._num_cached(pool, list(range(7))) == 6, "six of seven tokens are in whole blocks, and in use"
-        )
+        must_hold(self._num_cached(pool, list(range(7))) == 6, "whole blocks have six of seven tokens")
         lease.release()
-        must_hold(
-            self._num_cached(pool, [0, 1, 2, 3, 9]) == 4, "four tokens of a released lease should be cached"
-        )
+        must_hold(self._num_cached(pool, [0, 1, 2, 3, 9]) == 4, "four tokens of a released lease are cached")
 
     def test_one_token_is_left_to_compute(self) -> None:
         pool = self.make_pool(PAGES)
         self._computed(pool, [1] * 4, 4).release()
-        must_hold(
-            self._num_cached(pool, [1] * 4) < 4, "a prompt that is all cached has nothing left to compute"
-        )
+        must_hold(self._num_cached(pool, [1] * 4) < 4, "an all cached prompt has nothing left to compute")
 
     def test_only_confirmed_tokens_are_found(self) -> None:
         pool = self.make_pool(PAGES)
@@ -89,9 +81,7 @@ class PoolSuite(_Suite):
     def test_a_pool_without_a_loader_loads_nothing(self) -> None:
         pool = self.make_pool(PAGES)
         lease = pool.acquire([1] * 9)
-        must_hold(
-            lease.num_loadable == 0, f"{lease.num_loadable} tokens can be loaded, and there is no loader"
-        )
+        must_hold(lease.num_loadable == 0, f"{lease.num_loadable} tokens can be loaded without a loader")
         must_hold(not lease.load(), "a load has started, and there is no loader")
         must_hold(list(pool.poll(None)) == [], "poll() must return at once, and nothing, when nothing loads")
         lease.release()
@@ -149,9 +139,7 @@ class LoadingSuite(_Suite):
     def test_blocks_on_their_way_are_not_given_out(self) -> None:
         pool, _, lease = self._loading([1] * 9, stored=8, failures=0.0)
         lease.release()
-        must_hold(
-            pool.num_free == pool.num_total - 4, "four blocks are the loader's until it is done with them"
-        )
+        must_hold(pool.num_free == pool.num_total - 4, "four blocks are the loader's until it is done")
         pool.poll(None)
         must_hold(pool.num_free == pool.num_total, "the load has ended, and not all is free")
 
@@ -224,9 +212,7 @@ class EvictionSuite(_Suite):
             )
 
     def test_the_same_calls_give_the_same_order(self) -> None:
-        must_hold(
-            self._grow_and_shrink(1) == self._grow_and_shrink(1), "two equal histories popped differently"
-        )
+        must_hold(self._grow_and_shrink(1) == self._grow_and_shrink(1), "equal histories popped differently")
 
     def test_random_histories_of_a_pool(self) -> None:
         for groups in (PAGES, MIXED):

@@ -138,9 +138,7 @@ class TransferConfig:
         except OSError as error:
             raise InvalidConfig(f"secret_file cannot be read: {error}") from None
         if len(secret) < 16:
-            raise InvalidConfig(
-                f"secret_file {path} has {len(secret)} bytes; give at least 16 that are random"
-            )
+            raise InvalidConfig(f"secret_file {path} has {len(secret)} bytes; give at least 16 random ones")
         return secret
 
 

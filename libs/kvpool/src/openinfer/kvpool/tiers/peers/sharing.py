@@ -69,9 +69,7 @@ class Sharing:
         """Raise InvalidConfig for a peer that a request may not name. Its blocks serve all requests, so it must be one
         that the operator allows, and prove that it knows the secret."""
         if not self._secret:
-            raise InvalidConfig(
-                "a request may name a peer only where kv_connector_extra_config has a secret_file"
-            )
+            raise InvalidConfig("requests name peers only where kv_connector_extra_config has a secret_file")
         if address not in self._addresses and not any(one.admits(address) for one in self._allowed):
             raise InvalidConfig(
                 f"remote_host {address[0][:80]!r}, remote_port {address[1]} is no peer that --kv-peer allows; give it "
