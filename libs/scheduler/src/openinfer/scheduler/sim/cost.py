@@ -53,9 +53,7 @@ class LinearCost:
         no record or a time is not positive."""
         rows = [([1.0, *work[:4]], seconds) for work, seconds in records]
         if not rows or any(seconds <= 0 for _, seconds in rows):
-            raise InvalidSetup(
-                f"a cost is fitted to steps of positive seconds; {len(rows)} records were given"
-            )
+            raise InvalidSetup(f"a cost is fitted to steps of positive seconds, given {len(rows)} records")
         # Divided by the time, so that errors are relative; by the largest, so that columns are of one size.
         scale = [max(abs(row[i]) for row, _ in rows) or 1.0 for i in range(5)]
         matrix = [[x / s / seconds for x, s in zip(row, scale, strict=True)] for row, seconds in rows]

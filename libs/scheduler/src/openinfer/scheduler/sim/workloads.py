@@ -108,9 +108,7 @@ def read_trace(path: str | Path, *, speed: float = 1.0) -> list[Request]:
                 output = _tokens(random.Random(~number), (entry["output_length"],) * 2)
                 arrival = entry["timestamp"] / 1000 / speed
             except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-                raise InvalidSetup(
-                    f"{path}, line {number + 1} is no request of a trace: {error!r}"
-                ) from error
+                raise InvalidSetup(f"{path}, line {number + 1} is no request: {error!r}") from error
             tenant, priority = entry.get("tenant", ""), entry.get("priority", 0)
             requests.append(Request(arrival, prompt, output, len(output), None, tenant, priority))
     return requests

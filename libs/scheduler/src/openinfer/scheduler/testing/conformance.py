@@ -189,9 +189,7 @@ class _Play:
             if until in self.turn():
                 return
         if until is not None:
-            raise Mismatch(
-                f"a request waited for {turns} turns while {self.num_submitted} others were served"
-            )
+            raise Mismatch(f"a request waited for {turns} turns while {self.num_submitted} others ran")
 
     def finish(self) -> None:
         for _ in range(400):
@@ -232,9 +230,7 @@ class DrafterConformance:
                 count, before = rng.randint(0, 9), list(tokens)
                 found = list(drafter.propose(tokens, count))
                 if len(found) > count or not set(found) <= set(range(self.num_tokens)):
-                    raise Mismatch(
-                        f"after {tokens} the drafter was asked for {count} tokens and gave {found}"
-                    )
+                    raise Mismatch(f"after {tokens} it was asked for {count} tokens and gave {found}")
                 if tokens != before:
                     raise Mismatch(f"the drafter changed the sequence {before} to {tokens}")
                 tokens += [rng.randrange(self.num_tokens) for _ in range(rng.randint(0, 3))]

@@ -177,9 +177,7 @@ class FakeRunner:
             row.seq: row.num_tokens - 1 for row in step.rows if row.start is None and row.num_tokens != 1
         }
         if drafts != step.drafts:
-            raise DeviceFault(
-                f"step {step.index} names {len(step.drafts)} rows with drafts, it has {len(drafts)}"
-            )
+            raise DeviceFault(f"step {step.index} names {len(step.drafts)} drafting rows, has {len(drafts)}")
 
     def _fenced(self, row: _DeviceRow) -> bool:
         return row.ended and row.last_step <= self.num_collected
