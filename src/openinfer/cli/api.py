@@ -168,9 +168,7 @@ class Api:
             # ValueError: a host that is no name.
             connection.close()
             where = self._parts.geturl()
-            raise ApiError(
-                f"no server answers at {where}: {error}; openinfer serve MODEL starts one"
-            ) from error
+            raise ApiError(f"no server answers at {where}: {error}; start openinfer serve MODEL") from error
         if response.status != 200:
             with contextlib.closing(connection), response, self._reading():
                 text = response.read(MAX_REFUSAL_BYTES)

@@ -63,8 +63,6 @@ def _compile(args: argparse.Namespace, asked: Asked) -> int:
 def _target(args: argparse.Namespace) -> Target:
     known = GPUS.get(args.arch)
     if known is None and args.num_sms is None:
-        raise FlagError(
-            f"--arch {args.arch}: known are {', '.join(map(str, GPUS))}; for others give --num-sms too"
-        )
+        raise FlagError(f"--arch {args.arch}: known are {', '.join(map(str, GPUS))}; others need --num-sms")
     known = known or Target(args.arch, 0)
     return replace(known, num_sms=args.num_sms or known.num_sms, gpu=args.gpu or known.gpu)

@@ -97,9 +97,7 @@ def cached(engine: Engine, sequences: Sequence[Reference], chunk: int, *, wrong:
         forced.feed(first, len(prefix), chunk)
         second = forced.join(2, sequence.tokens, salt)
         if not second.fed:
-            raise NotReproducible(
-                f"a prefix of {len(prefix)} tokens is not found again; is the prefix cache on?"
-            )
+            raise NotReproducible(f"a prefix of {len(prefix)} tokens is not found; is the prefix cache on?")
         forced.feed(second, sequence.first, chunk)
         found += _decoded(forced, [(second, sequence)])
         forced.leave()

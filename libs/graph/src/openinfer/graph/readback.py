@@ -51,9 +51,7 @@ class Readback:
     def place(self) -> int:
         """The place in the ring of the next `enqueue`. Raises RingFull."""
         if len(self._pending) == len(self._ring):
-            raise RingFull(
-                f"{len(self._ring)} results are under way, as many as the ring holds; take one first"
-            )
+            raise RingFull(f"{len(self._ring)} results are under way, and the ring is full; take one first")
         return self._next
 
     def begin(self, stream: Stream) -> None:
