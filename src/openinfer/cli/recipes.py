@@ -53,7 +53,6 @@ def find(model_dir: Path) -> Recipe:
 
 
 def _why_no_checkpoint(folder: Path) -> str:
-    """The reason why a path is no checkpoint, and what to give instead."""
     wanted = "MODEL is the folder of a checkpoint, or a name of the hub such as Qwen/Qwen3-0.6B"
     if not folder.exists():
         demo = "; demo models come with a checkout of the project" * (folder.parts[:1] == ("demo",))

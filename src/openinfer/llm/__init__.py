@@ -71,8 +71,6 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request that runs."""
-
     prompt: list[int]
     detokenizer: Detokenizer
     stops: StopStrings | None
@@ -304,7 +302,6 @@ class LLM:
 
 
 def _on_a_gpu(device: str) -> bool:
-    """Whether the engine of this --device runs on a GPU."""
     try:
         return device.startswith("cuda") or (device == "auto" and Device("cuda", 0).kind == "cuda")
     except (CudaError, DriverNotFound):

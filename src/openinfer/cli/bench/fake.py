@@ -27,7 +27,6 @@ def write_tokenizer(folder: Path) -> None:
 
 
 async def _serve(port: int, folder: Path) -> int:
-    """Serve on a port of this machine until SIGTERM."""
     from openinfer.frontend.contract import EngineSpec
     from openinfer.frontend.http import Tokenizer, create_app, run_server
     from openinfer.frontend.process_driver import ProcessDriver

@@ -69,8 +69,6 @@ def recipes_that_can() -> dict[str, Recipe[Any]]:
 
 
 class _Pack:
-    """Runs no op."""
-
     def run(self, op: Op[Any], args: Any) -> None:
         pass
 

@@ -106,7 +106,6 @@ def ledger_entries(
 
 
 def _seconds(pack: Pack, stream: Stream, calls: list[OpCall], repeats: int) -> list[float]:
-    """Device seconds of one call, by replay."""
     rounds = max(1, CALLS // len(calls))
     graphs = StepGraphs(stream.device, stream, capture=True)
 

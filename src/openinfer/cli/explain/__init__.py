@@ -194,7 +194,6 @@ def memory_plan(outline: Outline, gpu_bytes: float, utilization: float) -> str:
 
 
 def _plot(lines: list[Line], title: str, path: Path) -> None:
-    """Draw a bar for each line: its floor, and its measured time. Raises BadFlags without matplotlib."""
     figure = recipe_flags.figure_type()(figsize=(9, 0.4 * len(lines) + 1.6), layout="constrained")
     axes = figure.subplots()
     places = range(len(lines), 0, -1)

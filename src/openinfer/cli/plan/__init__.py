@@ -125,7 +125,6 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
 
 
 def _server(args: argparse.Namespace, asked: Asked) -> PlannedServer:
-    """The server of a command line. Raises BadFlags, SetupError."""
     target = speed.target(args.gpu)
     if target is speed.CPU and args.speeds is None:
         raise BadFlags(

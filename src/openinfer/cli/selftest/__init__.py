@@ -130,7 +130,6 @@ def _reference(recipe: str, name: str, work: Path, shape: str = "4b") -> Result:
 
 
 def _gates(recipe: str, name: str, work: Path, **flags: Any) -> Result:
-    """The accuracy gate on every path, and its negative controls."""
     return _judged(_build(recipe, work / name, **flags), load_reference(work / name / "reference.npz"))
 
 
@@ -163,7 +162,6 @@ def _ranks() -> int:
 
 
 def _bench(recipe: str, name: str, work: Path) -> Result:
-    """Prefill and decode of one sequence, 1,024 tokens."""
     engine, _ = _build(recipe, work / name, enable_prefix_caching=False)
     figures = list(points.measure_points(engine, ["decode:1,1024", "prefill:1024"]))
     compiles = engine.stats().compiles_after_ready

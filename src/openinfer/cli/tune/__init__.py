@@ -96,7 +96,6 @@ def _tune(args: argparse.Namespace, asked: Asked) -> int:
 
 
 def _fit(args: argparse.Namespace, asked: Asked) -> int:
-    """Print the speeds that measured steps give, and write them."""
     outline = Outline(asked.recipe, asked.source(), asked.options, speed.target(args.gpu))
     found, text = speed.fitted_figures(outline, args.from_trace)
     print(text)
@@ -128,7 +127,6 @@ def _result(found: Measured) -> dict[str, Any]:
 
 
 def _line(found: Measured) -> str:
-    """The best beside the untuned choice and cuBLASLt, as text."""
     op, n, k = found.shape
     best, untuned = found.seconds[found.best], next(iter(found.seconds.values()))
     cublas = next((s for c, s in found.seconds.items() if c.kind == "cublas"), math.nan)

@@ -19,8 +19,6 @@ FRESH = 1 / 32
 
 @dataclass(slots=True)
 class _Seen:
-    """Steps of a shape that ran."""
-
     steps: int = 0
     average: float | None = None
     """A ratio to the prediction, or seconds where nothing is predicted."""

@@ -87,7 +87,6 @@ class Constraint:
         return bool(mask.any()) and not trial.must_end
 
     def _catch_up(self) -> None:
-        """Match the tokens that were drawn since the last mask."""
         tokens, self._tokens = self._tokens, []
         for token in tokens:
             self._matcher.accept(token)
@@ -163,8 +162,6 @@ class Masks:
 
 
 class _Ready(NamedTuple, Generic[T]):
-    """The result of compiling a request's grammar."""
-
     id: int
     item: T
     matcher: Matcher | None

@@ -74,8 +74,6 @@ class GuardedDrafters:
 
 
 class _Guarded:
-    """The drafter of one sequence."""
-
     def __init__(self, guard: GuardedDrafters) -> None:
         self._guard = guard
         self._drafter = guard.made()

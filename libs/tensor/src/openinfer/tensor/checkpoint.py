@@ -206,7 +206,6 @@ class Checkpoint(Closing):
             raise CheckpointError(self.directory, None, self._why_not())
 
     def _why_not(self) -> str:
-        """The reason why the directory has no safetensors, and what to do."""
         if not self.directory.is_dir():
             kind = "is a file; give its folder" if self.directory.exists() else "is not there"
             return f"{kind}. A checkpoint is a folder with {_SINGLE} or {_INDEX}"

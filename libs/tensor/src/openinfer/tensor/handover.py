@@ -146,6 +146,5 @@ def distrust(folder: Path, *, sticky: bool = False) -> str:
 
 
 def _user(connection: socket.socket) -> int:
-    """The user whose process is at the other end."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(packed)[1])

@@ -94,7 +94,6 @@ def copied_part(checkpoint: Checkpoint, name: str, source: tuple[slice, ...]) ->
 
 
 def _bounds(info: TensorInfo, source: tuple[slice, ...]) -> list[tuple[int, int]]:
-    """First index and end by axis."""
     if len(source) > len(info.shape):
         raise CheckpointError(
             info.file, info.name, f"has shape {list(info.shape)}; {len(source)} slices were given"

@@ -305,7 +305,6 @@ class Runner:
         return taken
 
     def _join(self, seq: Seq[Sampling]) -> None:
-        """Write the state of a sequence that got a slot."""
         rows, slot, sampling = self.model.batch.rows, seq.slot, seq.owner
         if seq.lease is None:
             raise TypeError(f"sequence {seq.id} joined without a lease")

@@ -324,7 +324,6 @@ def _text(took: float, before: float) -> str:
 
 
 def _facts(step: TracedStep, predicted_s: float | None) -> Json:
-    """Numbers of a step: its batch, and its times."""
     batch = {name: value for name, value in step.facts.items() if name != "timed"}
     return {**batch, "device_s": step.seconds, "predicted_s": predicted_s}
 

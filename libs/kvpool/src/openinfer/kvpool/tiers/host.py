@@ -130,7 +130,6 @@ class HostMemory:
         return [nbytes for _, nbytes in self._pieces()]
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
-        """The group and the bytes of each piece."""
         left = list(self.num_slots)
         while any(left):
             for group, size in enumerate(self._sizes):
@@ -299,7 +298,6 @@ class HostMemory:
 
 
 def _pages(nbytes: int) -> Array:
-    """Memory, uint8 [nbytes]."""
     pages = mmap.mmap(-1, nbytes)
     huge(pages)
     return np.frombuffer(pages, np.uint8)

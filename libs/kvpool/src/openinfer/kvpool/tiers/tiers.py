@@ -189,7 +189,6 @@ class Tiers:
             self._swaps |= {(group, copy.block): (copy, slot) for copy, slot in saves}
 
     def _save(self, kind: Kind, saves: Sequence[Save]) -> None:
-        """Begin the copies of blocks to their records."""
         if self._mover is None or not saves:
             return
         for slot in (slots := [slot for _, slot in saves]):

@@ -109,7 +109,6 @@ class _Simulation:
             self._follow(number)
 
     def _note(self, event: Event[Record, None]) -> None:
-        """Handle an event, as an engine does."""
         now = self.runner.now
         match event:
             case Tokens():

@@ -230,7 +230,6 @@ def _windowed(seed: int, groups: list[PoolShape]) -> list[PoolShape]:
 
 
 def _observe(events: "Sequence[Event[_Request, Sampled]]") -> None:
-    """Pass events to the requests, as an engine does."""
     for event in events:
         if isinstance(event, Tokens):
             for position, seq in event.emitting():

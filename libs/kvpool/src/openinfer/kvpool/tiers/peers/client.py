@@ -38,8 +38,6 @@ class PeerAnswer(NamedTuple):
 
 @dataclass(slots=True)
 class _Question:
-    """A question that is not answered by all yet."""
-
     left: set[Address]
     until: float
     problems: list[str] = field(default_factory=list)
@@ -225,11 +223,9 @@ class _Peer:
         self._reads.put(slot)
 
     def stop(self) -> None:
-        """The lanes end soon."""
         for jobs in (self.jobs, *[self._reads] * (len(self._lanes) - 1)):
             jobs.put(None)
 
     def join(self) -> None:
-        """End the conversations that are under way, and wait for the threads."""
         for lane in self._lanes:
             lane.close()

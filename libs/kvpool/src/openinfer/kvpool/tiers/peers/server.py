@@ -127,7 +127,6 @@ class PeerServer:
             self._leave(link)
 
     def _choose(self, link: Link, words: dict[str, Any]) -> Transport:
-        """The transport that a peer wants."""
         transport = self._transports.get(str(words["transport"]))
         if transport is None:
             raise PeerRefused(
