@@ -26,11 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--policy", nargs="+", default=["fcfs"], metavar="SPEC",
         help=f"{', '.join(POLICIES)}, or MODULE:FUNCTION; options behind commas: fcfs,tpot_s=0.02")  # fmt: skip
-    add(
-        "--workload",
-        default="poisson",
-        help="poisson, bursts, chats, or a trace (.jsonl); default: %(default)s",
-    )
+    add("--workload", default="poisson", help="poisson, bursts, chats, or a trace (.jsonl); default: poisson")
     add("--num-requests", type=int, default=1000, help="default: %(default)s")
     add("--rate", type=float, default=16.0, help="requests a second; default: %(default)s")
     add("--input", type=_range, metavar="N[-M]", help="prompt tokens (chats: of a turn), drawn evenly")
@@ -38,11 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--speed", type=float, default=1.0, help="speed of a trace: 2 is twice as fast; default: %(default)s")
     add("--seed", type=int, default=0)
     add("--cost", metavar="FILE", help="measured steps, JSON, to fit the step time to; default: an example's")
-    add(
-        "--pool",
-        metavar="MODULE:FUNCTION",
-        help="pool, called with (blocks, block size); default: the simulator's own",
-    )
+    add("--pool", metavar="MODULE:FUNCTION", help="makes a pool of (blocks, block size); default: SimPool")
     add("--num-blocks", type=int, default=20_000, help="KV blocks of the pool; default: %(default)s")
     add("--block-size", type=int, default=16, help="tokens of a block; default: %(default)s")
     add("--max-num-seqs", type=int, default=256, help="default: %(default)s")
@@ -52,11 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ttft-ms", type=float, help="TTFT objective, for goodput")
     add("--tpot-ms", type=float, help="TPOT objective, for goodput (a policy's own is its option tpot_s)")
     add("--json", action="store_true", help="print the whole report instead of a table")
-    add(
-        "--plot",
-        metavar="PNG",
-        help="draw the distributions of TTFT, TPOT and ITL; needs openinfer-scheduler[plot]",
-    )
+    add("--plot", metavar="PNG", help="draw TTFT, TPOT and total times; needs openinfer-scheduler[plot]")
     return parser
 
 

@@ -87,9 +87,8 @@ class PolicyConformance:
 
     def test_no_starvation(self) -> None:
         """On a machine that is never idle every request is admitted, whatever its length, tenant and priority."""
-        for index, (length, tenant, priority) in enumerate(
-            [(14, "crowd", 0), (3, "other", 0), (3, "crowd", 3)]
-        ):
+        probes = [(14, "crowd", 0), (3, "other", 0), (3, "crowd", 3)]
+        for index, (length, tenant, priority) in enumerate(probes):
             play = _Play(self, 24, seed=index)
             play.crowd(turns=3)
             while play.loop.stats.waiting > 2:
@@ -170,11 +169,10 @@ class _Play:
 
     def run(self) -> list[list[tuple[int, int]]]:
         """Serve a random crowd. Returns the shape of each step."""
+        rng = self.random
         for _ in range(30):
-            for _ in range(self.random.randint(0, 3)):
-                self.submit_probe(
-                    self.random.randint(1, 29), f"{self.random.randrange(3)}", self.random.randrange(3)
-                )
+            for _ in range(rng.randint(0, 3)):
+                self.submit_probe(rng.randint(1, 29), f"{rng.randrange(3)}", rng.randrange(3))
             self.turn()
         self.finish()
         return self.runner.shapes

@@ -91,7 +91,6 @@ class Schedule:
         rng = random.Random(seed)
         max_model_len = rng.randint(12, 48)
         sizes = rng.choice([[2], [4], [4], [3], [2, 4], [4, 6]])
-        fits = [-(-max_model_len // size) for size in sizes]
         roomy = rng.choice([1.0, 1.3, 2.0, 5.0])
         max_rows = rng.randint(1, 6)
         prompts: list[list[int]] = []
@@ -108,15 +107,12 @@ class Schedule:
         drafts = _Drafts(choose([0, 0, 1, 2, 4]), choose([0.0, 0.3, 0.6, 0.9, 1.0]))
         choose = random.Random(f"loads {seed}").choice
         loads = _Loads(choose([0.0, 0.0, 0.0, 0.5, 1.0]), choose([0, 2, 15]), choose([0.0, 0.0, 0.3, 1.0]))
+        groups = [
+            PoolShape(size, 1 + int(-(-max_model_len // size) * roomy) + rng.randint(0, 2)) for size in sizes
+        ]
         return cls(
             seed,
-            _windowed(
-                seed,
-                [
-                    PoolShape(size, 1 + int(fit * roomy) + rng.randint(0, 2))
-                    for size, fit in zip(sizes, fits, strict=True)
-                ],
-            ),
+            _windowed(seed, groups),
             max_rows,
             max_model_len,
             rng.randint(max_rows, 24),
@@ -158,9 +154,7 @@ class Schedule:
             depth=self.depth,
             delay=lambda index: rng.randint(0, self.slowness),
             stall=lambda index, seq: rng.random() < self.stall_rate,
-            accept=lambda index, seq, drafts: sum(
-                rng.random() < self.drafts.acceptance for _ in range(drafts)
-            ),
+            accept=lambda index, seq, count: sum(rng.random() < self.drafts.acceptance for _ in range(count)),
         )
         tier = self._tier(runner)
         pool = make_pool(self.groups, tier)
