@@ -72,13 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kinds", nargs="+", default=[], metavar="KIND", help="only cases of these kinds")
     add("--max-concurrency", type=int, default=8, metavar="N", help="requests at once; default: 8")
     add("--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most; default: 256")
-    add(
-        "--at-least",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="exit with 1 below this share of all cases",
-    )
+    add("--at-least", type=float, default=0.0, metavar="SHARE", help="exit with 1 below this share of cases")
     add("--wrong", type=int, default=0, metavar="N", help="print the first N wrong answers")
     add_api_key(parser)
     add_record_arguments(parser)

@@ -20,9 +20,7 @@ import numpy as np
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that all benchmarks share."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
-    parser.add_argument(
-        "--commit", metavar="ID", help="commit of the measured code; default: this checkout's"
-    )
+    parser.add_argument("--commit", metavar="ID", help="commit of the code; default: this checkout's")
 
 
 def record(kind: str, args: argparse.Namespace, results: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -131,23 +131,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"requests ({one}); default: 200",
     )
-    add(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help="send requests for this time at the rate, instead of --num-prompts",
-    )
+    add("--seconds", type=float, metavar="S", help="send at the rate for this time, instead of --num-prompts")
     add("--max-concurrency", type=int, nargs="+", default=[0], metavar="N",
         help=f"requests at once ({one}); 0 (default): no limit")  # fmt: skip
     add("--random-input-len", type=int, nargs="+", default=[1024], metavar="N", help=f"prompt tokens ({one})")
     add("--random-output-len", type=int, nargs="+", default=[128], metavar="N", help=f"tokens out ({one})")
     add("--text", action="store_true", help="send text of that many tokens (MODEL_DIR's tokenizer), not ids")
-    add(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="vocabulary of the prompt ids; default: MODEL_DIR's, else 32000",
-    )
+    add("--vocab-size", type=int, metavar="N", help="vocabulary of prompt ids; default: MODEL_DIR's or 32000")
     add("--seed", type=int, default=0, help="seed of the first load; each further load has one more")
     add("--num-warmups", type=int, default=8, metavar="N", help="requests before the first load; default: 8")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS",
@@ -168,17 +158,10 @@ def _loads(args: argparse.Namespace) -> list[OfferedLoad]:
         columns.append(values * count if len(values) == 1 else values)
     if args.seconds is not None and (math.inf in args.request_rate or args.seconds <= 0):
         raise FlagError(f"--seconds {args.seconds:g}: it must be above 0, and needs finite rates")
-    loads = [
-        OfferedLoad(
-            rate,
-            prompts if args.seconds is None else max(1, round(rate * args.seconds)),
-            limit,
-            inputs,
-            outputs,
-            args.seed + n,
-        )
-        for n, (rate, prompts, limit, inputs, outputs) in enumerate(zip(*columns, strict=True))
-    ]
+    if args.seconds is not None:
+        columns[1] = [max(1, round(rate * args.seconds)) for rate in args.request_rate]
+    columns.append(range(args.seed, args.seed + count))
+    loads = [OfferedLoad(*row) for row in zip(*columns, strict=True)]
     for load in loads:
         if not load.request_rate > 0 or min(load.num_prompts, load.input_len, load.output_len) < 1:
             raise FlagError(f"{load}: rate, requests and lengths must be above 0")
@@ -297,12 +280,8 @@ def _spread(values: list[float]) -> dict[str, float] | None:
     """Mean, median, 99th percentile and maximum; None without values."""
     if not values:
         return None
-    return {
-        "mean": sum(values) / len(values),
-        "p50": percentile(values, 50),
-        "p99": percentile(values, 99),
-        "max": max(values),
-    }
+    found = {f"p{n}": percentile(values, n) for n in (50, 99)}
+    return {"mean": sum(values) / len(values), **found, "max": max(values)}
 
 
 def _table(results: Sequence[dict[str, Any]]) -> str:

@@ -51,12 +51,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=int, metavar="N", help="the part of one of N GPUs; default: --tensor-parallel-size")
     add("--ledger", type=Path, metavar="FILE", help="the file of `openinfer bench ops --json FILE`")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help="draw the step into this file; needs openinfer-cli[plot]",
-    )
+    add("--plot", type=Path, metavar="FILE.png", help="draw the step into it; needs openinfer-cli[plot]")
     memory_flag(parser)
     machine_flags(parser)
     tiers.flags(parser)

@@ -48,12 +48,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--output", type=int, default=128, metavar="N", help="tokens of an answer; default: %(default)s")
     add("--rate", type=rates, default="4:64", metavar="LOW:HIGH",
         help="requests a second, each load twice the one before; or as 4,16,32; default: %(default)s")  # fmt: skip
-    add(
-        "--ttft-ms",
-        type=above_zero,
-        metavar="MS",
-        help="objective: 99 of 100 first tokens come within this time",
-    )
+    add("--ttft-ms", type=above_zero, metavar="MS", help="objective: 99 of 100 first tokens come within it")
     add("--tpot-ms", type=above_zero, metavar="MS", help="objective: the same for the time of a later token")
     add("--acceptance", type=float, metavar="A",
         help="with --speculative-config: the chance that a draft is accepted where those before it were, as "
@@ -71,12 +66,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="with --turns: mean seconds between an answer and the next prompt; default: %(default)s")  # fmt: skip
     tiers.flags(parser)
     add("--seed", type=int, default=0, help="seed of the arrivals; default: %(default)s")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help="draw the curves into this file; needs openinfer-cli[plot]",
-    )
+    add("--plot", type=Path, metavar="FILE.png", help="draw the curves into it; needs openinfer-cli[plot]")
     add_record_arguments(parser)
 
 

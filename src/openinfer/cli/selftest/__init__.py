@@ -224,9 +224,7 @@ def main(argv: list[str]) -> int:
     add("--out", default=Path("selftest"), help="folder of the results; default: ./selftest")
     add("--work", help="folder of the checkpoints (8 GB each); default: the results' folder")
     add("--model", help="a checkpoint for the accuracy gate and the server")
-    parser.add_argument(
-        "--ranks", type=int, default=_ranks(), help="GPUs that share a model in gates and benches; default: 1"
-    )
+    parser.add_argument("--ranks", type=int, default=_ranks(), help="GPUs that share a model; default: 1")
     only = f"run only these stages: {', '.join(STAGES)}"
     parser.add_argument("--only", nargs="+", choices=STAGES, metavar="STAGE", help=only)
     parser.add_argument("--fresh", action="store_true", help="forget earlier results in the folder")

@@ -39,13 +39,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, nargs="+", metavar="N", default=list(TOKENS),
         help="token counts of steps to measure; a count between two takes the larger one's kernels; "
         "default: %(default)s")  # fmt: skip
-    add(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        default=math.inf,
-        help="stop after this time; run again to go on",
-    )
+    add("--budget", type=float, metavar="SECONDS", default=math.inf, help="stop after it; run again to go on")
     add("--again", action="store_true", help="measure again what was measured before")
     add("--out", type=Path, metavar="FILE",
         help=f"the table to write; default: the GPU's in {tables.user_tables()}, which engines read")  # fmt: skip
