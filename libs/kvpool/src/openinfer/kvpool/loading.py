@@ -137,9 +137,8 @@ class BlockLoads:
             return False
         for group, part in enumerate(parts):
             self._loader.expect(group, part.missing)
-        load = Load(
-            [Piece(group, name, block) for group, part in enumerate(parts) for name, block in part.allocate()]
-        )
+        pieces = [Piece(group, *found) for group, part in enumerate(parts) for found in part.allocate()]
+        load = Load(pieces)
         self._under_way[load] = lease, parts
         self._loader.begin(load)
         return True

@@ -138,10 +138,8 @@ class Pool:
         if not self.prefix_cache:
             return self._keep(Hold([]))
         end, tables, sources = self._index.match(tokens, chain, len(tokens))
-        blocks = [
-            [block for block in (*table, source) if block]
-            for table, source in zip(tables, sources, strict=True)
-        ]
+        found = zip(tables, sources, strict=True)
+        blocks = [[block for block in (*table, source) if block] for table, source in found]
         return self._keep(Hold(list(zip(self._ledgers, blocks, strict=True)), end))
 
     def missing(

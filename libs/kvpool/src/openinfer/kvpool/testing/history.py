@@ -160,20 +160,14 @@ class History:
             return False
         must_hold(num_tokens <= reach, f"{num_tokens} tokens were reserved where there was room for {reach}")
         for group, first, blocks in grown:
-            must_hold(
-                first == len(before[group]),
-                f"group {group} grew from entry {first}, had {len(before[group])}",
-            )
+            must_hold(first == len(before[group]), f"group {group} grew at {first}, had {len(before[group])}")
             before[group] += blocks
         must_hold(after == before, "reserve does not return what it added to the tables")
         must_hold(lease.num_tokens >= num_tokens, f"{lease.num_tokens} tokens fit, not {num_tokens}")
         for group, spec in enumerate(self.groups):
             room = len(after[group]) * spec.block_size
             if not spec.snapshots and spec.window is None:
-                must_hold(
-                    room >= kept_tokens,
-                    f"group {group} has room for {room} tokens, promised were {kept_tokens}",
-                )
+                must_hold(room >= kept_tokens, f"group {group} has room for {room}, not {kept_tokens}")
         return True
 
     def compute(self) -> None:
@@ -221,10 +215,7 @@ class History:
         count, free = seq.lease.num_loadable, self.pool.num_free
         if not count:
             return
-        must_hold(
-            seq.lease.num_cached + count < len(seq.tokens),
-            "a token must be left to compute when all is loaded",
-        )
+        must_hold(seq.lease.num_cached + count < len(seq.tokens), "a token must be left when all is loaded")
         if seq.lease.load(self.random.choice([0.0, 0.0, 0.3])):
             seq.promised = seq.lease.num_cached + count
         else:
@@ -256,19 +247,13 @@ class History:
         """Drop the cache, which works only if no block is in use."""
         if hasattr(self.pool, "reset_prefix_cache") and self.random.random() < 0.3:
             idle = self.pool.num_free == self.pool.num_total
-            must_hold(
-                self.pool.reset_prefix_cache() is idle,
-                "reset_prefix_cache() works when nothing is held, only",
-            )
+            must_hold(self.pool.reset_prefix_cache() is idle, "a reset works when nothing is held, only")
 
     def hold(self) -> None:
         """Hold some blocks, as a copy in flight does."""
         group = self.random.randrange(len(self.groups))
-        blocks = [
-            block
-            for block in range(1, self.groups[group].num_blocks)
-            if self.pool.block_state(block, group) >= 3
-        ]
+        state, count = self.pool.block_state, self.groups[group].num_blocks
+        blocks = [block for block in range(1, count) if state(block, group) >= 3]
         if blocks and len(self.held) < 3:
             blocks = self.random.sample(blocks, min(len(blocks), 3))
             self._keep(self.pool.hold(blocks, group), group, blocks)
@@ -342,10 +327,7 @@ class History:
             table, memory = seq.lease.block_table(group), self.memory[group]
             if spec.snapshots:
                 if seq.is_started:
-                    must_hold(
-                        memory[table[0]] == seq.contents[seq.written],
-                        f"the live state in group {group} is wrong",
-                    )
+                    must_hold(memory[table[0]] == seq.contents[seq.written], f"group {group}: wrong state")
                 continue
             end = seq.written if seq.is_started else seq.written // spec.block_size * spec.block_size
             for position in range(max(0, seq.written - (spec.window or seq.written)), end):

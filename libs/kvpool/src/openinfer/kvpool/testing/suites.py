@@ -118,10 +118,7 @@ class LoadingSuite(_Suite):
             must_hold(other.num_cached == 0, "found what is still on its way")
         ended = pool.poll(None)
         must_hold([id(one) for one in ended] == [id(lease)], "poll() names the lease whose load has ended")
-        must_hold(
-            (lease.num_cached, lease.num_loadable) == (6, 0),
-            f"six tokens came, {lease.num_cached} are cached",
-        )
+        must_hold((lease.num_cached, lease.num_loadable) == (6, 0), f"{lease.num_cached} of six are cached")
         with pool.acquire([1] * 9) as other:
             must_hold(other.num_cached == 6, "what was loaded is in the cache")
         must_hold(list(pool.poll(None)) == [], "poll() names a lease twice")
