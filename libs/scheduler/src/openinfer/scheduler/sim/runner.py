@@ -108,9 +108,8 @@ class SimRunner:
             drafts.worth.spent(rows, accepted, seconds, drafts.cost(rows, 0))
         self.busy_s += seconds
         self._free_at = max(self._free_at, self.now) + seconds
-        self._running.append(
-            (self._free_at, StepResult(step.index, finished, advanced=advanced, seconds=seconds))
-        )
+        result: StepResult[None] = StepResult(step.index, finished, advanced=advanced, seconds=seconds)
+        self._running.append((self._free_at, result))
 
     def _work(self, step: Step[Record]) -> StepWork:
         if step.changed:

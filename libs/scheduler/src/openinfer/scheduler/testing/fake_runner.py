@@ -246,12 +246,8 @@ class FakeRunner:
             if index >= len(row.tables[group]):
                 raise DeviceFault(f"slot {row.slot} writes token {position} past its table in group {group}")
             block = row.tables[group][index]
-            others = [
-                other
-                for other in memory.holders[block]
-                if other is not row and self._reads(other, group, block)
-            ]
-            if others or block == 0:
+            others = memory.holders[block] - {row}
+            if block == 0 or any(self._reads(other, group, block) for other in others):
                 raise DeviceFault(f"slot {row.slot} writes to block {block}, which other rows use")
             memory.holders[block] = {row}
             if offset == 0:
@@ -281,13 +277,10 @@ class FakeRunner:
         for group, memory in enumerate(self._groups):
             first = 0 if memory.window is None else max(0, row.length - 1 - memory.window)
             read.append([self._load(row, group, position) for position in range(first, row.length)])
-        if any(
-            cells[-common:] != read[0][-common:]
-            for cells in read
-            if (common := min(len(cells), len(read[0])))
-        ):
+        cells = read[0]
+        if any(other[-n:] != cells[-n:] for other in read if (n := min(len(other), len(cells)))):
             raise DeviceFault(f"slot {row.slot}: the groups hold different tokens")
-        return read[0]
+        return cells
 
     def _sample(self, row: _DeviceRow, result: StepResult[Sampled]) -> int:
         token = row.last_token = next_token(self._attend(row))

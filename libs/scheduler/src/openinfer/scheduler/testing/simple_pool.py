@@ -45,9 +45,7 @@ class SimplePool:
         self.prefix_cache = prefix_cache
         self.num_total = sum(shape.num_blocks - 1 for shape in self.shapes)
         self.capacity_tokens = min(shape.capacity_tokens for shape in self.shapes)
-        self.users: list[dict[int, int]] = [
-            dict.fromkeys(range(1, shape.num_blocks), 0) for shape in self.shapes
-        ]
+        self.users = [dict.fromkeys(range(1, shape.num_blocks), 0) for shape in self.shapes]
         self.tier = tier
         self.loads: dict[TierLoad, SimpleLoad] = {}
         self.index: list[dict[Name, int]] = [{} for _ in groups]  # in order of use, the oldest first
@@ -138,11 +136,8 @@ class SimpleLease:
         """The names of the blocks that a sequence reads to continue after tokens[:end], a list for each group."""
         for shape in self._pool.shapes:
             size = shape.block_size
-            yield [
-                self.name(tokens, stop)
-                for stop in range(size, end + 1, size)
-                if stop > size * shape.first_needed(end)
-            ]
+            first = size * (1 + shape.first_needed(end))
+            yield [self.name(tokens, stop) for stop in range(first, end + 1, size)]
 
     @property
     def num_loadable(self) -> int:
@@ -195,10 +190,8 @@ class SimpleLease:
 
     @property
     def num_tokens(self) -> int:
-        return min(
-            len(table) * shape.block_size
-            for table, shape in zip(self._tables, self._pool.shapes, strict=True)
-        )
+        pairs = zip(self._tables, self._pool.shapes, strict=True)
+        return min(len(table) * shape.block_size for table, shape in pairs)
 
     def block_table(self, group: int = 0) -> Sequence[int]:
         return self._tables[group]
