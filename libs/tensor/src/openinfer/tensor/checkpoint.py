@@ -135,9 +135,8 @@ class Checkpoint(Closing):
         whole = hashlib.sha256()
         for name, parts in by_tensor.items():
             info = self._tensors[name]
-            whole.update(
-                json.dumps([name, info.dtype.name, info.shape, len(parts)]).encode() + b"".join(parts)
-            )
+            whole.update(json.dumps([name, info.dtype.name, info.shape, len(parts)]).encode())
+            whole.update(b"".join(parts))
         return whole.digest()
 
     def address(self, name: str) -> int | None:

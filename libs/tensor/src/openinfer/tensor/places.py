@@ -128,6 +128,5 @@ class Places:
         for pad in self.pads:
             pad.zero_(stream)
         stream.synchronize()
-        return report._replace(
-            filled=(*report.filled, *(conversion.dst for conversion in self.conversions), *self.pads)
-        )
+        converted = [conversion.dst for conversion in self.conversions]
+        return report._replace(filled=(*report.filled, *converted, *self.pads))

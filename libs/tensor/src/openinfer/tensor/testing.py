@@ -58,16 +58,8 @@ class CUdevice_attribute(IntEnum):  # noqa: N801
 
 
 _ATTRIBUTES = {16: 132, 75: 9, 76: 0, 97: 232448}
-_NO_CONTEXT_NEEDED = {
-    "cuCtxSetCurrent",
-    "cuDeviceGet",
-    "cuDeviceGetAttribute",
-    "cuDeviceGetName",
-    "cuDevicePrimaryCtxRetain",
-    "cuDeviceTotalMem",
-    "cuGetErrorName",
-    "cuGetErrorString",
-}
+_NO_CONTEXT_NEEDED = ("cuCtxSetCurrent", "cuDevice", "cuGetError")
+"""The beginnings of the names of such calls."""
 
 
 class _Queue:
@@ -126,7 +118,7 @@ class FakeDriver:
             self.calls.append(name)
             if name in self.fail:
                 return self.fail[name], None
-            if name not in _NO_CONTEXT_NEEDED and getattr(self._thread, "context", None) is None:
+            if not name.startswith(_NO_CONTEXT_NEEDED) and getattr(self._thread, "context", None) is None:
                 return CUresult.CUDA_ERROR_INVALID_CONTEXT, None
             try:
                 out = work(*args)
@@ -222,8 +214,7 @@ class FakeDriver:
 
     def _cuMemcpyDtoDAsync(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self._on_device(dst, nbytes)
-        self._on_device(src, nbytes)
-        self._put(stream, lambda: ctypes.memmove(dst, src, nbytes))
+        self._cuMemcpyDtoHAsync(dst, src, nbytes, stream)
 
     def _cuMemsetD8Async(self, ptr: int, byte: int, nbytes: int, stream: int) -> None:
         self._on_device(ptr, nbytes)
@@ -292,12 +283,9 @@ def _gguf_value(given: Any) -> bytes:
     """A metadata value with its type before it."""
     if isinstance(given, bytes):
         return given
-    if isinstance(given, bool):
-        return struct.pack("<I?", 7, given)
-    if isinstance(given, int):
-        return struct.pack("<II", 4, given)
-    if isinstance(given, float):
-        return struct.pack("<If", 6, given)
+    for kind, number, code in ((bool, 7, "?"), (int, 4, "I"), (float, 6, "f")):
+        if isinstance(given, kind):
+            return struct.pack(f"<I{code}", number, given)
     if isinstance(given, str):
         return struct.pack("<I", 8) + _gguf_string(given)
     if given and isinstance(given[0], str):
