@@ -229,10 +229,8 @@ class Compiler:
 
     def _remember(self, grammar: Grammar, reason: str) -> None:
         def size(grammar: Grammar, reason: str) -> int:
-            return (
-                4 * (len(grammar.text) + len(grammar.content.text if grammar.content else "") + len(reason))
-                + 1024
-            )
+            content = grammar.content.text if grammar.content else ""
+            return 4 * (len(grammar.text) + len(content) + len(reason)) + 1024
 
         with self._lock:
             if grammar in self._refused:

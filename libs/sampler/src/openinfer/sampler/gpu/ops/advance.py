@@ -183,18 +183,13 @@ def _accept_reference(a: _AcceptArgs[Array]) -> None:
 
 def _accept_launches(target: Target, a: _AcceptArgs[Tensor]) -> Iterator[Command]:
     rows = a.slots.shape[0]
+    states = (RowStatus.RUNNING, RowStatus.STOP, RowStatus.DRAFTED_STOP, RowStatus.UNTRIED)
     yield launch(
         "openinfer.sampler.gpu.device.advance",
         "accept",
         (1,),
         {**tensors(a), "rows": rows, "width": a.drafts.shape[1], "place": a.place},
-        {
-            "BLOCK": power_of_two(rows),
-            **{
-                s.name: int(s)
-                for s in (RowStatus.RUNNING, RowStatus.STOP, RowStatus.DRAFTED_STOP, RowStatus.UNTRIED)
-            },
-        },
+        {"BLOCK": power_of_two(rows), **{s.name: int(s) for s in states}},
     )
 
 
