@@ -99,11 +99,8 @@ def _hub(name: str) -> Iterator[Any]:
         yield huggingface_hub
     except Exception as error:
         # Errors of the connection, httpx's too, are one of these; some of the hub's own are none.
-        its = (
-            isinstance(error, OSError | ValueError | RuntimeError)
-            or "safetensors" in type(error).__name__.lower()
-        )
-        if not its:
+        known = isinstance(error, OSError | ValueError | RuntimeError)
+        if not known and "safetensors" not in type(error).__name__.lower():
             raise
         raise recipes.NoRecipe(
             f"{name} is no folder here: hf download {name} --local-dir {name.partition('/')[2]} where there is a "

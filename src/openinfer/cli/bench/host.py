@@ -123,8 +123,6 @@ async def _frontend(server: Server, rounds: int, *, stream: bool) -> dict[str, A
 
 
 def _line(result: dict[str, Any]) -> str:
-    names = [
-        name for name, value in result.items() if isinstance(value, float) and name != "client_cpu_share"
-    ]
-    figures = ", ".join(f"{name} {result[name]:.1f}" for name in names)
-    return f"{result['what']}\n    {figures}"
+    figures = {name: value for name, value in result.items() if isinstance(value, float)}
+    figures.pop("client_cpu_share", None)
+    return f"{result['what']}\n    " + ", ".join(f"{name} {value:.1f}" for name, value in figures.items())

@@ -221,7 +221,6 @@ def compared(before: Entries, after: Entries) -> tuple[str, bool]:
     both = len(set(after) & set(before))
     lines = [f"{both} ops in both ledgers: {slower} slower, {len(found) - slower} faster"]
     lines += map(str, found)
-    lines += [f"only in the new ledger: {key}" for key in new] + [
-        f"only in the old ledger: {key}" for key in gone
-    ]
+    lines += [f"only in the new ledger: {key}" for key in new]
+    lines += [f"only in the old ledger: {key}" for key in gone]
     return "\n".join(lines), slower > 0

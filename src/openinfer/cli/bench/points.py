@@ -237,11 +237,8 @@ def run_points(
 
 
 def _result(wall: list[float], device: list[float], records: list[Result]) -> Result:
-    repeats = {
-        name: [s * 1e3 for s in values]
-        for name, values in (("wall_ms", wall), ("device_ms", device))
-        if values
-    }
+    given = {"wall_ms": wall, "device_ms": device}
+    repeats = {name: [s * 1e3 for s in values] for name, values in given.items() if values}
     medians = {name: statistics.median(values) for name, values in repeats.items()}
     return {**medians, "repeats": repeats, "records": records}
 

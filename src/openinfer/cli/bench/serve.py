@@ -209,9 +209,8 @@ def _measure(
             rng, before = random.Random(load.seed), counters(api)
             times = arrivals(load.num_prompts, load.request_rate, rng)
             bar = ProgressBar("openinfer:", things="answers")
-            run = await run_load(
-                client, list(messages(load, load.num_prompts, rng)), times, load.max_concurrency, bar
-            )
+            asked = list(messages(load, load.num_prompts, rng))
+            run = await run_load(client, asked, times, load.max_concurrency, bar)
             after = counters(api)
             change = {name: after[name] - before.get(name, 0.0) for name in after}
             results.append({**serve_summary(load, run, goodput), "counters": change})
@@ -249,9 +248,7 @@ def serve_summary(load: OfferedLoad, run: LoadRun, goodput: dict[str, float]) ->
     }
     tokens = sum(answer.output_tokens for answer in done)
     prompt_tokens = sum(answer.prompt_tokens for answer in done)
-    good = sum(
-        all(getattr(answer, name) * 1e3 <= limit for name, limit in goodput.items()) for answer in done
-    )
+    good = sum(all(getattr(one, name) * 1e3 <= limit for name, limit in goodput.items()) for one in done)
     lags = [(answer.sent - answer.due) * 1e3 for answer in run.answers]
     busy = run.cpu_seconds / run.seconds
     if busy > BUSY:
@@ -293,9 +290,8 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
         name = f"{r['request_rate']}{limit}, {r['input_len']}/{r['output_len']}"
         spreads = [r[f"{m}_ms"] or {"p50": math.nan, "p99": math.nan} for m in METRICS]
         columns = "".join(f"{_ms(s['p50']) + '/' + _ms(s['p99']):>13}" for s in spreads)
-        lines.append(
-            f"{name:>24} {r['completed']:6} {r['requests_per_s']:7.2f} {r['output_tokens_per_s']:7.0f}{columns}"
-        )
+        rates = f"{r['requests_per_s']:7.2f} {r['output_tokens_per_s']:7.0f}"
+        lines.append(f"{name:>24} {r['completed']:6} {rates}{columns}")
         lines += [f"    {count} x {error}" for error, count in r["errors"].items()]
         counted = [f"{name} +{value:g}" for name, value in r.get("counters", {}).items()]
         told = [f"client CPU {r['client']['cpu_share']:.0%}", *counted]

@@ -117,9 +117,7 @@ def entries(path: Path) -> dict[str, dict[str, Any]]:
     """The entries of a ledger by key. Raises FlagError, OSError."""
     try:
         found = {entry["key"]: entry for entry in json.loads(path.read_text())["results"]}
-        if all(
-            entry["us"] > 0 and entry["calls_a_step"] and entry["repeats"]["us"] for entry in found.values()
-        ):
+        if all(one["us"] > 0 and one["calls_a_step"] and one["repeats"]["us"] for one in found.values()):
             return found
         raise ValueError("an entry without a time")
     except (ValueError, KeyError, TypeError) as error:

@@ -259,9 +259,8 @@ def _result(name: str, work: Path) -> Result:
 
 def _run(args: argparse.Namespace, work: Path) -> int:
     path = args.out / "selftest.json"
-    state: dict[str, Any] = (
-        json.loads(path.read_text()) if path.exists() and not args.fresh else {"stages": {}}
-    )
+    kept = path.exists() and not args.fresh
+    state: dict[str, Any] = json.loads(path.read_text()) if kept else {"stages": {}}
     state |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit()}
     state["command"] = "openinfer selftest " + " ".join(sys.argv[2:])
     end, short = time.monotonic() + args.budget, list[str]()
@@ -279,9 +278,7 @@ def _run(args: argparse.Namespace, work: Path) -> int:
         why = f": {result['why']}" if "why" in result else ""
         print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['seconds']:.1f} s{why}", flush=True)
     ran = {n: s for n, s in state["stages"].items() if not args.only or n in args.only}
-    failed = [
-        f"FAILED {name}: {stage.get('why', 'see above')}" for name, stage in ran.items() if not stage["ok"]
-    ]
+    failed = [f"FAILED {name}: {one.get('why', 'see above')}" for name, one in ran.items() if not one["ok"]]
     ends = [f"not run within --budget {args.budget:g}: {', '.join(short)}"] if short else []
     ends += failed if short or len(ran) > 1 else []  # which nothing was said after else
     ends += [json.dumps(state)] if args.json else []

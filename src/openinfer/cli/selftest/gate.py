@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +136,20 @@ def run(built: Built, references: Sequence[Reference]) -> Iterator[Check]:
     runner = engine.runner
     largest, allowed = runner.buckets.max_tokens, limits(sequences)
     few, alone = sequences[:5], sequences[1:4]
-    eager = decode_all(engine, sequences[:4], chunk=largest, runner=runner.eager())
+    decode = partial(decode_all, engine, chunk=largest)
+    eager = decode(sequences[:4], runner=runner.eager())
     yield judge("eager, batch 4", allowed, sequences[:4], eager)
-    first = decode_all(engine, sequences, chunk=largest)
+    first = decode(sequences)
     yield judge(f"graph, batch {len(sequences)}", allowed, sequences, first)
-    again = decode_all(engine, sequences, chunk=largest)
+    again = decode(sequences)
     if not all(np.array_equal(a, b) for a, b in zip(first, again, strict=True)):
         raise NotReproducible("a rerun of the same steps gave other log-probabilities")
-    one = [decode_all(engine, [s], chunk=largest)[0] for s in alone]
+    one = [decode([s])[0] for s in alone]
     yield judge("graph, batch 1", allowed, alone, one)
-    yield judge("graph, 5 rows padded to 8", allowed, few, decode_all(engine, few, chunk=largest))
+    yield judge("graph, 5 rows padded to 8", allowed, few, decode(few))
     wide = tuple(n for n in runner.buckets.decode_rows if n >= 57) or runner.buckets.decode_rows[-1:]
     padded = replace(runner, buckets=replace(runner.buckets, decode_rows=wide))
-    yield judge(
-        f"graph, padded to {wide[0]}", allowed, few, decode_all(engine, few, chunk=largest, runner=padded)
-    )
+    yield judge(f"graph, padded to {wide[0]}", allowed, few, decode(few, runner=padded))
     yield judge("chunks of 333", allowed, sequences, decode_all(engine, sequences, chunk=333))
     yield judge("mixed steps", allowed, sequences, mixed(engine, sequences))
     found_again = _long(engine, sequences, 1)
@@ -158,7 +158,7 @@ def run(built: Built, references: Sequence[Reference]) -> Iterator[Check]:
     yield judge("sampled, by the loop", allowed, *sampled(engine, sequences))
     if all(s.experts for s in sequences):
         recorder = Recorder(runner.pack, runner.stream)
-        found = decode_all(engine, sequences, chunk=largest, runner=runner.eager(recorder))
+        found = decode(sequences, runner=runner.eager(recorder))
         yield routed(sequences, found, recorder.experts(sequences))
     yield from built.blueprint.checks(engine, sequences)
 

@@ -48,9 +48,8 @@ def middle(found: Sequence[T], time: Callable[[T], float]) -> list[T]:
 
 def times_ops(events: Sequence[Event]) -> bool:
     """Whether the trace is of an engine on a CPU, which times the ops of its steps."""
-    return any(
-        event.get("pid") == HOST and event.get("name") in (greedy.name, sample.name) for event in events
-    )
+    names = (greedy.name, sample.name)
+    return any(event.get("pid") == HOST and event.get("name") in names for event in events)
 
 
 def of_trace(
