@@ -223,10 +223,7 @@ class S3Fifo(_Leaves):
         super().remove(name)
 
 
-POLICIES: dict[str, Callable[[Group], Eviction]] = {
-    "lineage": Lineage,
-    "lru": Lru,
-    "priority": Priority,
-    "s3fifo": S3Fifo,
-}
+Factory = Callable[[Group], Eviction]
+"""Makes the policy of a group."""
+POLICIES: dict[str, Factory] = {"lineage": Lineage, "lru": Lru, "priority": Priority, "s3fifo": S3Fifo}
 """The policies by the names that Pool(eviction=...) takes."""

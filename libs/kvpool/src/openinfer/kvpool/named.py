@@ -1,13 +1,10 @@
 """Eviction policies by name, as a command line gives them."""
 
 import importlib
-from collections.abc import Callable
 
 from .errors import InvalidEviction
-from .eviction import POLICIES, Eviction
+from .eviction import POLICIES, Eviction, Factory
 from .group import Group
-
-Factory = Callable[[Group], Eviction]
 
 
 def make_eviction(spec: str) -> Factory:

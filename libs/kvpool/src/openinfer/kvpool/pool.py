@@ -2,11 +2,11 @@
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .errors import IntegrityError, InvalidGroup
 from .events import EventBatch, EventLog, PoolStats
-from .eviction import POLICIES, Eviction
+from .eviction import POLICIES, Factory
 from .group import BlockState, Group
 from .hold import Hold, with_ancestors
 from .lease import Lease
@@ -34,7 +34,7 @@ class Pool:
         groups: Sequence[Group],
         *,
         prefix_cache: bool = True,
-        eviction: str | Callable[[Group], Eviction] = "lru",
+        eviction: str | Factory = "lru",
         events: bool = False,
         loader: Loader | None = None,
         saver: Saver | None = None,
@@ -205,7 +205,7 @@ class Pool:
             raise IntegrityError(problems)
 
 
-def _check(groups: Sequence[Group], eviction: str | Callable[[Group], Eviction]) -> None:
+def _check(groups: Sequence[Group], eviction: str | Factory) -> None:
     if not groups:
         raise InvalidGroup("a pool needs at least one group")
     if len({group.name for group in groups}) != len(groups):

@@ -82,11 +82,7 @@ class Disk:
         refusal = takes_direct(self.folder)
         others = [path.parent.name for path in folder.glob("*/about.json") if path.parent != self.folder]
         if others:
-            log.info(
-                "KV offload: %s has blocks of other models or versions, which are not used: %s",
-                folder,
-                others,
-            )
+            log.info("KV offload: %s has blocks of other models or versions, not used: %s", folder, others)
         if refusal is not None:
             log.info(
                 "KV offload: %s has no O_DIRECT (%s), so blocks go through the page cache", folder, refusal

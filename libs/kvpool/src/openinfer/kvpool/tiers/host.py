@@ -18,7 +18,7 @@ import numpy as np
 from openinfer.tensor import Device, OutOfMemory, PinnedBuffer, TensorError
 
 from ..errors import InvalidTiers
-from ..eviction import Eviction
+from ..eviction import Factory
 from ..group import Group
 from .layout import ALIGNMENT, align_up, huge
 
@@ -54,6 +54,8 @@ def _of_group(group: Path) -> int:
 log = logging.getLogger("openinfer.kvpool")
 
 Array = np.ndarray[Any, Any]
+Register = Callable[[int, int], None]
+"""Gets the address and the bytes of a piece of memory."""
 
 SLAB_BYTES = 64 << 20
 """Memory is locked in pieces of about this size, so that the tier can be used while it grows."""
@@ -85,9 +87,7 @@ class HostMemory:
     `grow` starts a thread that locks the memory piece by piece. Raises InvalidTiers where a group would have no slot.
     """
 
-    def __init__(
-        self, groups: Sequence[Group], num_bytes: int, eviction: Callable[[Group], Eviction]
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], num_bytes: int, eviction: Factory) -> None:
         whole = sum(group.num_blocks * group.block_bytes for group in groups)
         self._sizes = [align_up(group.block_bytes) for group in groups]
         self.num_slots = [0] * len(groups)
@@ -114,9 +114,7 @@ class HostMemory:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def grow(
-        self, device: Device, register: Callable[[int, int], None] | None = None, memory: Array | None = None
-    ) -> None:
+    def grow(self, device: Device, register: Register | None = None, memory: Array | None = None) -> None:
         """Start to lock the memory for copies of this device. register: gets the address and the bytes of each piece in
         that thread, before its use. memory: uint8 [nbytes], fresh, at a multiple of 4,096; None: its own."""
         self._thread = threading.Thread(
@@ -138,9 +136,7 @@ class HostMemory:
                     left[group] -= count
                     yield group, count * size + ALIGNMENT
 
-    def _lock_pages(
-        self, device: Device, register: Callable[[int, int], None] | None, memory: Array | None
-    ) -> None:
+    def _lock_pages(self, device: Device, register: Register | None, memory: Array | None) -> None:
         start, left = 0, room_bytes()
         for group, nbytes in self._pieces():
             if self._stop.is_set():

@@ -11,13 +11,13 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from openinfer.tensor import Stream, Tensor
 
 from ..events import BlockRemoved, BlockStored
-from ..eviction import Eviction, Lru
+from ..eviction import Factory, Lru
 from ..group import Group
 from ..loading import Load, Piece
 from ..pool import Pool
@@ -110,7 +110,7 @@ class Tiers:
         host_bytes: int,
         disk: Disk | None = None,
         *,
-        eviction: Callable[[Group], Eviction] = Lru,
+        eviction: Factory = Lru,
         events: bool = False,
         load_timeout_s: float = 5.0,
         sharing: Sharing | None = None,
