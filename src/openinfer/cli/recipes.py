@@ -46,9 +46,8 @@ def find(model_dir: Path) -> Recipe:
             return recipe
     known = ", ".join(recipe.name for recipe in recipes) or "none"
     kind = repr(config.get("model_type"))[:80]
-    advice = _OTHER_RECIPES.get(
-        config.get("model_type", ""), "examples/llama of the repository shows how to write one"
-    )
+    example = "examples/llama of the repository shows how to write one"
+    advice = _OTHER_RECIPES.get(config.get("model_type", ""), example)
     raise NoRecipe(f"no recipe serves model_type {kind} of {path}; installed: {known}; {advice}")
 
 

@@ -271,9 +271,8 @@ async def run_load(
 
     async def one(message: bytes, due: float) -> None:
         async with turns:
-            answers.append(
-                await client.complete(message, due if not max_concurrency else time.perf_counter())
-            )
+            sent = time.perf_counter() if max_concurrency else due
+            answers.append(await client.complete(message, sent))
             progress(len(answers), len(messages))
 
     gc.collect()

@@ -84,9 +84,8 @@ def _wait(process: subprocess.Popen[bytes], port: int, log_path: Path, began: fl
     while not _healthy(port):
         now = time.monotonic()
         if process.poll() is not None or now - began > START_TIMEOUT_S:
-            raise NotReady(
-                f"the server is not ready after {now - began:.0f} s:\n{log_path.read_text(errors='replace')[-2000:]}"
-            )
+            end = log_path.read_text(errors="replace")[-2000:]
+            raise NotReady(f"the server is not ready after {now - began:.0f} s:\n{end}")
         if now - told >= SAY_S:
             told, lines = now, log_path.read_text(errors="replace").splitlines() or ["nothing yet"]
             print(f"openinfer: the server starts, {now - began:.0f} s so far: {lines[-1]}", file=sys.stderr)

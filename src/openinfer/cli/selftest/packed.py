@@ -142,10 +142,9 @@ def _write_adapter(model: Path, folder: Path, seed: int) -> None:
         if module.endswith(TARGETS):
             (rows, columns), at = shape, f"base_model.model.{module}"
             a = rng.standard_normal((RANK, columns)) / columns**0.5
+            b = rng.standard_normal((rows, RANK)) / RANK**0.5
             tensors[f"{at}.lora_A.weight"] = a.astype(np.float32)
-            tensors[f"{at}.lora_B.weight"] = (rng.standard_normal((rows, RANK)) / RANK**0.5).astype(
-                np.float32
-            )
+            tensors[f"{at}.lora_B.weight"] = b.astype(np.float32)
     folder.mkdir()
     write_tensors(folder / "adapter_model.safetensors", tensors)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(TARGETS)}
