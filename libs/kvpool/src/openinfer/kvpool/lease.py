@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Self
 
 from .errors import InvalidGroup, InvalidTokens, LeaseLoading, LeaseReleased
-from .events import PoolStats
 from .hashing import Chain
 from .loading import BlockLoads
 from .matching import Index
@@ -28,19 +27,13 @@ class Lease:
     """Copies to carry out first; set by the first reserve that grows, if the cached prefix ends in a snapshot."""
 
     def __init__(
-        self,
-        index: Index,
-        loads: BlockLoads,
-        stats: PoolStats,
-        chain: Chain,
-        tokens: Sequence[int],
-        priority: int,
+        self, index: Index, loads: BlockLoads, chain: Chain, tokens: Sequence[int], priority: int
     ) -> None:
         self.num_cached = 0
         self.num_tokens = 0
         self.hashes = chain.names
         self.copies = []
-        self._index, self._loads, self._stats = index, loads, stats
+        self._index, self._loads = index, loads
         self._parts = index.parts(priority)
         self._chain = chain
         self._num_queried: int | None = len(tokens)  # None: counted, by the first reserve
@@ -93,7 +86,7 @@ class Lease:
         old, self._parts = self._parts, self._index.parts(self._priority)
         before = self.num_cached
         self._attach(*self._index.match(self._tokens, self._chain, len(self._tokens) - 1))
-        self._stats.loaded_tokens += max(0, self.num_cached - before)
+        self._loads.stats.loaded_tokens += max(0, self.num_cached - before)
         for part in old:
             part.release()
         self._num_loadable = 0
@@ -146,8 +139,8 @@ class Lease:
     def _count_query(self) -> None:
         # Count here, not in acquire: a sequence may be looked up many times before there is room for it.
         if self._num_queried is not None:
-            self._stats.query_tokens += self._num_queried
-            self._stats.hit_tokens += self.num_cached
+            self._loads.stats.query_tokens += self._num_queried
+            self._loads.stats.hit_tokens += self.num_cached
             self._num_queried, self._tokens = None, ()
             self._num_loadable = 0
 

@@ -116,7 +116,7 @@ class BlockLoads:
     """The loads of a pool. loader None: nothing can be loaded."""
 
     def __init__(self, index: Index, loader: Loader | None, stats: PoolStats) -> None:
-        self._index, self._loader, self._stats = index, loader, stats
+        self._index, self._loader, self.stats = index, loader, stats
         self._under_way: dict[Load, tuple[Lease, list[LoadPart]]] = {}  # who waits, and the blocks in use
 
     def reach(self, tokens: Sequence[int], chain: Chain) -> int:
@@ -164,8 +164,8 @@ class BlockLoads:
             lease.landed()
             for part in parts:
                 part.release()
-            self._stats.loaded += len(load.pieces) - len(load.failed)
-            self._stats.failed += len(load.failed)
+            self.stats.loaded += len(load.pieces) - len(load.failed)
+            self.stats.failed += len(load.failed)
             ended.append(lease)
         return ended
 

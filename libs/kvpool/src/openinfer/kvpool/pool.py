@@ -112,7 +112,7 @@ class Pool:
         InvalidTokens if there are more hashes than whole blocks.
         """
         chain = self._index.chain(tokens, salt, hashes)
-        lease = Lease(self._index, self._loads, self.stats, chain, tokens, priority)
+        lease = Lease(self._index, self._loads, chain, tokens, priority)
         self._leases.add(lease)
         return lease
 
