@@ -15,6 +15,7 @@ from openinfer.kernels.store.tables import Exchange
 
 Found = tuple[int, Mapping[Exchange, float]]
 """Rows, and seconds by way."""
+Keep = Callable[[tables.Table], None]
 
 
 def width_of(outline: Outline) -> int | None:
@@ -42,11 +43,7 @@ def _name(way: Exchange) -> str:
 
 
 def tune_ranks(
-    outline: Outline,
-    ranks: int,
-    tokens: Sequence[int],
-    known: tables.Table,
-    keep: Callable[[tables.Table], None],
+    outline: Outline, ranks: int, tokens: Sequence[int], known: tables.Table, keep: Keep
 ) -> list[dict[str, object]]:
     """Measure what `known` lacks; `keep` gets each entry. The measurements, for JSON."""
     width, results = width_of(outline), list[dict[str, object]]()

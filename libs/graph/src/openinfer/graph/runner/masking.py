@@ -17,6 +17,7 @@ from openinfer.sampler.gpu import RowStatus, masks_after
 from openinfer.scheduler import Seq, Step
 
 Array = np.ndarray[Any, Any]
+Counts = Mapping[Seq[Sampling], int]
 Constrained = Sequence[tuple[int, Seq[Sampling], Constraint]]
 """The rows of a step that get a token under a grammar: position in the step, sequence, constraint."""
 
@@ -43,13 +44,11 @@ def accept_tokens(constrained: Constrained, result: Array) -> dict[Seq[Sampling]
 class NoMasks:
     """The Masks of a runner whose sequences have no constraint."""
 
-    def fill(self, constraints: Sequence[Any]) -> tuple[Array, list[bool]]:
-        """Raises TypeError."""
+    def fill(self, *args: Any) -> Any:
+        """Raises TypeError, as does look_ahead."""
         raise TypeError("a sequence has a constraint, and the runner no masks")
 
-    def look_ahead(self, constraint: Any, mask: Array, drafts: Sequence[int]) -> tuple[Array, list[int]]:
-        """Raises TypeError."""
-        raise TypeError("a sequence has a constraint, and the runner no masks")
+    look_ahead = fill
 
 
 @dataclass(slots=True)
@@ -62,12 +61,7 @@ class Masking:
     """The field `drafts`, int32 [S, L], as layers that draft left it after the step that was read last. None: the host
     writes all drafts."""
 
-    def write(
-        self,
-        constrained: Constrained,
-        drafts: Mapping[Seq[Sampling], int],
-        counts: Mapping[Seq[Sampling], int],
-    ) -> None:
+    def write(self, constrained: Constrained, drafts: Counts, counts: Counts) -> None:
         """Write the masks of a step's rows. drafts: the step's. counts: tokens that are not in `Seq.tokens` yet."""
         if not constrained:
             return
