@@ -21,6 +21,8 @@ from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError, ClosedError
 from openinfer.tensor.headers import MAX_HEADER_BYTES, TensorInfo, read_header
 
+Expected = Mapping[str, tuple[tuple[int, ...], Collection[DType | type | str]]]
+"""By name, a tensor's shape and the dtypes that it may have."""
 _DIGEST_BYTES = 4 << 20
 _OTHER_FORMATS = (".bin", ".gguf", ".pt", ".pth")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -144,10 +146,7 @@ class Checkpoint(Closing):
         return None
 
     def require(
-        self,
-        expected: Mapping[str, tuple[tuple[int, ...], Collection[DType | type | str]]],
-        optional: Collection[str] = (),
-        ignore: Collection[str] = (),
+        self, expected: Expected, optional: Collection[str] = (), ignore: Collection[str] = ()
     ) -> None:
         """Raise one CheckpointError that lists what is missing, of the wrong shape or dtype, or unexpected.
 

@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 
 from openinfer.tensor import dtypes
-from openinfer.tensor.checkpoint import Checkpoint, check_range
+from openinfer.tensor.checkpoint import Checkpoint, Expected, check_range
 from openinfer.tensor.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu
 from openinfer.tensor.headers import TensorInfo
 from openinfer.tensor.parts import copied_part
@@ -37,10 +37,7 @@ class DummyCheckpoint(Checkpoint):
         self._tensors = {}
 
     def require(
-        self,
-        expected: Mapping[str, tuple[tuple[int, ...], Collection[DType | type | str]]],
-        optional: Collection[str] = (),
-        ignore: Collection[str] = (),
+        self, expected: Expected, optional: Collection[str] = (), ignore: Collection[str] = ()
     ) -> None:
         """Have these tensors, in bfloat16 where that is possible, else in the first of their dtypes."""
         for name, (shape, allowed) in expected.items():
