@@ -34,6 +34,8 @@ from openinfer.sampler.params import GREEDY_TEMPERATURE, SamplingParams
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 U32 = NDArray[np.uint32]
+Ids = Sequence[Sequence[int]]
+"""Tokens of each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,9 @@ def sample(
     positions: Sequence[int],
     seeds: Sequence[int] | None = None,
     *,
-    prompts: Sequence[Sequence[int]] | None = None,
-    outputs: Sequence[Sequence[int]] | None = None,
-    forbid: Sequence[Sequence[int]] | None = None,
+    prompts: Ids | None = None,
+    outputs: Ids | None = None,
+    forbid: Ids | None = None,
 ) -> Samples:
     """Draw one token a row.
 
@@ -154,12 +156,7 @@ def _sample(
     return _with_logprobs(logits, token_ids, num_logprobs)
 
 
-def _adjusted(
-    logits: F32,
-    params: Sequence[SamplingParams],
-    prompts: Sequence[Sequence[int]] | None,
-    outputs: Sequence[Sequence[int]] | None,
-) -> F32:
+def _adjusted(logits: F32, params: Sequence[SamplingParams], prompts: Ids | None, outputs: Ids | None) -> F32:
     """The logits with the rows that ask for it adjusted; the logits themselves if none does."""
     rows = [r for r, p in enumerate(params) if p.adjusts_logits]
     if not rows:
@@ -254,7 +251,7 @@ def without(logits: F32, forbid: NDArray[np.bool_] | I32) -> F32:
     return allowed
 
 
-def _padded(ids: Sequence[Sequence[int]]) -> I32:
+def _padded(ids: Ids) -> I32:
     padded = np.full((len(ids), max(map(len, ids), default=0)), -1, np.int32)
     for row, given in zip(padded, ids, strict=True):
         row[: len(given)] = given

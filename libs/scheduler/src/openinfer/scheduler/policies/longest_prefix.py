@@ -49,9 +49,8 @@ class LongestPrefix(Batching):
         compared = window[:WINDOW]
         # Unknown ones first, then the least recently refreshed.
         inside = dict.fromkeys(compared)
-        turns = [seq for seq in compared if seq not in self._cached] + [
-            s for s in self._cached if s in inside
-        ]
+        turns = [seq for seq in compared if seq not in self._cached]
+        turns += [seq for seq in self._cached if seq in inside]
         for seq in turns[:LOOK_UPS]:
             self._cached.pop(seq, None)
             self._cached[seq] = view.look_up(seq)
