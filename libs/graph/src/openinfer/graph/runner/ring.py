@@ -62,9 +62,7 @@ class Writer:
         """Publish a message: one number or more, and the words of `arrays`; of wider integers, the lower words. Waits
         for room. Raises RankLost where a reader does not take messages within the time limit, or lost() is true."""
         ring, words = self._ring, self._ring._memory
-        count = 1 + len(numbers)
-        for array in arrays:
-            count += len(array)
+        count = 1 + len(numbers) + sum(map(len, arrays))
         if 2 * count > ring.capacity:  # beside what is skipped at the end it must fit an empty ring
             raise ValueError(f"a message of {count} words; a ring of {ring.capacity} takes half as many")
         at = self._head % ring.capacity

@@ -168,8 +168,7 @@ class Peers:
         if isinstance(news, Done):
             self._done.append(news)
             return
-        for block in news.found:
-            self._claims[block] = news.address
+        self._claims |= dict.fromkeys(news.found, news.address)
         while len(self._claims) > MAX_CLAIMS:
             self._claims.popitem(last=False)
         question = self._questions.get(news.key)

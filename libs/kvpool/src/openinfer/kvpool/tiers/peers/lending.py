@@ -31,12 +31,8 @@ class Lending:
 
     def grant(self, lease: str, records: Iterable[tuple[int, bytes]]) -> int:
         """Keep these records, by group and name, from eviction. Returns how many of them are in host memory."""
-        slots = []
-        for group, name in records:
-            slot = self._host.find(group, name)
-            if slot is not None:
-                self._host.use(slot)
-                slots.append(slot)
+        found = (self._host.find(group, name) for group, name in records)
+        slots = [self._host.use(slot) for slot in found if slot is not None]
         with self._lock:
             self._leases[lease] = _Lease(self._clock() + self._lease_s, slots)
         return len(slots)
