@@ -30,8 +30,7 @@ def main(argv: list[str]) -> int:
     """Print; returns 0 for a checkpoint that loads, 1 for one that does not, 2 for wrong arguments."""
     if recipes.wants_help(argv):
         return recipe_flags.run_command(argv, "check", __doc__, _flags, _check)
-    parser = recipe_flags.merged_parser("check", __doc__, _flags)
-    name, rest = recipes.model_and_rest(parser, argv)
+    name, rest = recipes.model_and_rest(recipe_flags.merged_parser("check", __doc__, _flags), argv)
     try:
         with hub.headers(name, rest) as (folder, flags):
             print(name)

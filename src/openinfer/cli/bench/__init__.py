@@ -22,8 +22,7 @@ def main(argv: list[str]) -> int:
     if name not in YARDSTICKS:
         print(f"openinfer bench: error: {name!r} is not one of {', '.join(YARDSTICKS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"openinfer.cli.bench.{name}")
-    code: int = module.main(rest)
+    code: int = importlib.import_module(f"openinfer.cli.bench.{name}").main(rest)
     return code
 
 

@@ -176,8 +176,7 @@ class _Connection(asyncio.Protocol):
         if self._status == 200 and self._line.startswith(b"{"):  # not streamed
             self._event(_decode(self._line), now)
         if self._status != 200:
-            text = self._line.decode(errors="replace")[:200]
-            self._end(f"HTTP status {self._status}: {text}")
+            self._end(f"HTTP status {self._status}: {self._line.decode(errors='replace')[:200]}")
         elif not answer.first:
             self._end("an answer without tokens")
         elif not answer.output_tokens:

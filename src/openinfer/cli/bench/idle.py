@@ -143,8 +143,7 @@ class IdleEngine:
         """Microseconds in which a step tells other ranks of itself, who look for messages all the time."""
         runner, file = self.engine.runner, os.memfd_create("ring")
         bells = [os.eventfd(0) for _ in range(others)]
-        writer = Writer(Ring(file, others), bells, lost=lambda: False)
-        leader = runner.leader = _TimedLeader(writer)
+        leader = runner.leader = _TimedLeader(Writer(Ring(file, others), bells, lost=lambda: False))
         leader.begin(runner.graphs.keys())
         times = []
         try:

@@ -101,8 +101,7 @@ def ledger_entries(
     progress(f"{segment.name}: {len(groups)} new of its ops and shapes")
     for name, calls in groups.items():
         seen.add(name)
-        times = _seconds(pack, stream, calls, repeats)
-        yield _entry(name, calls, segment.workload, times, limits)
+        yield _entry(name, calls, segment.workload, _seconds(pack, stream, calls, repeats), limits)
 
 
 def _seconds(pack: Pack, stream: Stream, calls: list[OpCall], repeats: int) -> list[float]:

@@ -120,8 +120,7 @@ class Outline:
 
     def cache(self, nbytes: int) -> Pool:
         """The pool that an engine makes of `nbytes`. Raises SetupError where they are too few."""
-        room = Room(nbytes, Device("cuda"), self.fixed_bytes)
-        blocks = self._blueprint.share(self._limits, room)
+        blocks = self._blueprint.share(self._limits, Room(nbytes, Device("cuda"), self.fixed_bytes))
         return Pool(self._blueprint.groups(self._limits, blocks), prefix_cache=self._prefix_cache)
 
     def decode(self, rows: int, context: int) -> Steps:

@@ -306,8 +306,7 @@ def _stage(name: str, work: Path, model: Path | None, limit: float) -> Result:
     command = [sys.executable, "-m", "openinfer.cli", "selftest", "--stage", name, "--work", str(work)]
     command += ["--model", str(model)] if model else []
     try:
-        code = subprocess.run(command, timeout=limit, check=False).returncode
-        failure = f"exit code {code}"
+        failure = f"exit code {subprocess.run(command, timeout=limit, check=False).returncode}"
     except subprocess.TimeoutExpired:
         failure = f"not done within {limit:.0f} s"
     result = json.loads(result_file.read_text()) if result_file.exists() else {"ok": False, "why": failure}

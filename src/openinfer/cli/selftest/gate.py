@@ -144,8 +144,7 @@ def run(built: Built, references: Sequence[Reference]) -> Iterator[Check]:
     again = decode(sequences)
     if not all(np.array_equal(a, b) for a, b in zip(first, again, strict=True)):
         raise NotReproducible("a rerun of the same steps gave other log-probabilities")
-    one = [decode([s])[0] for s in alone]
-    yield judge("graph, batch 1", allowed, alone, one)
+    yield judge("graph, batch 1", allowed, alone, [decode([s])[0] for s in alone])
     yield judge("graph, 5 rows padded to 8", allowed, few, decode(few))
     wide = tuple(n for n in runner.buckets.decode_rows if n >= 57) or runner.buckets.decode_rows[-1:]
     padded = replace(runner, buckets=replace(runner.buckets, decode_rows=wide))

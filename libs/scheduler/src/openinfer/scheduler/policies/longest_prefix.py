@@ -56,5 +56,4 @@ class LongestPrefix(Batching):
             self._cached[seq] = view.look_up(seq)
         if self._overtaken >= PATIENCE:
             return window
-        by_prefix = sorted(compared, key=lambda seq: -self._cached.get(seq, 0))
-        return by_prefix + window[WINDOW:]
+        return sorted(compared, key=lambda seq: -self._cached.get(seq, 0)) + window[WINDOW:]

@@ -124,8 +124,7 @@ class FakeRunner:
             state.before = state.length
         result: StepResult[Sampled] = StepResult(step.index, [], [], {})
         self._results.append(result)
-        tokens = [self._run(row, result) for row in step.rows]
-        result.payload = tokens
+        result.payload = [self._run(row, result) for row in step.rows]
         result.advanced = result.advanced or None
         if len(self._results) == 1:
             self._polls = self._delay(step.index)

@@ -156,8 +156,7 @@ class Schedule:
             stall=lambda index, seq: rng.random() < self.stall_rate,
             accept=lambda index, seq, count: sum(rng.random() < self.drafts.acceptance for _ in range(count)),
         )
-        tier = self._tier(runner)
-        pool = make_pool(self.groups, tier)
+        pool = make_pool(self.groups, self._tier(runner))
         policy = (
             make_policy(self) if make_policy else FirstCome(self.max_batched_tokens, self.max_chunk_tokens)
         )
