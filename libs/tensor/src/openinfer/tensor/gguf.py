@@ -160,9 +160,7 @@ class _Header:
         """Where the next `count` bytes begin."""
         at = self.at
         if count > self.end - at:
-            raise self.wrong(
-                None, f"{what} has {count} bytes at byte {at}; the header may end at byte {self.end}"
-            )
+            raise self.wrong(None, f"{what} has {count} bytes at byte {at}; the header may end at {self.end}")
         self.at += count
         return at
 
@@ -346,9 +344,7 @@ class GgufCheckpoint(Checkpoint):
             self._tensors[name] = TensorInfo(name, dtype, shape, tensor.file, nbytes, tensor.offset)
         taken = {entry.tensor for entry in entries.values()} | set(ignore)
         if left := [name for name in file.tensors if name not in taken]:
-            raise CheckpointError(
-                file.path, left[0], f"is not part of this architecture ({len(left)} such tensors)"
-            )
+            raise CheckpointError(file.path, left[0], f"is not part of this architecture ({len(left)} such)")
 
     def array(self, name: str) -> Array:
         """The tensor's values, a new array."""

@@ -99,9 +99,7 @@ def receive_file(address: str, nbytes: int, most: int, timeout_s: float) -> tupl
         except OSError:
             seals = 0  # a file of another kind
         if not seals & fcntl.F_SEAL_SHRINK:
-            raise PermissionError(
-                "its memory could become shorter (no F_SEAL_SHRINK), which would end this process"
-            )
+            raise PermissionError("its memory could get shorter (no F_SEAL_SHRINK), and end this process")
     except OSError:
         for file in files:
             os.close(file)

@@ -126,9 +126,7 @@ class Tensor:
             if type(item) is slice:
                 start, stop, step = item.indices(n)
                 if step != 1:
-                    raise ShapeError(
-                        f"slice step {step} on axis {axis} of {self!r}; only step 1 is supported"
-                    )
+                    raise ShapeError(f"slice step {step} on axis {axis} of {self!r}; only 1 is supported")
                 shape.append(stop - start if stop > start else 0)
                 strides.append(stride)
             else:
@@ -163,9 +161,7 @@ class Tensor:
         if dtype.itemsize != self.dtype.itemsize:
             row = shape[-1] * self.dtype.itemsize if shape else -1
             if row % dtype.itemsize or row < 0 or self.ptr % dtype.itemsize:
-                raise ShapeError(
-                    f"cannot view {self!r} as {dtype}: rows and address must be whole elements of it"
-                )
+                raise ShapeError(f"cannot view {self!r} as {dtype}: rows and address must be whole elements")
             shape = (*shape[:-1], row // dtype.itemsize)
         return Tensor(self.ptr, shape, dtype, self.device, None, self.owner, self.name)
 
