@@ -18,9 +18,7 @@ FILES = ("*.json", "*.safetensors", "*.jinja", "encoding/*.py")
 
 def add_hub_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a name of the hub takes. Token, cache and offline mode are huggingface_hub's environment variables."""
-    group = parser.add_argument_group(
-        "hub (HF_TOKEN, HF_HOME and HF_HUB_OFFLINE in the environment count too)"
-    )
+    group = parser.add_argument_group("hub (HF_TOKEN, HF_HOME, HF_HUB_OFFLINE in the environment count too)")
     group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a checkpoint on the hub")
 
 

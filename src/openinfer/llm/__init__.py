@@ -240,9 +240,7 @@ class LLM:
         if asked.grammar is not None and not self._takes_grammars:
             table = self._tokenizer.token_table("")
             if table is None:
-                raise PromptRefused(
-                    "grammar: a token of this tokenizer is no fixed bytes, which grammars need"
-                )
+                raise PromptRefused("grammar: a token of this tokenizer is no fixed bytes, as grammars need")
             self._engine.control(table)
             self._takes_grammars = True
         for number, prompt in enumerate(prompts):

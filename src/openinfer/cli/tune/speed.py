@@ -69,9 +69,7 @@ def measured_steps(outline: Outline, path: Path) -> list[MeasuredStep]:
     if on_cpu and outline.target is not CPU:
         raise FlagError(f"{path} has steps of a CPU, and the speeds are to be those of {outline.target.gpu}")
     if not found:
-        raise FlagError(
-            f"{path} has no timed step that {outline.target.gpu} is known to run with these flags"
-        )
+        raise FlagError(f"{path} has no timed step that {outline.target.gpu} runs with these flags")
     return found
 
 

@@ -174,9 +174,7 @@ class Compiler:
         try:
             import llguidance
         except ImportError as error:
-            raise MissingExtra(
-                "grammars need llguidance: pip install 'openinfer-sampler[grammar]'"
-            ) from error
+            raise MissingExtra("llguidance is missing: pip install 'openinfer-sampler[grammar]'") from error
         self._ll = llguidance
         self._vocabulary = len(tokens) if vocabulary is None else vocabulary
         # A token of no bytes is never allowed.

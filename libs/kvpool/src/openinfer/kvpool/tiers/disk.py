@@ -84,9 +84,7 @@ class Disk:
         if others:
             log.info("KV offload: %s has blocks of other models or versions, not used: %s", folder, others)
         if refusal is not None:
-            log.info(
-                "KV offload: %s has no O_DIRECT (%s), so blocks go through the page cache", folder, refusal
-            )
+            log.info("KV offload: %s has no O_DIRECT (%s); blocks go through the page cache", folder, refusal)
         self._direct = refusal is None
         self.used_bytes = 0
         """Bytes of the files."""
