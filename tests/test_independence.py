@@ -210,15 +210,15 @@ def test_exports_are_sorted(part: str) -> None:
 
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
-    "tensor": (4052, 2991),
+    "tensor": (3982, 2991),
     "kernels": (23097, 10636),
-    "graph": (4323, 2730),
-    "kvpool": (6415, 5132),
-    "sampler": (4702, 3943),
-    "scheduler": (4968, 3577),
+    "graph": (4257, 2730),
+    "kvpool": (6295, 5132),
+    "sampler": (4648, 3943),
+    "scheduler": (4857, 3577),
     "frontend": (13375, 11756),
     "recipes": (15646, 4028),
-    "cli": (6760, 0),
+    "cli": (6573, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 
