@@ -207,7 +207,7 @@ def _of_rank(endpoint: str, rank: int) -> str:
         return f"{endpoint}_dp{rank}" if rank else endpoint
     host, _, port = endpoint.rpartition(":")
     if not port.isdecimal():
-        raise InvalidConfig(f"{endpoint} has no port to count replicas from; give one, like tcp://*:5557")
+        raise InvalidConfig(f"{endpoint} has no port to count from; give one, like tcp://127.0.0.1:5557")
     return f"{host}:{int(port) + rank}"
 
 
