@@ -385,6 +385,16 @@ def of_codes(arena, kind, n, k, parts):
     return {"weight": Linear(arena.alloc((n, k), float8_e4m3fn), arena.alloc(blocks, float32), kind)}
 
 
+@pytest.mark.parametrize("kind", ["int4", "fp4"])
+@pytest.mark.parametrize(("hidden", "inter"), [(2560, 9728), (4096, 12288), (5120, 17408)])
+def test_an_sm_has_no_room_for_two_programs_of_gate_and_up_in_four_bits(arena, kind, hidden, inter):
+    x, out, gain = (arena.alloc(shape, bfloat16) for shape in ((1, hidden), (1, inter), (hidden,)))
+    weight, pack = of_codes(arena, kind, 2 * inter, hidden, 2), NullPack(RINGS)
+    gate_up_silu(pack, out=out, x=x, norm_weight=gain, eps=1e-6, **weight)
+    ((command,),) = (call.commands for call in pack.calls)
+    assert shared_bytes(90) // 2 < command.spec.shared <= shared_bytes(90)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hidden", [1024, 2560])

@@ -216,8 +216,8 @@ def group_ring_choice(target: Target, n: int, k: int, *, words: int, gated: bool
     stage, room = rows * row_bytes, shared_bytes(target.arch) - sums - 2 * k - 2048
     if 2 * stage > room:
         return None
-    # A ring of four bits has half of an SM. That leaves room for the kernel behind it, and none for a second program:
-    # two would lie on each SM that is free early, while others have none (docs/lessons/products.md).
+    # A ring of four bits has half of an SM, so that there is no room for a second program: two would lie on each SM that
+    # is free early, while others have none (docs/lessons/few_bits.md).
     wanted = -(-shared_bytes(target.arch) // 2 // stage) if packed else RING_BYTES // stage
     stages = min(max(wanted, 3), room // stage, int(most * row_bytes * RING_PART) // stage)
     return ProductChoice("ring", 1, rows, 128, 1, places * replicas, max(2, stages))
