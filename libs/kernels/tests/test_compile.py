@@ -71,12 +71,8 @@ def trace(pack, arena, model, tokens, rows, page_size):
     ids, positions, slots_of_tokens = i(tokens), i(tokens), i(tokens)
     slots, q_starts, seq_lens, alive = i(rows), i(rows + 1), i(SLOTS), i(SLOTS)
     tables = i(SLOTS, PAGES_A_ROW)
-    x, qkv, q, o = (
-        t(tokens, hidden),
-        t(tokens, (heads + 2 * kv_heads) * dim),
-        t(tokens, heads, dim),
-        t(tokens, heads * dim),
-    )
+    x, qkv = t(tokens, hidden), t(tokens, (heads + 2 * kv_heads) * dim)
+    q, o = t(tokens, heads, dim), t(tokens, heads * dim)
     kv = t(100, 36, 2, kv_heads, page_size, dim)[:, 3]
     apply_writes(pack, words=i(1000), writes=i(1 + 2 * 64))
     copy_words(pack, out=i(300), x=i(300))

@@ -16,9 +16,11 @@ def cast(out, x, N: tl.constexpr):
 
 
 @triton.jit
-def twice(out, x, N: tl.constexpr):
+def thirds(out, x, n, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(out + i, tl.load(x + i) * 2.0)
+    v, k = tl.load(x + i), tl.load(n + i)
+    tl.store(out + i, v * 3.0 + v / 3.0)
+    tl.store(out + N + i, (k + 1) * 2.0 + (k + 1.0))
 
 
 @triton.jit
@@ -43,11 +45,13 @@ def test_casts_round_to_nearest_even(rng, kind, dtype):
     np.testing.assert_array_equal(out.view(f"u{out.itemsize}"), x.astype(dtype).view(f"u{out.itemsize}"))
 
 
-def test_bf16_arithmetic_is_on_values(rng):
-    x = rng.standard_normal(64).astype(ml_dtypes.bfloat16)
-    out = np.zeros(64, ml_dtypes.bfloat16)
-    twice[(1,)](pointer(out, "bf16"), pointer(x, "bf16"), N=64)
-    np.testing.assert_array_equal(out, x * ml_dtypes.bfloat16(2))
+def test_arithmetic_is_on_values_of_the_operands_types(rng):
+    """A quotient of bf16 is one of float32, and 127 + 1 overflows where the 1 is an int8."""
+    x, n = rng.standard_normal(64).astype(ml_dtypes.bfloat16), np.full(64, 127, np.int8)
+    out = np.zeros((2, 64), np.float32)
+    thirds[(1,)](pointer(out, "fp32"), pointer(x, "bf16"), pointer(n, "i8"), N=64)
+    assert (out[0] == (x * x.dtype.type(3)).astype(np.float32) + x.astype(np.float32) / np.float32(3)).all()
+    assert (out[1] == (n + np.int8(1)) * 2.0 + (n + 1.0)).all()
 
 
 def test_a_descriptor_reads_a_strided_tile_and_zeros_outside(rng):

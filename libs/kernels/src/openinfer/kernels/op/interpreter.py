@@ -9,13 +9,14 @@ That of 3.6 also fails on numpy >= 2.4 in loops with a tensor bound. Importing t
 - memory is read and written as unsigned integers of the element's size.
 
 It also shortens the time that the interpreter takes. It searches a part of the language for builtins once, not at every
-call. It remembers the types of blocks, because every operation makes them anew. It leaves out checks for overflow
-that assert nothing, and a broadcast to the shape that both operands have.
+call. It remembers the types of blocks and of operands, because every operation makes or checks them anew. It leaves out
+checks for overflow that assert nothing, and a broadcast to the shape that both operands have.
 """
 
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,24 +45,6 @@ DTYPES = {
 }
 
 
-class _Dtype:
-    """A dtype for the interpreter: a hashable object whose str() ends in the type's name."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self.name = dtype.name
-        self.itemsize = dtype.itemsize
-        self.is_floating_point = "float" in dtype.name
-
-    def __str__(self) -> str:
-        return self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Dtype) and other.name == self.name
-
-
 class Pointer:
     """An address in host memory with an element type, in the shape of the tensor object that the interpreter expects:
     it is its own storage and its own copy on the host."""
@@ -70,7 +53,7 @@ class Pointer:
         self, address: int, dtype: str, shape: Sequence[int] = (0,), strides: Sequence[int] = (1,)
     ) -> None:
         self._address = address
-        self.dtype = _Dtype(DTYPES[dtype])
+        self.dtype = DTYPES[dtype]  # str() of it is the name that Triton looks for
         self.shape = tuple(shape)
         self._strides = tuple(strides)
 
@@ -244,23 +227,40 @@ def _leave_out() -> None:
     broadcast = TritonSemantic.broadcast_impl_value
 
     def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
-        left, right = lhs.type, rhs.type
-        if left.is_block() and right.is_block() and left.shape.values == right.shape.values:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        blocks = lhs.type.is_block() and rhs.type.is_block()
+        alike = blocks and lhs.type.shape.values == rhs.type.shape.values
+        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+
+    check = TritonSemantic.binary_op_type_checking_impl
+    checked: dict[Any, tuple[Any, ...]] = {}
+
+    def check_once(self: Any, *operands: Any, **flags: bool) -> Any:
+        key = *((x.type.name if isinstance(x, tl.tensor) else (type(x), x)) for x in operands), *flags.items()
+        if key not in checked:
+            pairs = tuple(zip(operands, made := check(self, *operands, **flags), strict=False))
+            if any(isinstance(x, tl.tensor) and x.dtype != new.dtype for x, new in pairs):
+                return made
+            # Of numbers their tensors, which nobody writes to. Of tensors the types, which differ in shape.
+            if len(checked) > 2_000:
+                checked.clear()
+            checked[key] = tuple(new.type if isinstance(x, tl.tensor) else new for x, new in pairs)
+        return tuple(shaped(self, *pair) for pair in zip(operands, checked[key], strict=False))
+
+    def shaped(self: Any, x: Any, to: Any) -> Any:
+        if isinstance(to, tl.tensor) or x.type.name == to.name:
+            return to if isinstance(to, tl.tensor) else x
+        data = np.asarray(x.handle.data, interpreter._get_np_dtype(x.dtype))
+        return self.tensor(interpreter.TensorHandle(np.broadcast_to(data, to.shape), x.dtype), to)
 
     patch_lang, plain_load = interpreter._patch_lang, tl.load
-
-    @functools.cache
-    def has_only_tl(fn: Any) -> bool:
-        return not any(value is tl.core for value in fn.__globals__.values())
+    languages = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
     def patch_lang_once(fn: Any) -> Any:
-        # fn is called by a kernel whose launch has patched the language.
-        under_way = tl.load is not plain_load
-        return interpreter._LangPatchScope() if under_way and has_only_tl(fn) else patch_lang(fn)
+        # A kernel whose launch has patched the language calls fn, or calls what does.
+        return patch_lang(languages) if tl.load is plain_load else interpreter._LangPatchScope()
 
     TritonSemantic.broadcast_impl_value = broadcast_unlike
+    TritonSemantic.binary_op_type_checking_impl = check_once
     interpreter._patch_lang = patch_lang_once
 
 
