@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -122,16 +121,17 @@ def description(
     """Everything that the content of a block depends on besides its tokens and salt: the software, config and weights
     of the model, number formats, the layout. A file of weights is known by its name, its size and when it was changed,
     which nobody can set back."""
+    import importlib.metadata  # it takes long, and only engines with tiers or peers need it
+
     common = {field.name for field in dataclasses.fields(Options)}
     own = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in common}
     folders = [folder for folder in (model_dir, options.head_folder) if folder is not None]
-    paths = [
-        path
+    files = [
+        (path.name, path.stat())
         for folder in folders
         for kind in ("safetensors", "gguf")
         for path in sorted(folder.glob(f"*.{kind}"))
     ]
-    files = [(path.name, path.stat()) for path in paths]
     return {
         "version": importlib.metadata.version("openinfer-recipes"),
         "device": device.kind,
