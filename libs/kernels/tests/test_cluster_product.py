@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import replace
+from itertools import product as pairs_of
 
 import numpy as np
 import pytest
@@ -117,20 +118,18 @@ def test_a_weight_that_a_kernel_ahead_writes_is_not_read_early(arena):
     assert not cluster_product(chosen("o", 8), problem).early
 
 
-@pytest.mark.parametrize("coding", of_the_day([None, "block", "token"]))
-def test_clusters_of_published_sizes_compile_without_spills(arena, cubins, resources, coding):
+@pytest.mark.parametrize(("coding", "n"), of_the_day([*pairs_of((None, "block", "token"), (8, 64, 128))]))
+def test_clusters_of_published_sizes_compile_without_spills(arena, cubins, resources, coding, n):
     specs = {
         c.spec
-        for tokens in (8, 64, 128)
-        for found in launches(arena, tokens, coding=coding).values()
+        for found in launches(arena, n, coding=coding).values()
         for c in found
         if isinstance(getattr(c, "spec", None), CudaSpec)
     }
     kernels = Store(90, cubins, folders=[])
     kernels.prepare(specs)
     for spec in specs:
-        compiled = kernels.get(spec)
-        used = resources(compiled.cubin)
+        used = resources(kernels.get(spec).cubin)
         assert used["STACK"] == used["LOCAL"] == 0
         assert used["REG"] * spec.threads <= 65536
 
