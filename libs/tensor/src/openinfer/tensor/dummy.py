@@ -74,28 +74,28 @@ class DummyCheckpoint(Checkpoint):
             done += count
 
 
-@functools.lru_cache(maxsize=64)
 def _values(dtype: DType, matrix: bool, width: int, scale: bool) -> np.ndarray[Any, Any]:
     """Bytes that repeat in tensors of a kind; width: of the last axis."""
-    rng = np.random.default_rng(0)
     # Odd: parts of a tensor, as heads and experts, must not be alike.
-    rows = max(1, _BLOCK // max(width, 1) - 1) | 1
-    size = rows * max(width, 1)
-    values: np.ndarray[Any, Any]
-    if dtype == float8_e8m0fnu:
-        values = np.full(size, _E8M0, np.uint8)
-    elif scale and dtype.itemsize == 1:
-        values = np.full(size, _E8M0, np.uint8) if dtype.kind in "iu" else np.ones(size, dtype)
+    size = (max(1, _BLOCK // max(width, 1) - 1) | 1) * max(width, 1)
+    counts = dtype.kind in "iu" and dtype.itemsize == 8
+    return _block(dtype, matrix, scale, max(size, _BLOCK), width * counts)[: size * dtype.itemsize]
+
+
+@functools.lru_cache(maxsize=64)
+def _block(dtype: DType, matrix: bool, scale: bool, size: int, width: int) -> np.ndarray[Any, Any]:
+    rng = np.random.default_rng(0)
+    if dtype == float8_e8m0fnu or (scale and dtype.itemsize == 1 and dtype.kind in "iu"):
+        return np.full(size, _E8M0, np.uint8)
+    if scale and (dtype.itemsize == 1 or dtype == np.float32):
+        values = np.full(size, 1 if dtype.itemsize == 1 else _SPREAD, dtype)
     elif dtype == float8_e4m3fn:
         values = rng.standard_normal(size, np.float32).astype(dtype)
-    elif dtype.kind in "iu" and dtype.itemsize == 8:
+    elif width:
         values = (np.arange(size) % width).astype(dtype)
     elif dtype.kind in "iu":
         values = rng.integers(0, 256, size * dtype.itemsize, np.uint8)  # two codes of four bits in each byte
-    elif scale and dtype == np.float32:
-        values = np.full(size, _SPREAD, dtype)
-    elif matrix:
-        values = (_SPREAD * rng.standard_normal(size, np.float32)).astype(dtype)
     else:
-        values = (1 + 0.1 * rng.standard_normal(size, np.float32)).astype(dtype)
+        spread, mean = (_SPREAD, 0) if matrix else (0.1, 1)
+        values = (spread * rng.standard_normal(size, np.float32) + mean).astype(dtype)
     return values.view(np.uint8)
