@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -26,8 +27,12 @@ MODEL = Path(__file__).parent / "goldens" / "qwen3-tiny"
 
 
 def engines_of(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in children if b"engine_process" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    found = list[int]()
+    for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if b"engine_process" in Path(f"/proc/{one}/cmdline").read_bytes():
+                found.append(int(one))
+    return found
 
 
 def test_a_replica_is_killed_under_load_and_comes_back(server: Callable[..., Any], tmp_path: Path) -> None:
