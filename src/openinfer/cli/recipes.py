@@ -104,9 +104,9 @@ def checkpoint(name: str) -> Path:
     checkout = Path(__file__).resolve().parents[3] / path
     if not path.exists() and path.parts[:1] == ("demo",) and checkout.exists():
         return checkout
-    if path.suffix != ".gguf" and not path.is_dir():
+    if (path / "config.json").exists() or (path.suffix != ".gguf" and not path.is_dir()):
         return path
-    # numpy, which most commands do without until they know the model
+    # numpy, which servers do without: their engines are other processes
     from openinfer.recipes.engine import gguf
 
     if not gguf.is_gguf(path):
