@@ -21,7 +21,7 @@
 //    are there: 0 has not arrived, and -0 is sent for +0. Who reads a word clears it for the next call.
 //
 // A page of the cache is [K heads | V heads, PAGE, D] at kv + page * page_stride; rows_of_kv maps [K | V, halves of rows,
-// rows of D, D / 2]. `words` [HEADS * 8, HEADS, TOKENS, HIDDEN / 64] is zero before and after. `scale` holds log2(e).
+// rows of D, D / 2], of codes whole rows. `words` [HEADS * 8, HEADS, TOKENS, HIDDEN / 64] is zero before and after. `scale` holds log2(e).
 
 #include "gpu.cuh"
 #include "tensor_cores.cuh"
@@ -171,15 +171,16 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
                    int tokens) {
   extern __shared__ __align__(1024) unsigned char ring[];
   u32* words_of_output = (u32*)(ring + STAGES * STAGE);      // [OUT_ROWS, OF_OUTPUT], then factors [OUT_ROWS, 4]
-  unsigned char* codes = ring + STAGES * STAGE + OUTPUT_WORDS * 4;  // [GROUPS, 8, 128], swizzled: of x, then of heads
+  unsigned char* codes = (unsigned char*)(words_of_output + OUTPUT_WORDS);  // [GROUPS, OF_GROUP]: x, then heads; see `put`
   float* work = (float*)codes;                               // [WARPS, PART]: sums, maxima, totals by warp
   u32* words_of_rows = (u32*)(codes + WORK);                 // [ROWS, OF_ROW]
   float* parts = (float*)(words_of_rows + WORDS);            // [PLACES, PART]: as `work` by block; first sums of rows
   float* angles = CODED ? parts + PARTS : work;              // [TOKENS, 2, D / 2]: cosines and sines
   bf16* inbox = (bf16*)(parts + PARTS + (CODED ? TOKENS * D : 0));  // [TOKENS, OF_HEAD]; then heads
   unsigned char* of_units = (unsigned char*)(inbox + TOKENS * OF_HEAD);  // [STAGES * 2, 2, KEYS]: scales of keys and of values
-  u64 *full = (u64*)(of_units + CODED_KV * STAGES * 4 * KEYS), *empty = full + STAGES, *rows_there = empty + STAGES, *parts_there = rows_there + 1, *x_there = rows_there + 2;
-  long long* own_pages = (long long*)(x_there + 1);      // [8]: of the key that each token has itself, and its row there
+  u64 *full = (u64*)(of_units + CODED_KV * STAGES * 4 * KEYS), *empty = full + STAGES, *rows_there = empty + STAGES, *parts_there = rows_there + 1;
+  u64* x_there = parts_there + 1;
+  long long* own_pages = (long long*)(x_there + 1);          // [8]: of the key that each token has itself, and its row there
   int* own_rows = (int*)(own_pages + 8);                     // [8]
   float* own_scores = (float*)(own_rows + 8);                // [8, GROUP]
   Token* of_tokens = (Token*)(own_scores + 8 * GROUP);       // [8]
