@@ -40,11 +40,10 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class ChatTemplate:
-    """Turns messages into the text of a prompt. A Renderer. `source` is its Jinja source.
+    """A Renderer from Jinja source; ModelFilesError if it does not compile.
 
     Making one runs the template: where the source is not to be trusted, a RenderPool makes it from `template_spec`.
 
-    source: Jinja source; ModelFilesError if it does not compile.
     special_tokens: names and texts that the template may mention (bos_token, eos_token, ...).
     with_tools: the source for chats that have tools, where they have a template of their own.
     """
@@ -90,9 +89,8 @@ class ChatTemplate:
         for chat in _CHATS:
             if all(who != role for who, _ in chat):
                 continue
-            said = self._said(
-                [{"role": who, "content": parts if who == role else "x", **more} for who, more in chat]
-            )
+            turns = [{"role": who, "content": parts if who == role else "x", **more} for who, more in chat]
+            said = self._said(turns)
             if said is not None:
                 between = said.partition("QZ1")[2].partition("QZ2")
                 return bool(between[1]) and "type" not in between[0]  # a list that is written out has "type"
@@ -117,8 +115,7 @@ class ChatTemplate:
             return self._with_tools.render(
                 messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
             )
-        reserved = sorted(_OURS.intersection(kwargs or ()))
-        if reserved:
+        if reserved := sorted(_OURS.intersection(kwargs or ())):
             raise APIError(
                 f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs"
             )
@@ -169,10 +166,8 @@ def template_spec(
 
 
 def find_templates(model_dir: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Sources of the checkpoint's template and of that for chats with tools (`tool_use`); None for a missing one.
-
-    The files come before tokenizer_config.json. Raises ModelFilesError.
-    """
+    """Sources of the checkpoint's template and of that for chats with tools (`tool_use`); None for a missing one. The
+    files come before tokenizer_config.json. Raises ModelFilesError."""
     found = config.get("chat_template")
     named: dict[str, object] = {"default": found}
     if isinstance(found, list):

@@ -65,20 +65,15 @@ class DeepSeekV32Renderer:
             text = self._tools.replace("{tool_schemas}", schemas)
             turns.insert(0, {"role": "system", "content": f"{text_of(first['content'])}\n\n{text}"})
         last_user = max((n for n, turn in enumerate(turns) if turn["role"] in _USERS), default=-1)
-        if thinking:
-            forgotten = [
-                n for n, turn in enumerate(turns[: max(last_user, 0)]) if turn["role"] == "developer"
-            ]
-            turns = [turn for n, turn in enumerate(turns) if n not in forgotten]
-            last_user -= len(forgotten)
+        if thinking and last_user > 0:
+            before = [turn for turn in turns[:last_user] if turn["role"] != "developer"]
+            turns, last_user = before + turns[last_user:], len(before)
         pieces, roles = [BOS], [turn["role"] for turn in turns]
         for n, (role, turn) in enumerate(zip(roles, turns, strict=True)):
             opens = THINK if thinking and n >= last_user else END_THINK
             if role in _USERS:
-                said = ("\n\n# The user's message is: " if role == "developer" else "") + text_of(
-                    turn["content"]
-                )
-                pieces.append(f"{USER}{said}{ASSISTANT}{opens}")
+                lead = "\n\n# The user's message is: " if role == "developer" else ""
+                pieces.append(f"{USER}{lead}{text_of(turn['content'])}{ASSISTANT}{opens}")
             elif role == "tool":
                 begins, ends = roles[n - 1 : n] != ["tool"], roles[n + 1 : n + 2] != ["tool"]
                 pieces.append("\n\n<function_results>" if begins else "")

@@ -119,9 +119,8 @@ class DeepSeekV4Renderer:
                 pieces += [_BETWEEN if joined else USER, _said(turn)]
                 answers = after in ("assistant", "latest_reminder")
                 if answers:
-                    pieces.append(
-                        ASSISTANT + (THINK if thinking and (not forgets or index >= last_user) else END_THINK)
-                    )
+                    goes_on = thinking and (not forgets or index >= last_user)
+                    pieces.append(ASSISTANT + (THINK if goes_on else END_THINK))
             elif role == "assistant":
                 if thinking and (not forgets or index > last_user):
                     pieces.append(f"{turn.get('reasoning') or ''}{END_THINK}")
@@ -147,10 +146,9 @@ def thinks(options: Mapping[str, Any]) -> bool:
 def literals(path: Path, names: Collection[str]) -> dict[str, Any]:
     """The literals of these names in a published encoder, which is never run. Raises ModelFilesError."""
     try:
-        tree = ast.parse(read_text(path))
         return {
             target.id: ast.literal_eval(one.value)
-            for one in tree.body
+            for one in ast.parse(read_text(path)).body
             if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None
             for target in (one.targets if isinstance(one, ast.Assign) else [one.target])
             if isinstance(target, ast.Name) and target.id in names
@@ -160,7 +158,6 @@ def literals(path: Path, names: Collection[str]) -> dict[str, Any]:
 
 
 def _efforts_of(path: Path) -> tuple[dict[str, str], str]:
-    """The efforts and the default."""
     named = literals(path, _LITERALS)
     efforts, most = named.get("REASONING_EFFORT_PROMPTS"), named.get("REASONING_EFFORT_MAX")
     default = named.get("DEFAULT_REASONING_EFFORT", "low")
@@ -178,7 +175,6 @@ def _efforts_of(path: Path) -> tuple[dict[str, str], str]:
 
 
 def _add_tools(turns: list[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Add the tools to the first message that may have them."""
     text = TOOLS_HEAD + "\n".join(as_json(tool["function"]) for tool in tools) + TOOLS_TAIL
     for role in ("developer", "system"):
         for index, turn in enumerate(turns):
@@ -221,9 +217,7 @@ def answer_text(turn: Message, block_name: str) -> str:
 def _call(function: Mapping[str, Any]) -> str:
     lines = []
     for key, value in function["arguments"].items():
-        is_text = isinstance(value, str)
-        text = value if is_text else as_json(value)
-        kind = "true" if is_text else "false"
+        kind, text = ("true", value) if isinstance(value, str) else ("false", as_json(value))
         lines.append(f'<{DSML}parameter name="{key}" string="{kind}">{text}</{DSML}parameter>')
     arguments = "\n".join(lines)  # none leave an empty line
     return f'<{DSML}invoke name="{function["name"]}">\n{arguments}\n</{DSML}invoke>'

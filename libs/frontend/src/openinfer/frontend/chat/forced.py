@@ -61,8 +61,7 @@ def each_argument(
             raise InvalidGrammar("properties must be an object and required a list")
         if not all(isinstance(name, str) for name in required):
             raise InvalidGrammar("required must hold names")
-        unknown = [name for name in required if name not in properties]
-        if unknown:
+        if unknown := [name for name in required if name not in properties]:
             raise InvalidGrammar(f"the required parameter {unknown[0]!r} has no schema among the properties")
         definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
         written = []
@@ -115,7 +114,6 @@ def _one_of(
 def _options(
     lark: Lark, schema: Mapping[str, Any], options: list[Any], marker: str, closing: str, before: str
 ) -> tuple[str | None, str | None]:
-    """The expressions of anyOf and oneOf, which allow the values of every option."""
     _only(schema, {"type", "anyOf", "oneOf"} | _NOTES | _DEFINITIONS, "a parameter with anyOf")
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     found: tuple[list[str], list[str]] = ([], [])
@@ -123,9 +121,8 @@ def _options(
         if not isinstance(option, Mapping):
             raise InvalidGrammar("anyOf must hold schemas")
         one = {**definitions, **resolved(option, schema)}
-        for written, expression in zip(
-            found, bare_value(lark, one, marker, closing, before=before), strict=True
-        ):
+        expressions = bare_value(lark, one, marker, closing, before=before)
+        for written, expression in zip(found, expressions, strict=True):
             if expression is not None:
                 written.append(expression)
     texts, others = (lark.any_of(written) if written else None for written in found)

@@ -95,10 +95,8 @@ class JsonFormat:
         return JsonReader(self, schemas, bare=bare, marked=marked)
 
     def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
-        """The grammar after `opening` for a forced call of one of these tools, `closing` included.
-
-        With `many` any number of further calls may follow, in as many blocks as the format takes. Raises
-        InvalidGrammar for a schema that cannot be forced."""
+        """The grammar after `opening` for a forced call of one of these tools, `closing` included. many: further calls
+        may follow, in as many blocks as the format takes. Raises InvalidGrammar for a schema that cannot be forced."""
         end = self.end_call or "}" * self.wrapped + self.line + self.closing
 
         def head(name: str) -> str:
@@ -205,9 +203,8 @@ class TagFormat:
         at = text.find("<", max(start, len(text) - MAX_TAG))
         while at >= 0:
             rest = text[at:]
-            if any(mark.startswith(rest) for _, mark in self.marks) or any(
-                half.fullmatch(rest) for half in halves
-            ):
+            begins = any(mark.startswith(rest) for _, mark in self.marks)
+            if begins or any(half.fullmatch(rest) for half in halves):
                 return at
             at = text.find("<", at + 1)
         return len(text)
@@ -366,8 +363,6 @@ REASONING_FORMATS = ("deepseek_v4", "kimi_k2", "qwen3")
 
 _OF_QWEN = {"hermes", "qwen3_xml"}
 _DEFAULTS = (("qwen3_5", "qwen3_xml", "qwen3"), ("qwen3", "hermes", "qwen3"), ("deepseek_v4",) * 3)
-
-
 _IN_TEMPLATES = (
     (f"<{DSML}function_calls", "deepseek_v32"),
     (f"<{DSML}", "deepseek_v4"),

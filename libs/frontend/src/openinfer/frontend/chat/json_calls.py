@@ -34,7 +34,7 @@ class JsonText:
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.text, self.out, self.over = "", "", False
         self._root = schema
-        self._stack: list[str] = []
+        self._stack: list[str] = []  # the marks that close what is open
         self._schemas = [schema]
         self._expects = "value"
         self._held = ""  # a comma and a key, until a value begins
@@ -59,7 +59,7 @@ class JsonText:
     def ended(self) -> str:
         """The marks that make JSON of what was handed out."""
         marks = '"' if self._in_string and self._key is None else ""
-        return marks + "".join("}" if one == "{" else "]" for one in reversed(self._stack))
+        return marks + "".join(reversed(self._stack))
 
     def _step(self) -> bool | None:
         """Go on by a mark; False where more text is needed, None for what is no JSON."""
@@ -78,18 +78,18 @@ class JsonText:
                 self._begin('"')
         elif char in "{[" and expects in ("value", "first") and len(self._stack) < MAX_DEPTH:
             self._begin(char)
-            self._stack.append(char)
+            self._stack.append("}" if char == "{" else "]")
             self._expects = "first key" if char == "{" else "first"
             if char == "[":
                 self._schemas.append(child(self._schemas[-1], None, self._root))
-        elif char in "}]" and expects in ("comma", "first key", "first") and self._closes(char):
-            if self._stack.pop() == "[":
+        elif expects in ("comma", "first key", "first") and self._stack[-1:] == [char]:
+            if self._stack.pop() == "]":
                 self._schemas.pop()
             self._said.append(char)
             self._end()
         elif char == "," and expects == "comma":
             self._held = ", "
-            self._expects = "key" if self._stack[-1] == "{" else "value"
+            self._expects = "key" if self._stack[-1] == "}" else "value"
         elif char == ":" and expects == "colon":
             self._held += ": "
             self._expects = "value"
@@ -97,9 +97,6 @@ class JsonText:
             self._at = after
             return self._scalar(at) if expects in ("value", "first") else None
         return True
-
-    def _closes(self, char: str) -> bool:
-        return bool(self._stack) and char == ("}" if self._stack[-1] == "{" else "]")
 
     def _scalar(self, at: int) -> bool | None:
         found = _SCALAR.match(self.text, at)
@@ -168,7 +165,7 @@ class JsonText:
     def _end(self) -> None:
         self.over = not self._stack
         self._expects = "comma"
-        if self._stack and self._stack[-1] == "{":
+        if self._stack[-1:] == ["}"]:
             self._schemas.pop()
 
 
@@ -225,12 +222,8 @@ class JsonReader:
             return head is None and fits and len(self.text) <= MAX_HEAD
         if begun[:1] not in ("", "{"):
             return False
-        if (
-            head is not None
-            or final
-            or len(self.text) > MAX_HEAD
-            or not begun.startswith('{"name":'[: len(begun)])
-        ):
+        strange = head is not None or not begun.startswith('{"name":'[: len(begun)])
+        if strange or final or len(self.text) > MAX_HEAD:
             self._json = JsonText({})
         return True
 
@@ -239,10 +232,8 @@ class JsonReader:
         try:
             found = decode(text)
             found = {"name": self._name, "arguments": found} if self._name else found
-            parts = [
-                self._call(one)
-                for one in (found if isinstance(found, list) and self._form.listed else [found])
-            ]
+            several = isinstance(found, list) and self._form.listed
+            parts = [self._call(one) for one in (found if several else [found])]
         except Malformed:
             return False
         self.parts += parts

@@ -87,10 +87,8 @@ class OutputParser:
         text = self._held.lstrip()
         if text.startswith(THINK):
             self._held = text[len(THINK) :]
-            self._state = self._text
             self.thought = self._thinking = True
-            return True
-        if THINK.startswith(text) and not final:
+        elif THINK.startswith(text) and not final:
             return False
         self._state = self._text
         return True
@@ -103,12 +101,10 @@ class OutputParser:
         return True
 
     def _text(self, final: bool) -> bool:
-        """Thoughts or content, up to a marker."""
         if self._thinking and not self._begun:
             self._held = self._held.lstrip("\n")
         end = self._held.find(END_THINK) if self._thinking else -1
-        call = self._call_in(self._held if end < 0 else self._held[:end])
-        if call is not None:
+        if (call := self._call_in(self._held if end < 0 else self._held[:end])) is not None:
             start, marker = call
             before = self._held[:start]
             said = before.rstrip("\n") if self._thinking else before.rstrip()
@@ -174,9 +170,8 @@ class OutputParser:
 
     def _begin_call(self) -> None:
         assert self._tools is not None
-        marked = bool(self._marker)
-        self._reader, self._raw = self._tools.reader(self._schemas, bare=self._bare, marked=marked), []
-        self._state = self._call
+        self._reader = self._tools.reader(self._schemas, bare=self._bare, marked=bool(self._marker))
+        self._raw, self._state = [], self._call
 
     def _call(self, final: bool) -> bool:
         reader = self._reader

@@ -30,8 +30,7 @@ class PythonReader:
         """See JsonReader.run."""
         while True:
             if not self._depth:
-                ended = _END.match(self.text) if self._calls else None
-                if ended is not None:
+                if self._calls and (ended := _END.match(self.text)):
                     self.parts += self._calls
                     self.text = self.text[ended.end() :]
                     return True

@@ -88,21 +88,18 @@ class TagReader:
         return ""
 
     def _between(self, final: bool) -> bool | None:
-        """Before a parameter, or at the end of the call."""
         match self._next(0, final):
             case None:
                 return None
             case "parameter":
-                opened = self._form.parameter_tag.match(self.text)
-                if opened is not None:
+                if (opened := self._form.parameter_tag.match(self.text)) is not None:
                     self._open(opened)
                     return None
                 begun = self.text.lstrip()
                 if self._form.half_parameter.fullmatch(begun) and len(begun) < MAX_HEAD and not final:
                     return None
             case "end_call":
-                end = self.text.index(self._form.end_call) + len(self._form.end_call)
-                self.text = self.text[end:]
+                self.text = self.text.partition(self._form.end_call)[2]
                 self._say("}")
                 return True
             case "closing" | "call" | "opening" as found:
@@ -122,9 +119,8 @@ class TagReader:
         self._schema = child(root, self._key, root), root
         said = opened[2] if self._form.says_text else None
         allowed = kinds(*self._schema)
-        self._is_text = said != "false" and (
-            allowed <= {"string"} or (said == "true" and "string" in allowed)
-        )
+        may_be_text = allowed <= {"string"} or (said == "true" and "string" in allowed)
+        self._is_text = may_be_text and said != "false"
         self._says_json = said == "false"
         self.text = self.text[opened.end() :]
         self._at, self._line, self._at_start, self._weak = 0, True, True, None
@@ -161,7 +157,7 @@ class TagReader:
         kind, quoted = tag.lastgroup, self._quoted
         outside = not quoted["call"] and not quoted["opening"]
         if kind in ("opening", "call", "parameter"):
-            if not self._begins_line(tag.start()):
+            if not (self._line if tag.start() == 0 else self.text[tag.start() - 1] == "\n"):
                 return False
             if kind == "parameter" and outside and self._is_next(tag[0]):
                 return True
@@ -198,14 +194,10 @@ class TagReader:
             return False
         return outside and follows in ("opening", "end")
 
-    def _begins_line(self, at: int) -> bool:
-        return self._line if at == 0 else self.text[at - 1] == "\n"
-
     def _is_next(self, tag: str) -> bool:
         """Whether an opening tag is of a parameter of this tool that has no value yet."""
         opened = self._form.parameter_tag.match(tag)
-        root = self._schemas.get(self._name) or {}
-        properties = root.get("properties")
+        properties = (self._schemas.get(self._name) or {}).get("properties")
         name = opened[1].strip() if opened is not None else ""
         return isinstance(properties, dict) and name in properties and name not in self._given
 
@@ -215,9 +207,8 @@ class TagReader:
             until = min(until, self._weak)
         if until == len(self.text):
             until = self._at = self._form.before_tag(self.text, self._at)
-        skipped = (
-            len(self._form.pad) if self._at_start and self.text[:until].startswith(self._form.pad) else 0
-        )
+        pad = self._form.pad if self._at_start else ""
+        skipped = len(pad) if self.text[:until].startswith(pad) else 0
         said = self.text[skipped:until].removesuffix("\n")  # perhaps the one before the end
         if not self._is_text or not said:
             return

@@ -42,8 +42,7 @@ def written_as(
 ) -> str:
     """The JSON of a value written as bare text, read as the schema's type: JSON or a Python literal, else text.
 
-    root: what the schema's references are resolved in. says_json: the format says that the text is JSON; so it is where
-    the schema does not say otherwise."""
+    root: what the schema's references are resolved in. says_json: the format says that it is JSON."""
     try:
         return encode(_typed(text, schema, root, says_json))
     except Malformed:
@@ -64,11 +63,8 @@ def _typed(text: str, schema: Mapping[str, Any], root: Mapping[str, Any], says_j
 
 def fitted(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 32) -> Any:
     """The value with whole numbers where the schema has integers (5.0 is 5), at any depth."""
-    if (
-        isinstance(value, float)
-        and value.is_integer()
-        and kinds(schema, root) & {"integer", "number"} == {"integer"}
-    ):
+    is_whole = isinstance(value, float) and value.is_integer()
+    if is_whole and kinds(schema, root) & {"integer", "number"} == {"integer"}:
         return int(value)
     if depth and isinstance(value, dict):
         return {key: fitted(one, child(schema, key, root), root, depth - 1) for key, one in value.items()}
@@ -94,9 +90,8 @@ def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str,
             break
         found: Any = root
         for step in reference[2:].split("/"):
-            found = (
-                found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-            )
+            name = step.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, Mapping) else None
         if not isinstance(found, Mapping):
             break
         schema = {**found, **{name: value for name, value in schema.items() if name != "$ref"}}
@@ -137,10 +132,9 @@ def read_value(text: str) -> Any:
     if len(text) > MAX_LITERAL_CHARS or text[:1] not in tuple("[{('\"-+.0123456789"):
         return text
     try:
-        value = json.loads(encode(ast.literal_eval(text)))
+        return json.loads(encode(ast.literal_eval(text)))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, Malformed):
         return text
-    return value
 
 
 def _kind(value: Any) -> set[str]:
