@@ -84,10 +84,8 @@ class EngineClient(Protocol):
         """An id for the next Request."""
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Start a request. The sink sees exactly one terminal, even if the engine dies.
-
-        Raises EngineDeadError when it is dead already. Whatever this raises, the sink is not called.
-        """
+        """Start a request. The sink sees exactly one terminal, even if the engine dies. Raises EngineDeadError when it
+        is dead already. Whatever this raises, the sink is not called."""
 
     def abort(self, request_id: int) -> None:
         """Ask to end a request; its sink still gets the terminal. An id that has ended is no error."""
@@ -105,24 +103,45 @@ class EngineClient(Protocol):
         """Wait until the engine is lost, and return why. Never returns for an engine closed in order."""
 
 
-class Driver(ABC):
+class ClientBase:
+    """Code that drivers share with clients over them: ids, the engine's facts and its loss. first_id: of requests."""
+
+    def __init__(self, first_id: int) -> None:
+        self._ids = itertools.count(first_id)
+        self._info: EngineInfo | None = None
+        self._lost: asyncio.Future[str] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineDeadError("the engine has not been started")
+        return self._info
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    async def died(self) -> str:
+        if self._lost is None:
+            raise EngineDeadError("the engine has not been started")
+        return await asyncio.shield(self._lost)
+
+
+class Driver(ClientBase, ABC):
     """Code that all drivers share: sinks and pending controls, health, and the reading of the engine's messages."""
 
     def __init__(self, hang_timeout_s: float | None, first_id: int = 1) -> None:
+        super().__init__(first_id)
         self._hang_timeout_s = hang_timeout_s
-        self._ids = itertools.count(first_id)
         self._serials = itertools.count(1)
         self._sinks: dict[int, Sink] = {}
         self._controls: dict[int, asyncio.Future[str | None]] = {}
         self._stats = EngineStats()
         self._live = 0  # requests of all the engine's clients, as last heard
-        self._info: EngineInfo | None = None
         self._dead: str | None = None
         self._closing = False
         self._close_task: asyncio.Task[None] | None = None
         self._last_sign = 0.0
         self._started: asyncio.Future[EngineInfo] | None = None
-        self._lost: asyncio.Future[str] | None = None
 
     @abstractmethod
     async def _launch(self) -> None:
@@ -135,12 +154,6 @@ class Driver(ABC):
     @abstractmethod
     async def _stop(self) -> None:
         """End the engine loop and wait for it, or kill it."""
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineDeadError("the engine has not been started")
-        return self._info
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -168,9 +181,6 @@ class Driver(ABC):
     async def _close(self) -> None:
         await self._stop()
         self._fail_all("the engine was shut down")
-
-    def new_id(self) -> int:
-        return next(self._ids)
 
     def submit(self, request: Request, sink: Sink) -> None:
         if self._dead is not None or self._closing:
@@ -214,11 +224,6 @@ class Driver(ABC):
         if live and silent_s > limit_s:
             return Health(False, f"the engine hangs: {live} requests but no step for {silent_s:.0f} s")
         return Health(True, "ok")
-
-    async def died(self) -> str:
-        if self._lost is None:
-            raise EngineDeadError("the engine has not been started")
-        return await asyncio.shield(self._lost)
 
     def _receive(self, messages: Sequence[FromEngine]) -> None:
         """Take the messages of the engine loop (in the event loop's thread). Never raises."""
@@ -281,15 +286,13 @@ class Driver(ABC):
 
     def _route(self, deltas: dict[int, OutputDelta]) -> None:
         for request_id, delta in deltas.items():
-            sink = (
-                self._sinks.get(request_id) if delta.terminal is None else self._sinks.pop(request_id, None)
-            )
+            take = self._sinks.get if delta.terminal is None else self._sinks.pop
+            sink = take(request_id, None)
             if sink is not None:
                 _call(sink, delta)
 
 
 def _gather(outputs: StepOutputs, deltas: dict[int, OutputDelta]) -> None:
-    """Add one step to the updates that wait for routing."""
     logprobs, token_ids = outputs.logprobs, outputs.token_ids
     for position, request_id in enumerate(outputs.request_ids):
         delta = deltas.get(request_id)

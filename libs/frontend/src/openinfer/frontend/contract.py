@@ -176,14 +176,11 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="x"):
 Terminal = Finished | Rejected | Failed
 Update = Scheduled | Finished | Rejected | Failed
 TERMINALS = (Finished, Rejected, Failed)
-"""For isinstance."""
 
 
 class StepOutputs(msgspec.Struct, array_like=True):
-    """The results of one step, in columns; objects appear only for first and terminal updates.
-
-    Read it so: Scheduled updates first, then prompt_logprobs, then the tokens in order, then the terminals.
-    """
+    """The results of one step, in columns; objects appear only for first and terminal updates. Read it so: Scheduled
+    updates first, then prompt_logprobs, then the tokens in order, then the terminals."""
 
     request_ids: list[int] = msgspec.field(default_factory=list)
     """Owner of each token; a request may appear more than once (several tokens a step)."""
@@ -350,7 +347,6 @@ class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag="wake_up"):
 Command = (
     LoadAdapter | ResetPrefixCache | Sleep | SlowTraces | TokenTable | UnloadAdapter | UpdateWeights | WakeUp
 )
-"""Union of the commands of Engine.control."""
 
 
 @runtime_checkable
@@ -362,22 +358,16 @@ class Engine(Protocol):
         """Fixed facts; valid as soon as the engine is built."""
 
     def submit(self, request: Request) -> None:
-        """Take a request. Refusals come back as a Rejected update of the next step, not as an exception.
-
-        If it raises all the same, the engine must not have kept the request: the driver reports it Failed.
-        """
+        """Take a request. Refusals come back as a Rejected update of the next step. If it raises all the same, the
+        engine must not have kept the request: the driver reports it Failed."""
 
     def abort(self, request_id: int) -> None:
-        """End a request: a later step says Finished("abort"), or the terminal that was already on its way.
-
-        An id that is not live is no error: aborts race with endings.
-        """
+        """End a request: a later step says Finished("abort"), or the terminal that was already on its way. An id that
+        is not live is no error: aborts race with endings."""
 
     def control(self, command: Command) -> Future[None] | str | None:
         """Carry out a command before the next step, or begin it and return its future. Returns the answer, if any.
-
-        Raises errors.Unsupported for a command that cannot be carried out; a future may raise it too.
-        """
+        Raises errors.Unsupported for a command that cannot be carried out; a future may raise it too."""
 
     def step(self, wait: float) -> StepOutputs:
         """Do one step and return what is ready (perhaps nothing: an engine may run a step ahead).
@@ -406,9 +396,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
         module_name, _, function_name = self.target.partition(":")
         if not module_name or not function_name:
             raise EngineSpecError(f"engine target {self.target!r} is not 'package.module:function'")
-        function: Callable[..., Engine] | None = getattr(
-            importlib.import_module(module_name), function_name, None
-        )
+        module = importlib.import_module(module_name)
+        function: Callable[..., Engine] | None = getattr(module, function_name, None)
         if function is None:
             raise EngineSpecError(f"engine target {self.target!r}: {module_name} has no {function_name!r}")
         return function(**self.kwargs)

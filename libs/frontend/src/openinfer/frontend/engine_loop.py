@@ -138,8 +138,7 @@ class _Desk:
         except Exception as error:  # one request's fault must not take the others along
             _log.exception("the engine raised on submit of sequence %d", request.id)
             failed = Failed(request.id, f"the engine did not take the request: {one_line(error)}")
-            outputs = StepOutputs(updates=[failed])
-            self._send(client, Stepped(outputs, self._engine.stats(), len(self.live)))
+            self._send(client, Stepped(StepOutputs(updates=[failed]), self._engine.stats(), len(self.live)))
         else:
             self.live.add(request.id)
 
@@ -149,7 +148,17 @@ class _Desk:
         done = [one for one in self.pending if one[2].done()]
         self.pending = [one for one in self.pending if one not in done]
         for client, serial, future in done:
-            self._done(client, serial, future)
+            refusal = None
+            try:
+                future.result()
+            except Unsupported as error:
+                refusal = one_line(error)
+            except Exception as error:  # one command's fault must not take the requests along
+                _log.exception("a command failed")
+                refusal = f"the engine failed at it: {one_line(error)}"
+            else:
+                self.tell_all(Stepped(StepOutputs(), self._engine.stats(), len(self.live)))
+            self._send(client, ControlDone(serial, refusal))
 
     def _control(self, client: int, message: ControlFrame) -> None:
         try:
@@ -165,23 +174,8 @@ class _Desk:
             self.tell_all(Stepped(StepOutputs(), self._engine.stats(), len(self.live)))
         self._send(client, ControlDone(message.serial, None, answer))
 
-    def _done(self, client: int, serial: int, future: Future[None]) -> None:
-        """Answer a command, and tell all clients the state after it."""
-        try:
-            future.result()
-        except Unsupported as error:
-            self._send(client, ControlDone(serial, one_line(error)))
-            return
-        except Exception as error:  # one command's fault must not take the requests along
-            _log.exception("a command failed")
-            self._send(client, ControlDone(serial, f"the engine failed at it: {one_line(error)}"))
-            return
-        self.tell_all(Stepped(StepOutputs(), self._engine.stats(), len(self.live)))
-        self._send(client, ControlDone(serial, None))
-
 
 def _split(outputs: StepOutputs) -> dict[int, StepOutputs]:
-    """A step's columns by client."""
     parts: dict[int, StepOutputs] = {}
     for position, request_id in enumerate(outputs.request_ids):
         part = parts.get(owner(request_id))

@@ -69,11 +69,8 @@ class FlagError(FrontendError, ValueError):
 
 
 class APIError(FrontendError, ValueError):
-    """A request is refused.
-
-    message: what came from the client is quoted in it, so that its middle is left out beyond MAX_MESSAGE_CHARS.
-    status: HTTP status; param: the offending field, if one; code: OpenAI's machine-readable word, if one.
-    """
+    """A request is refused. message: its middle is left out beyond MAX_MESSAGE_CHARS, as it quotes what the client
+    sent. status: HTTP status; param: the offending field, if one; code: OpenAI's machine-readable word, if one."""
 
     user_can_mend = True
 
@@ -118,9 +115,7 @@ class TooLong(APIError):
 
 def is_users_error(error: BaseException) -> bool:
     """Whether an error speaks to the user (bad checkpoint, missing file). Any other is a bug and keeps its traceback.
-
-    A library says so by a class attribute `user_can_mend = True` of its own errors; OSErrors name files and devices.
-    """
+    A library says so by a class attribute `user_can_mend = True` of its own errors; OSErrors name files and devices."""
     return (getattr(error, "user_can_mend", False) is True or isinstance(error, OSError)) and bool(str(error))
 
 

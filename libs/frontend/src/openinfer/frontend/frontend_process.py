@@ -112,12 +112,11 @@ class _Orders:
 
 async def _serve(boot: FrontendBoot) -> int:
     orders = _Orders(boot)
-    follower = asyncio.create_task(orders.follow())
-    beats: list[asyncio.Task[None]] = []
+    tasks = [asyncio.create_task(orders.follow())]
 
     def on_ready() -> None:
         _report(ReadyReport())
-        beats.append(asyncio.create_task(_beat()))
+        tasks.append(asyncio.create_task(_beat()))
 
     client: EngineClient
     if boot.options.restart_engine:
@@ -141,7 +140,7 @@ async def _serve(boot: FrontendBoot) -> int:
             raise
         return 1
     finally:
-        for task in (follower, *beats):
+        for task in tasks:
             task.cancel()
 
 

@@ -44,10 +44,8 @@ _log = logging.getLogger(__name__)
 
 
 class Frontends:
-    """The children and the engine; run() once.
-
-    options: of each child. make_engine: a driver of a new engine. listeners: bound sockets, one a child.
-    """
+    """The children and the engine; run() once. options: of each child. make_engine: a driver of a new engine.
+    listeners: bound sockets, one a child."""
 
     def __init__(
         self, options: WebOptions, make_engine: Callable[[], ProcessDriver], listeners: list[socket.socket]
@@ -67,11 +65,9 @@ class Frontends:
         on_ready: Callable[[], None],
         on_stop: Callable[[str], None],
     ) -> int:
-        """Start all, serve until a signal or a loss that is final; returns the exit code, 0 or 1.
-
-        on_engine, on_ready, on_stop: as serve_web has them.
-        Raises FrontendError or OSError with one line for the user when something does not start.
-        """
+        """Start all, serve until a signal or a loss that is final; returns the exit code, 0 or 1. on_engine, on_ready,
+        on_stop: as serve_web has them. Raises FrontendError or OSError with one line for the user when something does
+        not start."""
         keepers: list[asyncio.Task[Any]] = []
         engine: EngineClient = (
             RestartingClient(self._new_driver, on_up=self._on_up, on_lost=self._on_lost)
@@ -150,14 +146,12 @@ class Frontends:
         self._tell(LostEngine(reason, final=False))
 
     async def _watch(self, engine: EngineClient) -> None:
-        """Tell the children of a loss that is final."""
         reason = await engine.died()
         self._ending, self._address = True, None
         self._tell(LostEngine(reason, final=True))
         self._failed.set()
 
     async def _keep(self, index: int, boards: list[str], ready: "asyncio.Future[None]") -> None:
-        """_keep_child; a failure of it fails the start, or ends the server."""
         try:
             await self._keep_child(index, boards, ready)
         except Exception as error:
@@ -205,9 +199,7 @@ class Frontends:
     async def _spawn(self, index: int, client: int, boards: list[str]) -> asyncio.subprocess.Process:
         listener = self._listeners[index].fileno()
         child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "openinfer.frontend.frontend_process",
+            *(sys.executable, "-m", "openinfer.frontend.frontend_process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=[listener],

@@ -24,10 +24,8 @@ LAST_WORDS_S = 0.5
 class EngineLink:
     """Connects, says Hello, and hands on what comes. Belongs to the running event loop's thread.
 
-    address: of the engine's socket. client: our number.
-    receive: takes the messages read in one turn. lose: told when a frame cannot be read.
-    Raises EngineStartError where the address cannot be used, such as a path that is too long.
-    """
+    address: of the engine's socket. client: our number. receive: takes the messages read in one turn. lose: told when a
+    frame cannot be read. Raises EngineStartError where the address cannot be used, such as a path that is too long."""
 
     def __init__(
         self,

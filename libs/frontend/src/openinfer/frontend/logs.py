@@ -64,10 +64,8 @@ class _Text(logging.Formatter):
 
 
 def set_up_logging(level: str, form: str, secrets: Sequence[str] = ()) -> None:
-    """Log to stderr from `level` (debug, info, ...) on, as `form`: text or json.
-
-    secrets: texts of at least MIN_SECRET characters that must not be seen in any line.
-    """
+    """Log to stderr from `level` (debug, info, ...) on, as `form`: text or json. secrets: texts of at least MIN_SECRET
+    characters that must not be seen in any line."""
     secrets = [secret for secret in secrets if len(secret) >= MIN_SECRET]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json(secrets) if form == "json" else _Text(secrets))

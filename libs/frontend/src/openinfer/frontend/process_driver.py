@@ -112,8 +112,8 @@ class AttachedDriver(Driver):
 
     The process that watches calls lose() when the engine has died, and the ProcessDriver's forget() when this one has.
 
-    address: waits for the ProcessDriver's address. client: our number, never used before with this engine.
-    hang_timeout_s: requests without a step for longer make health() say that the engine hangs; None: EngineInfo's.
+    address: waits for the ProcessDriver's. client: our number, never used before with this engine. hang_timeout_s: as
+    ProcessDriver has it.
     """
 
     def __init__(

@@ -23,10 +23,8 @@ class _Lost(Exception):
 
 
 class RenderPool:
-    """A Renderer in processes of its own. start() first, close() last; both in the event loop that renders.
-
-    spec: how a process makes the renderer. first: of `spawn`, which the pool takes over; None: start() makes one.
-    """
+    """A Renderer in processes of its own. start() first, close() last; both in the event loop that renders. spec: how a
+    process makes the renderer. first: of `spawn`, which the pool takes over; None: start() makes one."""
 
     def __init__(self, spec: RendererSpec, first: asyncio.subprocess.Process | None = None) -> None:
         self.spec = spec
@@ -102,7 +100,6 @@ class RenderPool:
         return answer
 
     async def _made(self, process: asyncio.subprocess.Process) -> asyncio.subprocess.Process:
-        """The process, which has made its renderer."""
         line = json.dumps(self.spec._asdict()).encode() + b"\n"
         try:
             made = await _answer(process, line, START_TIMEOUT_S, START_TIMEOUT_S)
@@ -127,7 +124,6 @@ async def _answer(
     cancelled, is ended, because its answer may still come and would be read as the answer to another request."""
     assert process.stdin is not None
     assert process.stdout is not None
-    answer: dict[str, Any] | None = None
     try:
         try:
             async with asyncio.timeout(life_s):
@@ -138,16 +134,13 @@ async def _answer(
             raise _Lost("the process gives no sign of life") from None
         async with asyncio.timeout(answer_s):
             said = await process.stdout.readline() if lives else b""
-        answer = json.loads(said)
-    # ValueError: no line, or one beyond the limit. RuntimeError: uvloop's, for a pipe that is closed already.
-    except (ConnectionError, ValueError, RuntimeError):
-        pass
-    finally:
-        if answer is None:
-            await end(process)
-    if answer is None:
-        raise _Lost("the process that renders it ended")
-    return answer
+        return dict(json.loads(said))
+    except BaseException as error:
+        await end(process)
+        # ValueError: no line, or one beyond the limit. RuntimeError: uvloop's, for a pipe that is closed already.
+        if isinstance(error, ConnectionError | ValueError | RuntimeError):
+            raise _Lost("the process that renders it ended") from None
+        raise
 
 
 async def spawn() -> asyncio.subprocess.Process:

@@ -184,10 +184,9 @@ class ReplicatedClient:
             had = {index: self._adapters(index).get(command.name) for index in asked}
             if isinstance(command, UnloadAdapter):
                 asked = {index: one for index, one in asked.items() if had[index] is not None} or asked
+            name, unload = command.name, UnloadAdapter(command.name)
             undo = {
-                index: UnloadAdapter(command.name)
-                if path is None
-                else LoadAdapter(command.name, path, in_place=True)
+                index: unload if path is None else LoadAdapter(name, path, in_place=True)
                 for index, path in had.items()
             }
         answers = await _all_or_none(asked, command, undo)
@@ -214,10 +213,8 @@ class ReplicatedClient:
 async def _all_or_none(
     asked: Mapping[int, EngineClient], command: Command, undo: Mapping[int, Command]
 ) -> list[str | None]:
-    """The answers of all. Where one refuses, the others carry out their `undo`.
-
-    Raises Unsupported or EngineDeadError, as the first refusal, with all refusals and what could not be undone.
-    """
+    """The answers of all. Where one refuses, the others carry out their `undo`. Raises Unsupported or EngineDeadError,
+    as the first refusal, with all refusals and what could not be undone."""
     found = await _tell(asked, dict.fromkeys(asked, command))
     errors = {index: one for index, one in found.items() if isinstance(one, BaseException)}
     if not errors:
@@ -241,10 +238,8 @@ async def _all_or_none(
 async def _tell(
     asked: Mapping[int, EngineClient], commands: Mapping[int, Command]
 ) -> dict[int, str | BaseException | None]:
-    """The answers to commands by replica, or the errors."""
-    found = await asyncio.gather(
-        *(asked[index].control(one) for index, one in commands.items()), return_exceptions=True
-    )
+    answers = (asked[index].control(one) for index, one in commands.items())
+    found = await asyncio.gather(*answers, return_exceptions=True)
     return dict(zip(commands, found, strict=True))
 
 

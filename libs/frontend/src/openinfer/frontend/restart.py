@@ -1,16 +1,14 @@
 """An engine client that outlives its engine: an engine that dies or hangs is ended and started anew."""
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
-from openinfer.frontend.client import Driver, Health, Sink
+from openinfer.frontend.client import ClientBase, Driver, Health, Sink
 from openinfer.frontend.contract import (
     Command,
-    EngineInfo,
     EngineStats,
     LoadAdapter,
     Request,
@@ -28,7 +26,7 @@ WINDOW_S = 600.0
 _log = logging.getLogger(__name__)
 
 
-class RestartingClient:
+class RestartingClient(ClientBase):
     """An EngineClient over drivers that can be ended from outside (ProcessDriver).
 
     Requests that were live fail; until the new engine is up, submit() raises EngineDeadError and health() says why.
@@ -49,23 +47,15 @@ class RestartingClient:
         on_up: Callable[[], None] = lambda: None,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        super().__init__(first_id)
         self._make_driver = make_driver
         self._driver = make_driver()
-        self._ids = itertools.count(first_id)
         self._keeper, self._on_up, self._on_lost = keeper, on_up, on_lost
         self._budget = RestartBudget()
         self._down: str | None = "the engine is not running"
-        self._info: EngineInfo | None = None
         self._task: asyncio.Task[None] | None = None
-        self._lost: asyncio.Future[str] | None = None
         self._token_table: TokenTable | None = None  # the next engine needs it too
         self._state: EngineStats | None = None  # of the engine before, at its end; None: there was none
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineDeadError("the engine has not been started")
-        return self._info
 
     async def start(self) -> None:
         self._lost = asyncio.get_running_loop().create_future()
@@ -85,9 +75,6 @@ class RestartingClient:
             self._task.cancel()
             await asyncio.wait([self._task])
         await self._driver.close()
-
-    def new_id(self) -> int:
-        return next(self._ids)
 
     def submit(self, request: Request, sink: Sink) -> None:
         if self._down is not None:
@@ -111,11 +98,6 @@ class RestartingClient:
     def health(self) -> Health:
         return self._driver.health() if self._down is None else Health(False, self._down)
 
-    async def died(self) -> str:
-        if self._lost is None:
-            raise EngineDeadError("the engine has not been started")
-        return await asyncio.shield(self._lost)
-
     async def _begin(self) -> None:
         await self._driver.start()
         if self._token_table is not None:
@@ -127,7 +109,6 @@ class RestartingClient:
         self._on_up()
 
     async def _keep(self) -> None:
-        """Watch, and restart, until it is final."""
         assert self._lost is not None
         try:
             self._down = await self._restart_while_possible()

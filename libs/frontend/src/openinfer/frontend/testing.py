@@ -210,13 +210,11 @@ class FakeEngine:
             stops.update(self.info.eos_token_ids)
         self._running[request.id] = _Live(request, stops=frozenset(stops))
         outputs.updates.append(Scheduled(request.id, cached, time.monotonic()))
-        wanted = request.prompt_logprobs
-        if wanted is not None:
+        if (wanted := request.prompt_logprobs) is not None:
             scores = [self._logprobs(token, wanted, wanted + 1) for token in prompt[1:]]
             half = len(scores) // 2  # in two pieces, as of a prompt in chunks
-            outputs.prompt_logprobs += [
-                PromptLogprobs(request.id, part) for part in (scores[:half], scores[half:])
-            ]
+            pieces = (scores[:half], scores[half:])
+            outputs.prompt_logprobs += [PromptLogprobs(request.id, piece) for piece in pieces]
 
     def _generate(self, live: _Live, outputs: StepOutputs) -> None:
         request = live.request
@@ -257,10 +255,9 @@ class FakeEngine:
 def _blocks(request: Request, token_ids: Sequence[int]) -> list[int]:
     """A hash for each whole block, which covers all before it, and what keeps requests' blocks apart."""
     starts = range(0, len(token_ids) - BLOCK + 1, BLOCK)
-    first = hash((request.cache_salt, request.adapter))
     hashes = itertools.accumulate(
         (tuple(token_ids[start : start + BLOCK]) for start in starts),
         lambda before, block: hash((before, block)),
-        initial=first,
+        initial=hash((request.cache_salt, request.adapter)),
     )
     return list(hashes)[1:]
