@@ -48,8 +48,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse, with the words of --config FILE before the others. Ends the process for wrong arguments."""
-        words = self.with_config(args)
-        found, unknown = self.parse_known_args(words, namespace)
+        found, unknown = self.parse_known_args(self.with_config(args), namespace)
         self.refuse(unknown)
         return found
 
@@ -129,7 +128,6 @@ class FlagParser(argparse.ArgumentParser):
         return [*words, *rest] if not model or self.position(rest) is not None else [model, *words, *rest]
 
     def _words(self, name: str, value: object) -> Iterable[str]:
-        """A line of the file as words of the command line."""
         flag = "--" + name.replace("_", "-")
         action = self._option_string_actions.get(flag)
         if action is None:

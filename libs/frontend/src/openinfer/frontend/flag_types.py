@@ -18,8 +18,7 @@ def number(text: str) -> int:
     """An integer, which may end in one of UNITS: 16k is 16,000, and 1.5K is 1,536."""
     digits, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1)
     try:
-        value = float(digits) * unit if unit > 1 else int(digits)
-        return int(value)
+        return int(float(digits) * unit if unit > 1 else int(digits))
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
             f"{text} is not a number, which may end in k, m, g (powers of 1000) or K, M, G (of 1024)"

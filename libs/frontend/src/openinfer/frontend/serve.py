@@ -60,8 +60,7 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
         _check_tls(args.ssl_certfile, args.ssl_keyfile)
         if args.plan is not None:
             check_plan(args.plan)
-        model_type = _check_checkpoint(recipe, args.model_dir)
-        _choose_parsers(args, model_type)
+        _choose_parsers(args, _check_checkpoint(recipe, args.model_dir))
         return run_loop(_serve(args, _specs(recipe, args), signals))
     except Exception as error:
         if not is_users_error(error):
@@ -76,7 +75,6 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
 
 
 def _specs(recipe: Recipe, args: argparse.Namespace) -> "Sequence[EngineSpec]":
-    """One engine, or the replicas."""
     count = args.data_parallel_size
     if count == 1:
         return [recipe.engine_spec(args.model_dir, args)]
@@ -176,7 +174,6 @@ def _client(args: argparse.Namespace, specs: "Sequence[EngineSpec]") -> "EngineC
 
 
 def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
-    """Replace `auto` and `none` by the values that they stand for."""
     from openinfer.frontend.chat import default_formats
     from openinfer.frontend.chat_template import find_templates
     from openinfer.frontend.model_files import read_json
@@ -194,7 +191,6 @@ def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
 
 
 def _check_checkpoint(recipe: Recipe, model_dir: Path) -> str:
-    """The model_type of a checkpoint that the recipe serves."""
     from openinfer.frontend.model_files import read_json
 
     path = model_dir / "config.json"
@@ -210,7 +206,6 @@ def _check_checkpoint(recipe: Recipe, model_dir: Path) -> str:
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:
-    """Check that the files fit together, before an engine is started for them."""
     if certificate is None:
         if key is not None:
             raise FlagError("--ssl-keyfile needs --ssl-certfile")
@@ -225,10 +220,8 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
 
 
 def _bind(host: str, port: int, count: int) -> list[socket.socket]:
-    """Bound but not listening: clients are refused, not left hanging, until the engine is ready.
-
-    Several sockets share the port. Sharing is open to all, so a first socket checks that no other program has the port.
-    """
+    """Bound but not listening: clients are refused, not left hanging, until the engine is ready. Sharing a port is open
+    to all, so a first socket checks that no other program has it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -237,20 +230,20 @@ def _bind(host: str, port: int, count: int) -> list[socket.socket]:
         why = getattr(error, "strerror", None) or error
         raise FlagError(f"--host {host}: {why}; give an address of this machine") from error
     listeners: list[socket.socket] = []
+
+    def bind(*options: int) -> None:
+        listeners.append(socket.socket(family, kind, protocol))
+        for option in (socket.SO_REUSEADDR, *options):
+            listeners[-1].setsockopt(socket.SOL_SOCKET, option, 1)
+        listeners[-1].bind(address)
+
     try:
-        first = socket.socket(family, kind, protocol)
-        listeners.append(first)
-        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        first.bind(address)
+        bind()
         if count > 1:
-            address = first.getsockname()
-            first.close()
-            listeners.clear()
+            address = listeners[0].getsockname()
+            listeners.pop().close()
             for _ in range(count):
-                listeners.append(socket.socket(family, kind, protocol))
-                listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                listeners[-1].bind(address)
+                bind(socket.SO_REUSEPORT)
     except OSError as error:
         for listener in listeners:
             listener.close()

@@ -5,27 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openinfer.frontend import flag_types
+from openinfer.frontend import flag_types as types
 from openinfer.frontend.flag_parser import FlagParser
 
 if TYPE_CHECKING:
     from openinfer.frontend.contract import EngineSpec
 
 TOOL_PARSERS = (
-    "deepseek_v3",
-    "deepseek_v31",
-    "deepseek_v32",
-    "deepseek_v4",
-    "glm45",
-    "glm47",
-    "hermes",
-    "kimi_k2",
-    "llama3_json",
-    "mistral",
-    "mistral_args",
-    "pythonic",
-    "qwen3_coder",
-    "qwen3_xml",
+    *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "glm45", "glm47", "hermes", "kimi_k2"),
+    *("llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "qwen3_xml"),
 )
 REASONING_PARSERS = ("deepseek_v4", "kimi_k2", "qwen3")
 """The formats of `chat` by name, which is not imported for a help text."""
@@ -48,10 +36,8 @@ class Recipe(Protocol):
         """Add the engine's flags (`--max-model-len`, ...) to the parser that holds the frontend's already."""
 
     def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> "EngineSpec":
-        """The engine for a checkpoint. Every flag of add_arguments ends up in the kwargs or is refused here.
-
-        Raises ValueError or OSError with a one-line message for the user's mistakes.
-        """
+        """The engine for a checkpoint. Every flag of add_arguments ends up in the kwargs or is refused here. Raises
+        ValueError or OSError with a one-line message for the user's mistakes."""
 
     def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> "Sequence[EngineSpec]":
         """The engines of --data-parallel-size, each on devices of its own. Raises as engine_spec does."""
@@ -59,16 +45,13 @@ class Recipe(Protocol):
 
 _SWITCH: dict[str, Any] = {"action": "store_true"}
 _ON: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}
-_STRINGS: dict[str, Any] = {"type": flag_types.strings, "default": ["*"]}
+_COUNT: dict[str, Any] = {"type": types.count, "default": 1}
+_STRINGS: dict[str, Any] = {"type": types.strings, "default": ["*"]}
 _FLAGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--config FILE", "TOML file with a line a flag; the command line goes before it", {}),
     ("--host", "address to listen on", {"default": "127.0.0.1"}),
-    ("--port N", "port to listen on; 0 takes a free one", {"type": flag_types.port, "default": 8000}),
-    (
-        "--api-key KEY",
-        "key for all paths but probes and pages; or OPENINFER_API_KEY",
-        {"type": flag_types.key},
-    ),
+    ("--port N", "port to listen on; 0 takes a free one", {"type": types.port, "default": 8000}),
+    ("--api-key KEY", "key for all paths but probes and pages; or OPENINFER_API_KEY", {"type": types.key}),
     ("--enable-weight-updates", "take /update_weights without a key; so does --enable-sleep-mode", _SWITCH),
     (
         "--allowed-origins JSON",
@@ -83,14 +66,14 @@ _FLAGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (
         "--served-model-name NAME",
         "names that requests may use; the first is shown",
-        {"type": flag_types.name, "nargs": "+", "default": []},
+        {"type": types.name, "nargs": "+", "default": []},
     ),
     ("--skip-tokenizer-init", "take and give only token ids", _SWITCH),
     ("--chat-template FILE", "chat template instead of the model's", {"type": Path}),
     (
         "--default-chat-template-kwargs JSON",
         "values of the template's variables: '{\"enable_thinking\": false}'",
-        {"type": flag_types.options, "default": {}},
+        {"type": types.options, "default": {}},
     ),
     ("--special-tokens-in-text", "<|im_end|> in a message ends it; off: it is text; default: on", _ON),
     (
@@ -110,26 +93,18 @@ _FLAGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         {"choices": ("auto", "none", "vllm"), "default": "auto"},
     ),
     ("--driver", "where the engine runs", {"choices": ("process", "thread"), "default": "process"}),
-    (
-        "--frontends N",
-        "HTTP processes on the one port, over the one engine",
-        {"type": flag_types.count, "default": 1},
-    ),
-    (
-        "--data-parallel-size -dp N",
-        "engines behind the one address, on GPUs of their own",
-        {"type": flag_types.count, "default": 1},
-    ),
+    ("--frontends N", "HTTP processes on the one port, over the one engine", _COUNT),
+    ("--data-parallel-size -dp N", "engines behind the one address, on GPUs of their own", _COUNT),
     (
         "--engine-hang-timeout S",
         "without a step for so long /health is 503; default: 10, on a CPU 300",
-        {"type": flag_types.seconds},
+        {"type": types.seconds},
     ),
     ("--restart-engine", "restart an engine that died or hangs, up to 3 times in 10 minutes", _SWITCH),
     (
         "--shutdown-timeout S",
         "time that SIGTERM gives running requests to finish",
-        {"type": flag_types.seconds, "default": 30.0},
+        {"type": types.seconds, "default": 30.0},
     ),
     (
         "--log-level LEVEL",
@@ -139,7 +114,7 @@ _FLAGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (
         "--otlp-traces-endpoint URL",
         "send spans to this URL, http://HOST:4318/v1/traces; needs [otel]",
-        {"type": flag_types.url},
+        {"type": types.url},
     ),
     ("--plan FILE", "plan for the page at /plan, of `openinfer plan MODEL --json FILE`", {"type": Path}),
     ("--log-format", "json: one object a line", {"choices": ("text", "json"), "default": "text"}),

@@ -75,11 +75,9 @@ async def serve_web(
 ) -> int:
     """Start the client, serve until told to stop, close it; returns the exit code of run_server.
 
-    on_engine, on_ready: called once the client has started, and once requests are accepted.
-    on_stop: called with what was served, once no more requests are.
-    stop, now: as run_server has them. boards: where the processes of a server count, our own first.
-    Raises FrontendError, ValueError or OSError with one line for the user.
-    """
+    on_engine, on_ready: called once the client has started, and once requests are accepted. on_stop: called with what
+    was served, once no more requests are. stop, now: as run_server has them. boards: where the processes of a server
+    count, our own first. Raises FrontendError, ValueError or OSError with one line for the user."""
     tracing = None
     # This process comes first, because it imports its modules while the engine starts.
     renders = None if options.skip_tokenizer_init else await render_pool.spawn()
@@ -140,6 +138,7 @@ def _make_app(
         f"a request that says nothing has temperature {usual.temperature:g}, top_p {usual.top_p:g}, top_k "
         f"{usual.top_k or 'all'}: generation_config.json says {'so' if told else 'nothing else'}"
     )
+    allowed = options.allowed_origins, options.allowed_methods, options.allowed_headers
     return create_app(
         client,
         tokenizer=tokenizer,
@@ -156,12 +155,7 @@ def _make_app(
         tracing=tracing,
         plan=None if options.plan is None else Path(options.plan).read_bytes(),
         board=Board.shared(boards) if boards else None,
-        cors=Cors(
-            options.allowed_origins,
-            options.allowed_methods,
-            options.allowed_headers,
-            options.allow_credentials,
-        ),
+        cors=Cors(*allowed, options.allow_credentials),
         local=ipaddress.ip_address(listener.getsockname()[0]).is_loopback,
         weight_updates=options.enable_weight_updates,
     )
@@ -187,7 +181,6 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
 async def _start_texts(
     options: WebOptions, process: "Process | None"
 ) -> "tuple[Tokenizer | None, RenderPool | None]":
-    """The tokenizer, and the renderer in a process of render_pool.spawn."""
     tokenizer, template = await asyncio.to_thread(_load_tokenizer, options)
     if template is None:
         if process is not None:
