@@ -18,8 +18,6 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
 MAX_WARNING_CHARS = 300
 HEAD_AFTER_S = 0.25
 """The longest time that a stream's head waits for the engine's first message, which may be a refusal with a status."""
@@ -27,11 +25,9 @@ HEAD_AFTER_S = 0.25
 
 @dataclasses.dataclass(eq=False)
 class GenerationResponse(Response):
-    """Submits the generation and sends its outcome. The status waits for the engine's first message about it; the
-    status of a stream waits at most HEAD_AFTER_S.
-
-    active: the set the generation is in while it runs. log: called at the end with a word about the outcome.
-    """
+    """Submits the generation and sends its outcome. The status waits for the engine's first message about it, that of a
+    stream at most HEAD_AFTER_S. active: the set the generation is in while it runs. log: called at the end with a word
+    about the outcome."""
 
     generation: Generation
     shape: AnswerShape
@@ -60,8 +56,7 @@ class GenerationResponse(Response):
         generation = self.generation
         while not generation.done and generation.error() is None:
             await generation.changed()
-        error = generation.error()
-        if error is not None:
+        if error := generation.error():
             raise error
         body = self.shape.whole(generation.choices, generation.usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
@@ -75,8 +70,7 @@ class GenerationResponse(Response):
             async with asyncio.timeout(HEAD_AFTER_S):
                 while not generation.started:
                     await generation.changed()
-        error = generation.error()
-        if error is not None:
+        if error := generation.error():
             raise error
         told = generation.choices
         headers = [*_STREAM_HEADERS, *_warnings(generation.plan.warnings)]

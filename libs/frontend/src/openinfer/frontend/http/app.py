@@ -1,10 +1,9 @@
 """The ASGI application."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,7 +24,7 @@ from openinfer.frontend.http.guard import ApiKeyGuard, Cors, PageGuard, RequestL
 from openinfer.frontend.http.openapi import Endpoint, document, endpoints
 from openinfer.frontend.http.pages import WebPages
 from openinfer.frontend.http.params import SamplingDefaults
-from openinfer.frontend.http.service import Service
+from openinfer.frontend.http.service import Service, json_response
 from openinfer.frontend.http.shapes import package_version
 from openinfer.frontend.http.text.chat_format import ChatFormat, SpecialTokenGuard
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -62,8 +61,8 @@ def create_app(
     elsewhere must turn the lifespan off (uvicorn: lifespan="off") and await `app.state.service.prepare()` once the
     client has started. run_server does so.
 
-    client: the engine. tokenizer: None takes token-id prompts only. template: None refuses chat. It is
-    made in a process of its own; a RendererSpec is made only there. A RenderPool is closed with the application.
+    tokenizer: None takes token-id prompts only. template: None refuses chat. It is made in a process of its own; a
+    RendererSpec is made only there. A RenderPool is closed with the application.
     template_options: values of the template's variables where a request gives no others.
     tool_parser, reasoning_parser: names of chat.TOOL_FORMATS and chat.REASONING_FORMATS; None refuses tools, leaves
     reasoning in the content.
@@ -72,10 +71,8 @@ def create_app(
     defaults: sampling values for requests that give none. model_names: what requests may call the model
     (default: the engine's name). api_key: wanted on all paths but /health, /ping, /ready and the pages at / and /plan.
     access_log: log a line for each HTTP request. log_requests: log a line for what each request generated, at its end.
-    tracing: where spans go; closed by its owner.
-    board: where /metrics counts, one for all processes of a server.
-    cors: pages of which origins may call; None for none.
-    plan: the JSON of `openinfer plan`, for the page at /plan.
+    tracing: where spans go; closed by its owner. board: where /metrics counts, one for all processes of a server.
+    cors: pages of which origins may call. plan: the JSON of `openinfer plan`, for the page at /plan.
     local: the server listens on loopback only. Without a key it then refuses Hosts that a stranger's DNS can have.
     weight_updates: take /update_weights without a key too.
     """
@@ -108,11 +105,11 @@ def create_app(
     app = Starlette(
         routes=[
             *(Route(one.path, one.handler, methods=[one.method]) for one in table),
-            Route("/openapi.json", _openapi(table, service, guarded=api_key is not None)),
+            Route("/openapi.json", partial(_openapi, table, service, api_key is not None)),
         ],
         middleware=[Middleware(RequestLog, logs=access_log), *cors.middleware(), *guards],
-        exception_handlers={APIError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
-        lifespan=_lifespan(service, client),
+        exception_handlers={APIError: _refuse, HTTPException: _on_http_error, Exception: _on_bug},
+        lifespan=service.lifespan,
     )
     app.state.service = service
     return app
@@ -127,40 +124,9 @@ def _guard(tokenizer: Tokenizer) -> SpecialTokenGuard:
     return SpecialTokenGuard(special, added)
 
 
-def _openapi(
-    table: Sequence[Endpoint], service: Service, *, guarded: bool
-) -> Callable[[Request], Awaitable[Response]]:
-    """The handler of the description of these endpoints, which names the models and adapters of now."""
-
-    async def openapi(request: Request) -> Response:
-        names = [*service.names(), *service.adapters()]
-        described = document(table, package_version(), names, guarded)
-        return Response(msgspec.json.encode(described), media_type="application/json")
-
-    return openapi
-
-
-def _lifespan(
-    service: Service, client: EngineClient
-) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    """The client runs while the application does."""
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await client.start()
-        try:
-            await service.prepare()
-            yield
-        finally:
-            await service.close()
-            await client.close()
-
-    return lifespan
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, APIError)
-    return _refuse(request, error)
+async def _openapi(table: Sequence[Endpoint], service: Service, guarded: bool, request: Request) -> Response:
+    names = [*service.names(), *service.adapters()]
+    return json_response(document(table, package_version(), names, guarded))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -169,17 +135,17 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     routes = [route.path for route in request.app.routes if isinstance(route, Route)]
     advice = f"; this path takes {allowed}" if allowed else hint(request.url.path, routes)
     text = f"{request.method} {request.url.path}: {error.detail}{advice}"
-    answer = _refuse(request, APIError(text, status=error.status_code))
+    answer = await _refuse(request, APIError(text, status=error.status_code))
     answer.headers.update(error.headers or {})  # 405 says what is allowed
     return answer
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     # The text of an unexpected exception may hold paths and addresses: it goes to the log, not to the client.
-    return _refuse(request, APIError("internal error; the server's log has more", status=500))
+    return await _refuse(request, APIError("internal error; the server's log has more", status=500))
 
 
-def _refuse(request: Request, error: APIError) -> Response:
-    """In the words of the endpoint's API."""
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
     anthropic = request.url.path.startswith("/v1/messages")
     return error_response(error, messages_error(error) if anthropic else None)

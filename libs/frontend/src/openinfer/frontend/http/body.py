@@ -205,11 +205,9 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 async def read_json_body(request: Request, kind: type[_Body], *, empty: _Body | None = None) -> _Body:
-    """The body. empty: of one without bytes.
-
-    Raises APIError: 400 that names the field where there is one, or where the client leaves within the body; 408 for
-    one that takes too long, 413 for one that is too large, 415 for one that is not JSON by its Content-Type.
-    """
+    """The body. empty: of one without bytes. Raises APIError: 400 that names the field where there is one, or where the
+    client leaves within the body; 408 for one that takes too long, 413 for one that is too large, 415 for one that is
+    not JSON by its Content-Type."""
     media = request.headers.get("content-type")
     if media is not None and media.partition(";")[0].strip().lower() != "application/json":
         raise APIError(
@@ -296,8 +294,7 @@ def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
 def _wrong_type(message: str, kind: type[msgspec.Struct]) -> APIError:
     where = _WHERE.search(message)
     if where is None:
-        missing = _MISSING.fullmatch(message)
-        if missing:
+        if missing := _MISSING.fullmatch(message):
             return APIError(f"{missing['field']} is missing", param=missing["field"])
         return APIError(message)
     what = message[: where.start()].replace("`", "").replace(" | null", "")

@@ -32,7 +32,6 @@ class Chat:
     continue_final: bool = False
     """The answer continues the last message, which is the assistant's."""
     effort: str | None = None
-    """reasoning_effort."""
     budget: int | None = None
     """The most tokens of the thoughts."""
     budget_field: str = "thinking"
@@ -81,11 +80,12 @@ def result_of(content: object, where: str, kinds: Sequence[str], warnings: list[
     texts: list[object] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind in kinds:
-            texts.append(part)
-            continue
-        texts.append({"type": kinds[0], "text": f"[{kind}: left out, because this model reads only text]"})
-        warn(warnings, f"parts of type {kind} in results of tools are left out: this model reads only text")
+        if isinstance(kind, str) and kind not in kinds:
+            part = {"type": kinds[0], "text": f"[{kind}: left out, because this model reads only text]"}
+            warn(
+                warnings, f"parts of type {kind} in results of tools are left out: this model reads only text"
+            )
+        texts.append(part)
     return content_of(texts, where, kinds)
 
 
@@ -111,8 +111,7 @@ def _message(message: Mapping[str, Any], where: str, warnings: list[str], result
     if message.get("function_call"):
         raise APIError(f"{where}.function_call is not supported, use tool_calls", param="messages")
     checked = dict(message)
-    calls = message.get("tool_calls")
-    if calls:
+    if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise APIError(f"{where}.tool_calls must be a list", param="messages")
         checked["tool_calls"] = [
@@ -127,8 +126,7 @@ def _message(message: Mapping[str, Any], where: str, warnings: list[str], result
         checked["content"] = content_of(content, f"{where}.content")
     if role in ("system", "developer"):
         checked["content"] = _unbilled(checked["content"])
-    reasoning = message.get("reasoning") or message.get("reasoning_content")
-    if reasoning is not None:
+    if (reasoning := message.get("reasoning") or message.get("reasoning_content")) is not None:
         if not isinstance(reasoning, str):
             raise APIError(f"{where}.reasoning must be a string", param="messages")
         checked["reasoning"] = checked["reasoning_content"] = reasoning  # templates use either name
@@ -138,12 +136,9 @@ def _message(message: Mapping[str, Any], where: str, warnings: list[str], result
 
 
 def _call(call: object, where: str, warnings: list[str]) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if (
-        not isinstance(call, dict)
-        or not isinstance(function, dict)
-        or not isinstance(function.get("name"), str)
-    ):
+    call = call if isinstance(call, dict) else {}
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise APIError(f"{where} must have a function with a name", param="messages")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

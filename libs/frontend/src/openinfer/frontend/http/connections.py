@@ -79,11 +79,10 @@ def _strict(parser: Any) -> Any:
         def on_response_complete(self) -> None:
             self._answered += 1
             early = self.cycle.more_body and self.cycle.response_complete
-            if (early and self._framing.body_left > SPARE_BYTES) or (
-                self._refused and self._answered >= self._whole
-            ):
+            is_last = self._answered >= self._whole
+            if (early and self._framing.body_left > SPARE_BYTES) or (self._refused and is_last):
                 self._linger()
-            elif self._half_closed and self._answered >= self._whole:
+            elif self._half_closed and is_last:
                 self.transport.close()
             else:
                 super().on_response_complete()
@@ -106,9 +105,8 @@ def _strict(parser: Any) -> Any:
                 self.transport.close()
             else:
                 head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
-                self.transport.write(
-                    head + b"content-length: %d\r\n\r\n%b" % (len(message), message.encode())
-                )
+                length = b"content-length: %d\r\n\r\n" % len(message)
+                self.transport.write(head + length + message.encode())
                 if cycle is not None:  # the application reads its body, and may not answer any more
                     cycle.disconnected = True
                     cycle.message_event.set()
@@ -228,10 +226,7 @@ def _head_without_upgrade(method: bytes, url: bytes, headers: Collection[tuple[b
 
 
 async def close_stalled(connections: Collection[Any]) -> None:
-    """Close connections that take too long over a head, or take nothing of an answer; until cancelled.
-
-    connections: uvicorn's, alive.
-    """
+    """Close connections (uvicorn's) that take too long over a head, or nothing of an answer; until cancelled."""
     since: dict[Any, tuple[object, float]] = {}
     while True:
         await asyncio.sleep(SWEEP_S)

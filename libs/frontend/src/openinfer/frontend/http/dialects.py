@@ -151,8 +151,7 @@ class Dialects:
         body = await read_json_body(request, DetokenizeBody)
         self._service.known(body.model)
         ids = prompt_ids(body.tokens, self._service.client.info, "tokens") if body.tokens else []
-        text = await asyncio.to_thread(self._tokenizer().decode, ids, False)
-        return json_response({"prompt": text})
+        return json_response({"prompt": await asyncio.to_thread(self._tokenizer().decode, ids, False)})
 
     async def render_chat(self, request: Request) -> Response:
         """POST /v1/chat/completions/render."""
@@ -178,7 +177,6 @@ class Dialects:
 
 
 def _rendered(prefix: str, asked: PreparedRequest) -> list[dict[str, Any]]:
-    """The request to generate for each prompt."""
     plan, sampling = asked.plan, dataclasses.asdict(asked.plan.sampling)
     sampling |= {"logit_bias": {str(token): bias for token, bias in plan.sampling.logit_bias} or None}
     return [

@@ -75,10 +75,7 @@ _OF_PATH, _OF_FIELD = (
 
 
 def hint(path: str, routes: Iterable[str]) -> str:
-    """Advice to append to an error's message; empty for a path that is like none of the `routes` and of other servers.
-
-    routes: the paths that there are.
-    """
+    """Advice to append to an error's message; empty for a path that is like none of `routes` and of other servers."""
     found = _OF_PATH.get(path.rstrip("/"))
     if path.startswith("/v1/responses/"):
         found = "answers are not stored; use /v1/responses with store: false"

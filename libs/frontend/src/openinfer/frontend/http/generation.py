@@ -19,8 +19,8 @@ from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.text.detokenizer import ContentStops, Detokenizer
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-_STATUS = {"queue_full": 503}
-_CODE = {"too_long": "context_length_exceeded", "grammar": "invalid_grammar"}
+_STATUS = {"queue_full": 503, "engine": 500}
+_CODE = {"too_long": "context_length_exceeded", "grammar": "invalid_grammar", "engine": "engine_error"}
 RETRY_AFTER_S = 1
 DECODE_AT_LEAST = 256
 
@@ -166,7 +166,10 @@ class Choice:
             text = self._text_of((token_id,))
             watched = before + position >= self.request.sampling.min_tokens
             if text and self._matches(text, watched=watched):
-                self._forget(len(delta.token_ids) - position - 1)
+                beyond = len(delta.token_ids) - position - 1  # tokens behind the stop string
+                del self.token_ids[len(self.token_ids) - beyond :]
+                del self.logprobs[max(len(self.logprobs) - beyond, 0) :]
+                self.num_tokens -= beyond
                 self._abort(self.request.id)
                 self._observe_end()
                 return
@@ -190,7 +193,6 @@ class Choice:
             self._text.append(text)
 
     def _matches(self, text: str, *, watched: bool = True, last: bool = False) -> bool:
-        """Take more text, and whether a stop string ends it."""
         if self.read is None:
             self._say(text)
             return False
@@ -201,14 +203,6 @@ class Choice:
             return False
         self.finish_reason, self.stop_reason = "stop", matched
         return True
-
-    def _forget(self, count: int) -> None:
-        """Drop the newest tokens: they lie beyond a stop string."""
-        if count:
-            del self.token_ids[-count:]
-            if self.logprobs:
-                del self.logprobs[-count:]
-            self.num_tokens -= count
 
     def _finish(self, terminal: Finished) -> None:
         self.drafts, self.kv_transfer = terminal.drafts, terminal.kv_transfer
@@ -268,11 +262,8 @@ class Usage:
 
 
 class Generation:
-    """The choices of one HTTP request: n for each prompt, numbered prompt by prompt.
-
-    client: where the requests go. tokenizer: None for token ids only. prompts, max_tokens: parallel.
-    Raises EngineDeadError's APIError (503) from submit().
-    """
+    """The choices of one HTTP request: n for each prompt, numbered prompt by prompt. tokenizer: None for token ids
+    only. prompts, max_tokens: parallel."""
 
     def __init__(
         self,
@@ -344,11 +335,8 @@ class Generation:
         error = next((choice.error for choice in self.choices if choice.error is not None), None)
         if error is None:
             return None
-        message = error.reason if isinstance(error, Rejected) else error.message
-        if error.code == "engine":
-            return APIError(message, status=500, code="engine_error")
         return APIError(
-            message,
+            error.reason if isinstance(error, Rejected) else error.message,
             status=_STATUS.get(error.code, 400),
             code=_CODE.get(error.code, error.code),
             param=self.plan.grammar_field if error.code == "grammar" else None,

@@ -47,12 +47,10 @@ class PageGuard:
         self._local = local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = None
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and "*" not in self._origins:
             error = self._refusal(Headers(scope=scope), scope["method"])
-            if error is not None:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        await (self._app if error is None else error_response(error))(scope, receive, send)
 
     def _refusal(self, headers: Headers, method: str) -> APIError | None:
         host, origin, site = (headers.get(name) for name in ("host", "origin", "sec-fetch-site"))

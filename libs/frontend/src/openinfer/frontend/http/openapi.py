@@ -115,9 +115,8 @@ def document(table: Sequence[Endpoint], version: str, models: Sequence[str], gua
     """The OpenAPI 3.1 document. models: the names that requests may give. guarded: there is an API key."""
     text = "Known, and not supported: only values that ask for nothing."
     types = {kind for endpoint in table for kind in (endpoint.body, endpoint.answer) if kind is not None}
-    _, schemas = msgspec.json.schema_components(
-        sorted(types, key=lambda kind: kind.__name__), ref_template=_REF
-    )
+    by_name = sorted(types, key=lambda kind: kind.__name__)
+    _, schemas = msgspec.json.schema_components(by_name, ref_template=_REF)
     for endpoint in table:
         if endpoint.body is not None:
             properties = schemas[endpoint.body.__name__]["properties"]
@@ -129,22 +128,19 @@ def document(table: Sequence[Endpoint], version: str, models: Sequence[str], gua
         one.path.replace("{name:path}", "{name}"): {one.method.lower(): _operation(one, models)}
         for one in table
     }
+    keys = _SCHEMES if guarded else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "openinfer", "version": version},
         "paths": paths,
-        "components": {
-            "schemas": {**schemas, "Error": _ERROR},
-            "securitySchemes": _SCHEMES if guarded else {},
-        },
-        "security": [{name: []} for name in _SCHEMES] if guarded else [],
+        "components": {"schemas": {**schemas, "Error": _ERROR}, "securitySchemes": keys},
+        "security": [{name: []} for name in keys],
     }
 
 
 def _operation(endpoint: Endpoint, models: Sequence[str]) -> dict[str, Any]:
     whole: dict[str, Any] = {} if endpoint.answer is None else _ref(endpoint.answer.__name__)
-    kind = _KINDS.get(endpoint.path, "application/json")
-    content = {kind: {"schema": whole}}
+    content = {_KINDS.get(endpoint.path, "application/json"): {"schema": whole}}
     if endpoint.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     answers: dict[str, Any] = {"200": {"description": "Done.", "content": content}}

@@ -107,11 +107,8 @@ class Plan(msgspec.Struct, frozen=True):
     more_stop_ids: frozenset[int] = frozenset()
     """Stop ids beyond the number that an engine looks for."""
     adapter: str = ""
-    """Request.adapter."""
     kv_transfer: KVTransfer | None = None
-    """Request.kv_transfer."""
     disable_spec_decode: bool = False
-    """Request.disable_spec_decode."""
     tokens_as_ids: bool = False
     """Tokens of log-probabilities are named by their ids."""
     warnings: tuple[str, ...] = ()
@@ -144,17 +141,14 @@ def make_plan(
     tokenizer: Tokenizer | None,
     format_field: str = "response_format",
 ) -> Plan:
-    """Check all fields but the prompts. format_field: the endpoint's name for response_format.
-
-    Raises APIError (400) naming the field.
-    """
+    """Check all fields but the prompts. format_field: the endpoint's name for response_format. Raises APIError (400)
+    naming the field."""
     n = 1 if body.n is None else body.n
     _check(1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
     for name in ("seed", "priority"):
         value = getattr(body, name)
-        _check(
-            value is None or INT64_MIN <= value <= INT64_MAX, name, value, "an integer of 64 bits with a sign"
-        )
+        fits = value is None or INT64_MIN <= value <= INT64_MAX
+        _check(fits, name, value, "an integer of 64 bits with a sign")
     options = body.stream_options
     salt = body.cache_salt or ""
     if len(salt) > MAX_SALT_CHARS or _BAD_SALT.search(salt):
@@ -162,12 +156,8 @@ def make_plan(
             f"cache_salt must have at most {MAX_SALT_CHARS} characters and no @ / \\ or NUL",
             param="cache_salt",
         )
-    _check(
-        len(body.user or "") <= MAX_USER_CHARS,
-        "user",
-        f"{len(body.user or '')} characters",
-        f"at most {MAX_USER_CHARS}",
-    )
+    tenant = body.user or ""
+    _check(len(tenant) <= MAX_USER_CHARS, "user", f"{len(tenant)} characters", f"at most {MAX_USER_CHARS}")
     field, grammar = grammar_of(body, format_field) or ("tools", None)
     if grammar is not None:
         check_grammars(field, info, tokenizer)
@@ -185,7 +175,7 @@ def make_plan(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         priority=body.priority or 0,
-        tenant=body.user or "",
+        tenant=tenant,
         cache_salt=salt,
         grammar=grammar,
         grammar_field=field,
@@ -266,8 +256,7 @@ def _sampling(
     try:
         return SamplingParams(**given, logprobs=logprobs)
     except InvalidParams as error:
-        param = error.param.replace("bad_words_token_ids", "bad_words")
-        raise APIError(str(error), param=param) from error
+        raise APIError(str(error), param=error.param.replace("bad_words_token_ids", "bad_words")) from error
 
 
 def _biases(biases: dict[str, float], info: EngineInfo) -> Iterator[tuple[int, float]]:
@@ -318,10 +307,7 @@ def max_tokens_for(
     what: str,
 ) -> int:
     """The most tokens that one sequence may generate. default None: the rest of the context. field, what: where the
-    number comes from, and the prompt.
-
-    Raises TooLong with both numbers when prompt and output do not fit.
-    """
+    number comes from, and the prompt. Raises TooLong where prompt and output do not fit."""
     room = info.max_model_len - prompt_tokens
     if asked is not None:
         _check(asked >= 1, field, asked, "an integer of at least 1")
@@ -356,10 +342,8 @@ def prompt_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> list[
 
 
 def check_size(prompts: Sequence[list[int]], limits: Sequence[int], plan: Plan, info: EngineInfo) -> None:
-    """Check that the request's sequences together are within bounds. Raises APIError (400).
-
-    limits: the most tokens to generate for each prompt.
-    """
+    """Check the size of the sequences together. limits: the most tokens to generate for each prompt. Raises APIError
+    (400)."""
     if plan.kv_transfer is not None and len(prompts) > 1:
         raise NotSupported(f"{_KV} is of one prompt, and {len(prompts)} are given; send them one by one", _KV)
     total = plan.n * (sum(map(len, prompts)) + sum(limits))
@@ -390,7 +374,6 @@ def check_size(prompts: Sequence[list[int]], limits: Sequence[int], plan: Plan, 
 
 
 def _kv_transfer(body: CommonBody, n: int, info: EngineInfo) -> KVTransfer | None:
-    """The field, if it asks for anything. Raises APIError (400)."""
     given = body.kv_transfer_params
     if given is None or not (given.do_remote_decode or given.do_remote_prefill):
         return None

@@ -64,8 +64,40 @@ async def run_server(
     """
     service: Service = app.state.service
     _allow_connections()
+    server = _Server(_config(app, ssl_certfile, ssl_keyfile), on_ready)
+    loop, stop = asyncio.get_running_loop(), stop or asyncio.Event()
+    first = asyncio.FIRST_COMPLETED
+    try:
+        await service.prepare()
+        if listener.family in (socket.AF_INET, socket.AF_INET6):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
+        if now is None:
+            now = asyncio.Event()
+            on_signals(stop, now)
+        loop.set_exception_handler(_LoopErrors())
+        _log.info("%s", parts(loop, server.config.http))
+        serving = asyncio.create_task(server.serve([listener]))
+        sweep = asyncio.create_task(connections.close_stalled(server.server_state.connections))
+        died = asyncio.create_task(service.client.died())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({serving, died, stopped}, return_when=first)
+        if died.done():
+            await asyncio.wait({serving, stopped}, timeout=DEATH_LINGER_S, return_when=first)
+        elif stopped.done():
+            await _drain(service, now, died, shutdown_timeout_s)
+        code = 1 if died.done() else 0
+        server.should_exit = True
+        for task in (died, stopped, sweep):
+            task.cancel()
+        await serving
+        return code
+    finally:
+        await service.close()
+
+
+def _config(app: Starlette, ssl_certfile: str | None, ssl_keyfile: str | None) -> uvicorn.Config:
     protocol = connections.http_protocol()
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app if connections.parser_name(protocol) == "httptools" else connections.in_origin_form(app),
         http=protocol,
         ws="none",
@@ -79,45 +111,6 @@ async def run_server(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
     )
-    try:
-        await service.prepare()
-        return await _run(_Server(config, on_ready), service, listener, shutdown_timeout_s, stop, now)
-    finally:
-        await service.close()
-
-
-async def _run(
-    server: _Server,
-    service: Service,
-    listener: socket.socket,
-    shutdown_timeout_s: float,
-    stop: asyncio.Event | None,
-    now: asyncio.Event | None,
-) -> int:
-    if listener.family in (socket.AF_INET, socket.AF_INET6):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
-    stop = stop or asyncio.Event()
-    if now is None:
-        now = asyncio.Event()
-        on_signals(stop, now)
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_LoopErrors())
-    _log.info("%s", parts(loop, server.config.http))
-    serving = asyncio.create_task(server.serve([listener]))
-    sweep = asyncio.create_task(connections.close_stalled(server.server_state.connections))
-    died = asyncio.create_task(service.client.died())
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if died.done():
-        await asyncio.wait({serving, stopped}, timeout=DEATH_LINGER_S, return_when=asyncio.FIRST_COMPLETED)
-    elif stopped.done():
-        await _drain(service, now, died, shutdown_timeout_s)
-    code = 1 if died.done() else 0
-    server.should_exit = True
-    for task in (died, stopped, sweep):
-        task.cancel()
-    await serving
-    return code
 
 
 def parts(loop: asyncio.AbstractEventLoop, protocol: Any) -> str:
@@ -164,12 +157,10 @@ def on_signals(stop: asyncio.Event, now: asyncio.Event) -> None:
 
 async def _drain(service: Service, now: asyncio.Event, died: "asyncio.Task[str]", timeout_s: float) -> None:
     service.draining = True
-    deadline = asyncio.get_running_loop().time() + timeout_s
+    deadline = time.monotonic() + timeout_s
     if service.active:
         _log.info("shutting down: %d requests get up to %g s to finish", len(service.active), timeout_s)
-    while service.active and not now.is_set() and not died.done():
-        if asyncio.get_running_loop().time() >= deadline:
-            break
+    while service.active and not now.is_set() and not died.done() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     for generation in list(service.active):
         generation.cancel("the server is shutting down")

@@ -4,11 +4,13 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -150,15 +152,14 @@ class Service:
             warnings=(*plan.warnings, *chat.warnings),
             new_parser=new_parser,
         )
-        return PreparedRequest(
-            plan, [ids], [max_tokens_for(len(ids), max_tokens, None, plan, info, limit, field)]
-        )
+        most = max_tokens_for(len(ids), max_tokens, None, plan, info, limit, field)
+        return PreparedRequest(plan, [ids], [most])
 
     async def prepare(self) -> None:
         """Start the renderer, and tell the engine what it needs for grammars. The client must have been started.
 
-        Raises ModelFilesError where the chat template cannot be used. Raises FlagError for options that it does not
-        have, and where an adapter has a name of the model.
+        Raises ModelFilesError where the chat template cannot be used, FlagError for options that it does not have, and
+        where an adapter has a name of the model.
         """
         if both := sorted(self.adapters().keys() & set(self.names())):
             raise FlagError(f"{both[0]!r} is a name of the model and of an adapter; give the adapter another")
@@ -177,6 +178,17 @@ class Service:
             raise FlagError(
                 f"--default-chat-template-kwargs: the template has no variable {', '.join(strange)}; it has {known}"
             )
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """The client runs while the application does."""
+        await self.client.start()
+        try:
+            await self.prepare()
+            yield
+        finally:
+            await self.close()
+            await self.client.close()
 
     async def close(self) -> None:
         """End the renderer."""
@@ -217,10 +229,9 @@ class Service:
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: 503 also while shutting down."""
-        ok, detail = self.client.health()
         if self.draining:
-            ok, detail = False, "shutting down"
-        return json_response({"status": detail}, 200 if ok else 503)
+            return json_response({"status": "shutting down"}, 503)
+        return await self.health(request)
 
     async def load(self, request: Request) -> Response:
         """GET /load: answers under way in this process."""
@@ -277,7 +288,6 @@ class Service:
         return msgspec.structs.replace(plan, model=model, adapter="" if model in self.names() else model)
 
     async def _prompts(self, request: Request, body: CompletionBody) -> list[list[int]]:
-        """str | list[str] | list[int] | list[list[int]] to lists of ids."""
         prompt = body.prompt
         if prompt is None:
             raise APIError("prompt is missing", param="prompt")
@@ -307,7 +317,6 @@ class Service:
         return found
 
     def _echoes(self, body: CompletionBody, prompts: list[list[int]]) -> list[str]:
-        """The prompts as text: as it came, or what the ids say."""
         if isinstance(body.prompt, str):
             return [body.prompt]
         if body.prompt and isinstance(body.prompt[0], str):

@@ -11,6 +11,8 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import Choice, Usage
 
 encode = msgspec.json.Encoder().encode
+KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+"""What OpenAI and Anthropic call an error of a status."""
 
 
 @functools.cache
@@ -46,10 +48,8 @@ class AnswerShape(Protocol):
 
 def error_body(error: APIError) -> bytes:
     """OpenAI's error object."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
-    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    return encode({"error": fields})
+    kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return encode({"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}})
 
 
 def named_event(name: str, /, **fields: Any) -> bytes:

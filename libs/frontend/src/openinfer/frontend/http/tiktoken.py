@@ -53,24 +53,17 @@ def load_tiktoken(path: Path, config: Mapping[str, Any]) -> Tokenizer:
     merges = [(written[left], written[right]) for left, right in islice(_merges(ranks), MAX_MERGES + 1)]
     if len(merges) > MAX_MERGES:
         raise ModelFilesError(f"{path}: more than {MAX_MERGES} pairs of its tokens make a token")
-    core = Tokenizer(
-        models.BPE({written[token]: ranks[token] for token in ranks}, merges, ignore_merges=True)
-    )
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(split), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    vocabulary = {written[token]: rank for token, rank in ranks.items()}
+    core = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    words = pre_tokenizers.Split(Regex(split), "isolated")
+    letters_of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([words, letters_of_bytes])
     core.decoder = decoders.ByteLevel()
-    special = _special(path.parent / "tokenizer_config.json", config, len(ranks))
+    config_path = path.parent / "tokenizer_config.json"
+    special = _special(config_path, config, len(ranks))
     core.add_tokens(special)
-    if [core.token_to_id(token.content) for token in special] != list(
-        range(len(ranks), len(ranks) + RESERVED)
-    ):
-        raise ModelFilesError(
-            f"{path.parent / 'tokenizer_config.json'}: a text of added_tokens_decoder is there twice"
-        )
+    if any(core.token_to_id(token.content) != token_id for token_id, token in enumerate(special, len(ranks))):
+        raise ModelFilesError(f"{config_path}: a text of added_tokens_decoder is there twice")
     return core
 
 

@@ -85,10 +85,8 @@ class Tokenizer:
         return others if added else self._special_texts
 
     async def encode(self, *parts: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text, each part encoded by itself. Long ones are encoded in a thread without the interpreter lock.
-
-        Raises APIError (400) for a text that the tokenizer cannot read.
-        """
+        """Ids of a text, each part encoded by itself; long ones in a thread without the interpreter lock. Raises
+        APIError (400) for a text that the tokenizer cannot read."""
         if len(parts) == 1 and len(parts[0]) <= LONG_TEXT_CHARS:
             return self.encode_short(parts[0], add_special_tokens)
         encode = self._core.encode_batch_fast
@@ -161,11 +159,8 @@ class Tokenizer:
         for token, token_id in self._core.get_vocab(with_added_tokens=True).items():
             if token_id < size:
                 everything[token_id] = _token_bytes(token, alphabet)
-        without_special = list(everything)
-        for token_id in self._special_ids:
-            if token_id < size:
-                without_special[token_id] = b""
-        return everything, without_special
+        plain = [b"" if place in self._special_ids else token for place, token in enumerate(everything)]
+        return everything, plain
 
 
 def _kept(status: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

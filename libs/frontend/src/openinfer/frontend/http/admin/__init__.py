@@ -21,7 +21,6 @@ from openinfer.frontend.http.service import Service, json_response
 
 __all__ = ["Admin", "LoadBody", "SleepBody", "UnloadBody", "UpdateBody", "WakeBody"]
 
-
 NOTHING = '{"found": 0, "traces": []}'
 MAX_NAME_CHARS = 256
 MAX_VERSION_CHARS = 128
@@ -72,8 +71,7 @@ class Admin:
 
     async def traces(self, request: Request) -> Response:
         """GET /debug/traces: steps, runs of steps and first tokens that took longer than they should."""
-        found = await self._control(SlowTraces(), 501)
-        return Response(found or NOTHING, media_type="application/json")
+        return Response(await self._control(SlowTraces(), 501) or NOTHING, media_type="application/json")
 
     async def update(self, request: Request) -> Response:
         """POST /update_weights: all weights from another checkpoint of the same model. 409 while requests run."""
@@ -116,12 +114,8 @@ class Admin:
         """POST /v1/load_lora_adapter: answers when requests may name the adapter."""
         body = await read_json_body(request, LoadBody)
         name, names = body.lora_name, self._service.names()
-        if (
-            not 0 < len(name) <= MAX_NAME_CHARS
-            or not name.isprintable()
-            or name.isspace()
-            or not body.lora_path
-        ):
+        good = 0 < len(name) <= MAX_NAME_CHARS and name.isprintable() and not name.isspace()
+        if not good or not body.lora_path:
             raise APIError(
                 f"lora_name must have 1 to {MAX_NAME_CHARS} characters, all printable and not only spaces; "
                 "and lora_path must be given"
@@ -142,7 +136,6 @@ class Admin:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _control(self, command: Command, status: int, code: str | None = None) -> str | None:
-        """Carry out a command. Raises APIError with this status and code where the engine cannot."""
         try:
             return await self._service.client.control(command)
         except Unsupported as error:

@@ -149,8 +149,7 @@ class Metrics:
     def finished(self, request: Request, reason: str, tokens: int, times: Times, cached: int) -> None:
         """A sequence ended in order; cached: of its prompt's tokens."""
         scheduled, first, last = times
-        self._trace(request, reason, tokens, times)
-        self._successes.own[_REASONS.index(reason)] += 1
+        self._ended(request, reason, tokens, times)
         self._prompt.observe(len(request.prompt_token_ids))
         self._computed.observe(len(request.prompt_token_ids) - cached)
         self._generation.observe(tokens)
@@ -167,22 +166,22 @@ class Metrics:
 
     def finished_early(self, request: Request, tokens: int, times: Times) -> None:
         """The server aborted a sequence."""
-        self._trace(request, "abort", tokens, times)
-        self._successes.own[_REASONS.index("abort")] += 1
+        self._ended(request, "abort", tokens, times)
 
     def rejected(self, terminal: Rejected | Failed, request: Request, tokens: int, times: Times) -> None:
         """The engine refused a sequence, or failed; where its own settings are the cause, it counts as refused."""
         problem = terminal.reason if isinstance(terminal, Rejected) else terminal.message
         if terminal.code == "engine":
-            self._trace(request, "error", tokens, times, problem)
-            self._successes.own[_REASONS.index("error")] += 1
+            self._ended(request, "error", tokens, times, problem)
         else:
-            self._trace(request, "rejected", tokens, times, problem)
+            self._ended(request, "rejected", tokens, times, problem)
             self._rejections.own[_REFUSALS.index(terminal.code)] += 1
 
-    def _trace(self, request: Request, reason: str, tokens: int, times: Times, problem: str = "") -> None:
+    def _ended(self, request: Request, reason: str, tokens: int, times: Times, problem: str = "") -> None:
         if self.tracing is not None:
             self.tracing.finished(request, reason, tokens, times, problem)
+        if reason in _REASONS:
+            self._successes.own[_REASONS.index(reason)] += 1
 
     def served(self) -> str:
         """The totals of all processes so far, as text. Tokens are those of answers that came to their end."""
@@ -311,10 +310,8 @@ class Cells:
 
 
 class Board:
-    """Float64 numbers, starting at zero: our own, and where there are more processes, theirs to read.
-
-    All processes claim cells in the same order. One that dies leaves its numbers to the next, so sums never go down.
-    """
+    """Float64 numbers, starting at zero: our own, and where there are more processes, theirs to read. All processes
+    claim cells in the same order. One that dies leaves its numbers to the next, so sums never go down."""
 
     def __init__(self, buffers: Sequence[bytearray | mmap.mmap] = ()) -> None:
         self._boards = [memoryview(one).cast("d") for one in buffers or [bytearray(8 * CELLS)]]

@@ -17,10 +17,7 @@ except ModuleNotFoundError as error:
 
 
 class Tracing:
-    """Sends spans to a collector, from a thread of its own.
-
-    exporter: where they go; Tracing.to(endpoint) makes one for OTLP over HTTP.
-    """
+    """Sends spans to an exporter, from a thread of its own."""
 
     def __init__(self, exporter: SpanExporter, model: str) -> None:
         resource = Resource.create({"service.name": "openinfer"})

@@ -145,7 +145,6 @@ def messages_chat(body: MessagesBody, variables: frozenset[str], defaults: Mappi
 
 
 def _tools(tools: Sequence[dict[str, Any]], warnings: list[str]) -> list[MessageTool]:
-    """The client's own tools; `warnings` gets a text about the others."""
     found, left_out = [], []
     for index, tool in enumerate(tools):
         if isinstance(kind := tool.get("type"), str) and kind != "custom":
@@ -159,7 +158,6 @@ def _tools(tools: Sequence[dict[str, Any]], warnings: list[str]) -> list[Message
 
 
 def _clear(messages: list[dict[str, Any]], wanted: ContextManagement) -> None:
-    """Carry out the edits. Raises APIError (400) for one that this server cannot."""
     for index, edit in enumerate(wanted.edits or ()):
         where = f"context_management.edits[{index}]"
         if not edit.type.startswith("clear_thinking_"):
@@ -174,8 +172,7 @@ def _clear(messages: list[dict[str, Any]], wanted: ContextManagement) -> None:
                 f'{where}.keep must be "all" or {{"type": "thinking_turns", "value": a number above 0}}',
                 param="context_management",
             )
-        thoughtful = [message for message in messages if message.get("reasoning")]
-        for message in thoughtful[:-count]:
+        for message in [message for message in messages if message.get("reasoning")][:-count]:
             message["reasoning"] = ""
 
 

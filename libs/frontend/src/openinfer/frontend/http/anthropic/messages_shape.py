@@ -9,18 +9,12 @@ from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCal
 from openinfer.frontend.errors import APIError, TooLong
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.shapes import encode, named_event
+from openinfer.frontend.http.shapes import KINDS, encode, named_event
 from openinfer.frontend.http.text.reader import take_piece
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 SIGNATURE = "b3BlbmluZmVy"
 """The signature of all thoughts: clients send back only those that have one. It is not checked."""
-_KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
 
 
 class MessagesShape:
@@ -93,7 +87,6 @@ class MessagesShape:
         return said + self._delta(delta)
 
     def _delta(self, delta: dict[str, str]) -> bytes:
-        """Of the block that was begun last."""
         return named_event("content_block_delta", index=self._count - 1, delta=delta)
 
     def _close(self) -> bytes:
@@ -130,7 +123,8 @@ class MessagesShape:
 
 def messages_error(error: APIError) -> bytes:
     """Anthropic's error object."""
-    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    kinds = {**KINDS, 413: "request_too_large"}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return encode({"type": "error", "error": {"type": kind, "message": _words(error)}})
 
 

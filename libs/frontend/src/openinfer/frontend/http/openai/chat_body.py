@@ -89,6 +89,7 @@ def chat_of(body: ChatBody, variables: frozenset[str]) -> Chat:
         "think": body.think if isinstance(body.think, bool) else None,
         "reasoning.enabled": reasoning.enabled,
     }
+    think = body.think if isinstance(body.think, str) else None
     options, choice = thinking_options(switches, variables, warnings), body.tool_choice or "auto"
     return Chat(
         messages=chat_messages(body.messages, warnings),
@@ -98,9 +99,7 @@ def chat_of(body: ChatBody, variables: frozenset[str]) -> Chat:
         parallel_calls=body.parallel_tool_calls is not False,
         add_generation_prompt=_generation_prompt(body),
         continue_final=bool(body.continue_final_message),
-        effort=body.reasoning_effort
-        or reasoning.effort
-        or (body.think if isinstance(body.think, str) else None),
+        effort=body.reasoning_effort or reasoning.effort or think,
         budget=budget,
         budget_field=field,
         separate=body.separate_reasoning is not False,
@@ -112,10 +111,8 @@ def chat_of(body: ChatBody, variables: frozenset[str]) -> Chat:
 def tool_object(function: FunctionSpec) -> dict[str, Any]:
     """A tool in the form for templates: OpenAI's object without the fields for the server."""
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {
-        "type": "function",
-        "function": {name: value for name, value in fields.items() if value is not None},
-    }
+    given = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": given}
 
 
 def top_logprobs(body: ChatBody) -> int | None:
@@ -138,7 +135,6 @@ def verbosity_warnings(verbosity: str | None) -> list[str]:
 
 
 def _budget(body: ChatBody) -> tuple[int | None, str]:
-    """The most tokens of the thoughts, and the field that sets it."""
     for field in _BUDGETS:
         if (tokens := getattr(body, field)) is not None:
             return None if tokens < 0 else tokens, field

@@ -1,6 +1,4 @@
-"""/v1/completions: its body and answers; and what the answers of chats have in common with them.
-
-Pure: choices in, bytes out."""
+"""/v1/completions: its body and answers, and what the answers of chats share with them. Choices in, bytes out."""
 
 import time
 import uuid
@@ -101,7 +99,6 @@ class OpenAIShape:
         return bool(ids) or choice.finish_reason is not None or choice.has_text()
 
     def _usage_so_far(self, choice: Choice) -> UsageBody | UnsetType:
-        """The usage in an event of a choice, if the request asks for it."""
         return usage_body(Usage([choice], 1)) if self._plan.continuous_usage else UNSET
 
     def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None] | UnsetType:
@@ -222,9 +219,8 @@ class _Offsets:
         found, self._known = self._known, []
         for token_id in token_ids[len(found) :]:
             found.append(self._offset)
-            self._offset += len(
-                self._detokenizer.push((token_id,)) if self._detokenizer else token_text(None, token_id)
-            )
+            text = self._detokenizer.push((token_id,)) if self._detokenizer else token_text(None, token_id)
+            self._offset += len(text)
         return found
 
 
@@ -245,20 +241,10 @@ def event(response: msgspec.Struct) -> bytes:
 
 
 def usage_body(usage: Usage) -> UsageBody:
-    total = usage.prompt_tokens + usage.completion_tokens
-    return UsageBody(
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        total,
-        PromptDetails(usage.cached_tokens),
-        _completion_details(usage),
-    )
-
-
-def _completion_details(usage: Usage) -> CompletionDetails:
-    """Drafts are counted in OpenAI's fields for predictions, and by their position in a step."""
-    drafts = usage.drafts
-    if drafts is None:
-        return CompletionDetails(usage.reasoning_tokens)
-    accepted = sum(drafts.accepted)
-    return CompletionDetails(usage.reasoning_tokens, accepted, drafts.tokens - accepted, drafts.accepted)
+    details = CompletionDetails(usage.reasoning_tokens)
+    if (drafts := usage.drafts) is not None:  # in OpenAI's fields for predictions, and by position in a step
+        details.accepted_prediction_tokens = sum(drafts.accepted)
+        details.rejected_prediction_tokens = drafts.tokens - sum(drafts.accepted)
+        details.accepted_per_position = drafts.accepted
+    prompt, output = usage.prompt_tokens, usage.completion_tokens
+    return UsageBody(prompt, output, prompt + output, PromptDetails(usage.cached_tokens), details)

@@ -84,7 +84,6 @@ def carried(thought: str) -> str:
 
 
 def _uncarried(value: object, where: str) -> str:
-    """The thought in a value of `carried`. Raises APIError (400) for any other value."""
     try:
         head, raw = (str(value)[: len(_THOUGHT)], base64.urlsafe_b64decode(str(value)[len(_THOUGHT) :]))
         thought = raw[16:].decode()
@@ -256,10 +255,8 @@ def flattened(
     if len(found) > MAX_TOOLS:
         raise APIError(f"{len(found)} functions in tools, at most {MAX_TOOLS} are allowed", param="tools")
     if left_out:
-        warn(
-            warnings,
-            f"tools of type {', '.join(left_out)} are left out: this server runs no tools of its own",
-        )
+        named = ", ".join(left_out)
+        warn(warnings, f"tools of type {named} are left out: this server runs no tools of its own")
     return found
 
 
@@ -269,7 +266,6 @@ def flat(namespace: Any, name: Any) -> Any:
 
 
 def _choice(choice: str | dict[str, Any], tools: list[ResponseTool]) -> tuple[str, list[ResponseTool]]:
-    """tool_choice as Chat has it, and the tools that it leaves."""
     if isinstance(choice, str):
         return choice, tools
     if choice.get("type") == "function":
@@ -298,8 +294,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str, warni
             turn = _assistant_turn(messages)
             turn["reasoning"] = turn.get("reasoning", "") + _thought(item, where)
         case "function_call":
-            name = flat(item.get("namespace"), item.get("name"))
-            _call(messages, item, name, item.get("arguments"))
+            _call(messages, item, flat(item.get("namespace"), item.get("name")), item.get("arguments"))
         case "custom_tool_call":
             _call(messages, item, item.get("name"), {"input": item.get("input")})
         case "local_shell_call" | "shell_call" | "apply_patch_call" as kind:

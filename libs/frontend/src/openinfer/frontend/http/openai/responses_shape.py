@@ -61,8 +61,7 @@ class ResponsesShape:
         status = _status(choices[0])
         closed = self._close(status)
         self._keep()
-        response = self._response(status, usage)
-        return closed + self._event(status, response=response)
+        return closed + self._event(status, response=self._response(status, usage))
 
     def broken(self, error: APIError) -> bytes:
         closed = self._close("incomplete", broken=True)
@@ -89,7 +88,6 @@ class ResponsesShape:
             self._kept.keep(self._items)
 
     def _grow(self, part: Part) -> bytes:
-        """Add a part; the events that say so."""
         said = b""
         if isinstance(part, Arguments):
             self._items[-1]["arguments"] += part.text
@@ -162,7 +160,6 @@ class ResponsesShape:
         return self._event(f"output_item.{what}", output_index=len(self._items) - 1, item=item)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
-        """Of the last item."""
         place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return self._event(kind, **place, **fields)
 

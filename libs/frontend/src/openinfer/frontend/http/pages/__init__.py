@@ -16,10 +16,7 @@ __all__ = ["WebPages"]
 
 
 class WebPages:
-    """The pages, and what they show: the engine's numbers, and the curves of a plan over load.
-
-    plan: the JSON of `openinfer plan --json FILE`; None: the page asks its reader for such a file.
-    """
+    """The pages, and what they show. plan: the JSON of `openinfer plan --json FILE`; None: the page asks for one."""
 
     def __init__(self, service: Service, plan: bytes | None) -> None:
         self._service, self._plan = service, plan
@@ -93,5 +90,4 @@ def _static(name: str) -> bytes:
 
 
 def _hash(text: bytes) -> str:
-    """How a policy names a text within the page."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"

@@ -84,9 +84,8 @@ class ChatFormat:
         )
 
     def grammar(self, chat: Chat, prompt: str, content: Grammar | None) -> Grammar | None:
-        """The grammar of all text after `prompt`: thoughts, then `content`, or the calls that the chat asks for.
-
-        None where the model is free. Raises APIError (400), which names the part that cannot be forced."""
+        """The grammar of all text after `prompt`: thoughts, then `content`, or the calls that the chat asks for. None
+        where the model is free. Raises APIError (400), which names the part that cannot be forced."""
         schemas = _schemas(chat) if self._tools_on_offer(chat) else {}
         if chat.tool_choice.startswith("tool "):
             schemas = {name: schema for name, schema in schemas.items() if chat.tool_choice == f"tool {name}"}
@@ -104,7 +103,6 @@ class ChatFormat:
             raise APIError(f"the tools cannot be forced: {error}", param="tools") from error
 
     def _answer(self, lark: Lark, chat: Chat, schemas: Schemas, content: Grammar | None, forced: bool) -> str:
-        """The expression of the text after the thoughts."""
         if not schemas or self.tools is None:
             assert content is not None
             return lark.content(content)
@@ -118,7 +116,6 @@ class ChatFormat:
         return calls if forced or content is None else lark.any_of([calls, lark.content(content)])
 
     def _thoughts(self, lark: Lark, where: Where) -> str:
-        """The grammar of the thought that the model may begin with."""
         if where == "over":
             return ""
         rest = f"{lark.until(END_THINK)} /\\n{{0,2}}/"
@@ -188,7 +185,6 @@ class SpecialTokenGuard:
 
 
 def _beginnings(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds the first character of each of the texts."""
     found = "|".join(map(re.escape, texts)) or r"(?!)"
     return re.compile(f"(?={found})(.)", re.DOTALL)
 
@@ -206,21 +202,13 @@ def _cut(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
 
 def _larger_than(limit: int, value: object) -> bool:
     """Whether a JSON value has more characters and items than `limit`; looks at no more than it needs to know."""
-    left = limit
-    values = [value]
+    left, values = limit, [value]
     while values and left >= 0:
         one = values.pop()
-        if isinstance(one, str):
+        if isinstance(one, str | Mapping | list | tuple):
             left -= len(one)
-        elif isinstance(one, Mapping):
-            left -= len(one)
-            if left >= 0:
-                values += one.keys()
-                values += one.values()
-        elif isinstance(one, list | tuple):
-            left -= len(one)
-            if left >= 0:
-                values += one
+            if left >= 0 and not isinstance(one, str):
+                values += [*one, *one.values()] if isinstance(one, Mapping) else one
     return left < 0
 
 

@@ -26,10 +26,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level BPE, where a token is some bytes: join them and decode as they come.
-
-    table: bytes of each id; an id beyond it stands for nothing.
-    """
+    """For byte-level BPE, where a token is some bytes. table: those of each id; an id beyond it stands for nothing."""
 
     __slots__ = ("_decode", "_table")
 
@@ -49,11 +46,8 @@ class ByteDetokenizer:
 
 
 class TextDetokenizer:
-    """For any other tokenizer, where a token's text depends on its neighbours: decode a short window anew.
-
-    decode: text of a list of ids. The window starts where the text before the last one handed out began, as
-    the neighbour on the left decides about spaces.
-    """
+    """For any other tokenizer, where a token's text depends on its neighbours: `decode` a short window of ids anew. It
+    starts where the text before the last one handed out began, as the neighbour on the left decides about spaces."""
 
     __slots__ = ("_decode", "_ids", "_read", "_sent")
 
@@ -87,12 +81,10 @@ class TextDetokenizer:
 
 
 class StopStrings:
-    """Watches a text for the first of several strings; holds back only what may become one.
+    """Watches a text for the first of several strings, `stops`; holds back only what may become one.
 
     The one that is complete first counts (the longest, where several end together), however the text was cut.
-
-    stops: non-empty strings. include: hand out the stop string too.
-    """
+    include: hand out the stop string too."""
 
     __slots__ = ("_held", "_include", "_stops")
 

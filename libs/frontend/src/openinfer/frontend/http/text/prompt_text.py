@@ -28,8 +28,7 @@ async def encode_prompt(
     """The ids of a text, each part encoded by itself, checked as prompt_ids does. gone: whether the client has left.
 
     A text with more characters than the allowed tokens can have is refused at once. Any other long text is counted in
-    slices, each in a thread, until there are too many tokens.
-    Raises APIError (400) naming `param`.
+    slices, each in a thread, until there are too many tokens. Raises APIError (400) naming `param`.
     """
     text = "".join(parts)
     limit, longest = info.max_model_len, tokenizer.most_chars_a_token

@@ -28,13 +28,12 @@ def take_piece(choice: Choice, tokenizer: Tokenizer | None) -> TextPiece:
 
 
 def pieces(choice: Choice, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> Iterator[TextPiece]:
-    """Like take_piece(), but with log-probabilities one token at a time.
-
-    A client that gets several at once takes the text from their log-probabilities, which have markers too."""
-    text, token_ids, logprobs = choice.take()
-    if not logprobs or tokenizer is None:
-        yield TextPiece(_read(choice, tokenizer, text, token_ids, choice.done), token_ids, logprobs)
+    """Like take_piece(), but with log-probabilities one token at a time: a client that gets several at once takes the
+    text from their log-probabilities, which have markers too."""
+    if not choice.logprobs or tokenizer is None:
+        yield take_piece(choice, tokenizer)
         return
+    text, token_ids, logprobs = choice.take()
     if choice.widths is None:
         choice.widths = tokenizer.detokenizer(skip_special_tokens)
     for left, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True), 1 - len(token_ids)):

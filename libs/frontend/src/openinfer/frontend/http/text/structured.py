@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from openinfer.frontend.errors import APIError, NotSupported
-from openinfer.frontend.http.body import CommonBody, JsonObjectFormat, JsonSchemaFormat
+from openinfer.frontend.http.body import CommonBody, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
 from openinfer.frontend.http.elsewhere import instead
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.form import Grammar
@@ -40,36 +40,29 @@ def unkept(field: str, schemas: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _wishes(body: CommonBody, format_field: str) -> Iterator[tuple[str, Any, Any]]:
-    """Field, kind of grammar and its text or value."""
     match body.response_format:
         case JsonObjectFormat():
             yield format_field, "json_object", ""
         case JsonSchemaFormat(spec):
             yield format_field, "json_schema", spec.schema
-    plain = {
-        "json": "json_schema",
-        "regex": "regex",
-        "choice": "choice",
-        "grammar": "lark",
-    }
-    several = body.structured_outputs
-    if several is not None:
-        for name in (
-            "structural_tag",
-            "whitespace_pattern",
-            "disable_any_whitespace",
-            "disable_additional_properties",
-        ):
-            if getattr(several, name):
-                field = f"structured_outputs.{name}"
-                problem = f"{field} is not supported by this server: {instead(field)}"
-                raise NotSupported(problem, "structured_outputs")
-    for name, kind in plain.items():
-        if several is not None and getattr(several, name) is not None:
+    several = body.structured_outputs or StructuredOutputs()
+    for name in (
+        "structural_tag",
+        "whitespace_pattern",
+        "disable_any_whitespace",
+        "disable_additional_properties",
+    ):
+        if getattr(several, name):
+            field = f"structured_outputs.{name}"
+            problem = f"{field} is not supported by this server: {instead(field)}"
+            raise NotSupported(problem, "structured_outputs")
+    kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+    for name, kind in kinds.items():
+        if getattr(several, name) is not None:
             yield f"structured_outputs.{name}", kind, getattr(several, name)
         if getattr(body, f"guided_{name}") is not None:
             yield f"guided_{name}", kind, getattr(body, f"guided_{name}")
-    if several is not None and several.json_object:
+    if several.json_object:
         yield "structured_outputs.json_object", "json_object", ""
     if body.guided_json_object:
         yield "guided_json_object", "json_object", ""

@@ -55,10 +55,8 @@ def budgeted(
     info: EngineInfo,
     tokenizer: Tokenizer,
 ) -> Grammar | None:
-    """`grammar` with a budget for the thoughts, if the chat sets one or its effort does.
-
-    Raises APIError (400) where a budget that the chat sets cannot be kept; that of an effort is left out.
-    """
+    """`grammar` with a budget for the thoughts, if the chat sets one or its effort does. Raises APIError (400) where
+    one that the chat sets cannot be kept; that of an effort is left out."""
     tokens = chat.budget
     if tokens is None and "reasoning_effort" not in variables:
         tokens = EFFORT_BUDGETS.get(chat.effort or "")
