@@ -35,12 +35,51 @@ OWN = (
 """Options that rank 0 alone acts on."""
 
 
-class Followers(AllRanks):
+class NoFollowers(AllRanks):
+    """The Followers of a rank that leads no others."""
+
+    reason = ""
+    """Why a rank is lost; empty while all are there."""
+    leader: Leader | LoneLeader
+    """The link over which the runner of rank 0 tells the followers its launches."""
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks, self.leader = ranks or Ranks(), LoneLeader()
+
+    def begin(self) -> None:
+        """All ranks are ready: from now on the followers take commands."""
+
+    def put_adapter(self, place: int, values: Array) -> None:
+        """The other ranks copy their parts of an adapter into a place."""
+
+    def agree(self, problem: str, command: str, *args: str | int) -> str:
+        return self.ranks.agree(problem)
+
+    def done(self) -> None:
+        self.ranks.serve()
+
+    def others(self, pieces: list[int]) -> Others | None:
+        """The ranks that have parts of the records of tiers. pieces: bytes of each piece of their memory."""
+        return None
+
+    def check(self) -> None:
+        """Raise RankLost, with the reason, if a rank is lost."""
+
+    def end(self) -> None:
+        """End all other ranks. The device of rank 0 must be idle, or its steps lost."""
+
+    def close(self) -> None:
+        """End all other ranks and give the exchange up. The graphs of rank 0 must be gone: NCCL waits for them."""
+
+
+class Followers(NoFollowers):
     """Ranks 1 and up of an engine. `ranks`: rank 0.
 
     They need no clean-up: their shared memory has no name, and the kernel kills them with the thread that made this
     object. A follower that ends, however it ends, makes every exchange and `check` raise RankLost.
     """
+
+    leader: Leader
 
     def __init__(self, recipe: Recipe[O], model_dir: Path, options: O, devices: list[str]) -> None:
         size = len(devices)
@@ -49,13 +88,10 @@ class Followers(AllRanks):
         links = [socket.socketpair() for _ in devices[1:]]
         self.ranks = Ranks.joined(memory, 0, size, [ours for ours, _ in links])
         self._ring = Ring(ring, size - 1)
-        self.reason = ""
-        """Why a rank is lost; empty while all are there."""
         self._serving = self._closing = False
         assert self.ranks.shared is not None
         shared = self.ranks.shared
         self.leader = Leader(Writer(self._ring, self._bells, lost=lambda: shared.aborted))
-        """The link over which the runner of rank 0 tells the followers its launches."""
         names = [field.name for field in dataclasses.fields(options) if field.name not in OWN]
         flags = {name: getattr(options, name) for name in names}
         boot = {
@@ -97,31 +133,22 @@ class Followers(AllRanks):
         self._watchers.append(watcher)
 
     def begin(self) -> None:
-        """All ranks are ready: from now on the followers take commands."""
         self._serving = True
 
     def put_adapter(self, place: int, values: Array) -> None:
-        """The other ranks copy their parts of an adapter into a place."""
         self.ranks.staged[place - 1] = values
         self._command("adapter", place)
 
     def agree(self, problem: str, command: str, *args: str | int) -> str:
-        """See graph.runner.AllRanks. A problem of rank 0 is not known to the others. Raises RankLost."""
-        if problem:
+        if problem:  # it is not known to the others
             return problem
         self._command("prepare", command, *args)
         return self.ranks.agree("")
 
     def commit(self) -> None:
-        """See graph.runner.AllRanks. Raises RankLost."""
         self._command("commit")
 
-    def done(self) -> None:
-        """See graph.runner.AllRanks. Raises RankLost."""
-        self.ranks.serve()
-
     def others(self, pieces: list[int]) -> Others:
-        """The ranks that have parts of the records of tiers. pieces: bytes of each piece of their memory."""
         shared = SharedRecords.new(sum(pieces), self.ranks.size)
         for link in self.ranks.links:
             socket.send_fds(link, [b"r"], [shared.file])
@@ -134,7 +161,6 @@ class Followers(AllRanks):
         self.leader.command(name, *args)
 
     def check(self) -> None:
-        """Raise RankLost, with the reason, if a rank is lost."""
         if self.reason:
             raise RankLost(self.reason)
 
@@ -152,7 +178,6 @@ class Followers(AllRanks):
         self.ranks.abort()
 
     def end(self) -> None:
-        """End all other ranks. The device of rank 0 must be idle, or its steps lost."""
         self._closing = True
         serving, self._serving = self._serving and not self.reason, False
         if serving:
@@ -169,7 +194,6 @@ class Followers(AllRanks):
                 process.stdin.close()
 
     def close(self) -> None:
-        """End all other ranks and give the exchange up. The graphs of rank 0 must be gone: NCCL waits for them."""
         self.end()
         for watcher in self._watchers:  # of a lost rank: in NCCL, until the graphs are gone
             watcher.join(CLOSE_TIMEOUT_S)
@@ -179,38 +203,3 @@ class Followers(AllRanks):
         for bell in self._bells:
             os.close(bell)
         self._bells = []
-
-
-class NoFollowers(AllRanks):
-    """The Followers of a rank that leads no others."""
-
-    reason = ""
-
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self.ranks, self.leader = ranks or Ranks(), LoneLeader()
-
-    def begin(self) -> None:
-        """See Followers."""
-
-    def put_adapter(self, place: int, values: Array) -> None:
-        """See Followers."""
-
-    def agree(self, problem: str, command: str, *args: str | int) -> str:
-        """See graph.runner.AllRanks."""
-        return self.ranks.agree(problem)
-
-    def done(self) -> None:
-        """See graph.runner.AllRanks."""
-        self.ranks.serve()
-
-    def others(self, pieces: list[int]) -> None:
-        """See Followers."""
-
-    def check(self) -> None:
-        """See Followers."""
-
-    def end(self) -> None:
-        """See Followers."""
-
-    def close(self) -> None:
-        """See Followers."""
