@@ -22,14 +22,15 @@ T = TypeVar("T")
 
 
 def option(
-    default: T, text: str, *, kind: Callable[[str], Any] = str, choices: Sequence[T] | None = None,
+    default: T, text: str, *, kind: Callable[[str], Any] | None = None, choices: Sequence[T] | None = None,
     metavar: str | None = None, many: bool = False, within: tuple[float, float] | None = None,
 ) -> T:  # fmt: skip
-    """A field of Options. text: its help. kind: the type of the command line's word; bool makes a flag without a word,
-    with `--no-` where the default is True. many: of one word or more. within: the least and the greatest number."""
+    """A field of Options. text: its help. kind: the type of the command line's word, else that of the default, or str;
+    bool makes a flag without a word, with `--no-` where the default is True. many: of one word or more. within: the
+    least and the greatest number."""
     given = {
         "text": text,
-        "kind": kind,
+        "kind": kind or (type(default) if isinstance(default, bool | int | float) else str),
         "choices": choices,
         "metavar": metavar,
         "many": many,
@@ -54,9 +55,7 @@ class Options:
     draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "suffix", "custom_class")
 
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
-    tensor_parallel_size: int = option(
-        1, "GPUs that share the model, or processes on a CPU", kind=int, within=(1, 64)
-    )
+    tensor_parallel_size: int = option(1, "GPUs that share the model, or processes on a CPU", within=(1, 64))
     device_ids: str | None = option(
         None, "GPUs that share the model, as in 0,1; default: the first", metavar="LIST"
     )
@@ -85,24 +84,24 @@ class Options:
     max_model_len: int | None = option(
         None, "tokens of prompt and output; default: what model and cache allow", kind=tokens
     )
-    max_num_seqs: int = option(256, "sequences that run at once", kind=int, within=(1, 1 << 16))
+    max_num_seqs: int = option(256, "sequences that run at once", within=(1, 1 << 16))
     max_num_batched_tokens: int | None = option(
         None,
         "tokens of a step; default: 512 on a CPU, 2048 on a GPU (4096 of a lone prompt, 8192 with experts)",
         kind=number,
         within=(1, 1 << 20),
     )
-    max_num_queued_reqs: int = option(1024, "requests that may wait", kind=int, within=(1, 1 << 30))
-    gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to take", kind=float)
+    max_num_queued_reqs: int = option(1024, "requests that may wait", within=(1, 1 << 30))
+    gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to take")
     kv_cache_memory_bytes: int | None = option(
         None,
         "bytes for cache and states; default: what is left (cpu: 2 GiB)",
         kind=number,
         within=(1, 1 << 50),
     )
-    block_size: int = option(16, "tokens of a cache page", kind=int, choices=(16, 32, 64))
-    enforce_eager: bool = option(False, "launch kernels one by one instead of replaying graphs", kind=bool)
-    enable_prefix_caching: bool = option(True, "share cached prefixes", kind=bool)
+    block_size: int = option(16, "tokens of a cache page", choices=(16, 32, 64))
+    enforce_eager: bool = option(False, "launch kernels one by one instead of replaying graphs")
+    enable_prefix_caching: bool = option(True, "share cached prefixes")
     scheduling_policy: "str | Policy" = option(  # noqa: RUF009
         "fcfs",
         "fcfs, priority, fair-share, deadline, longest-prefix, or your own as MODULE:FUNCTION (called with "
@@ -117,15 +116,10 @@ class Options:
         False,
         "one kernel an op and no splits, so that other rows of a step change no bit of a row's logits; slower, "
         "on a CPU two to four times",
-        kind=bool,
     )
-    enable_lora: bool = option(False, "serve adapters (LoRA) of the model beside it", kind=bool)
-    max_loras: int = option(
-        1, "adapters of a step, each with a place on the device", kind=int, within=(1, 1024)
-    )
-    max_lora_rank: int = option(
-        16, "the largest rank of an adapter", kind=int, choices=(8, 16, 32, 64, 128, 256, 512)
-    )
+    enable_lora: bool = option(False, "serve adapters (LoRA) of the model beside it")
+    max_loras: int = option(1, "adapters of a step, each with a place on the device", within=(1, 1024))
+    max_lora_rank: int = option(16, "the largest rank of an adapter", choices=(8, 16, 32, 64, 128, 256, 512))
     lora_modules: Sequence[str] = option(
         (), "adapters to load first: folders of PEFT by the names of requests", metavar="NAME=PATH", many=True
     )
@@ -164,7 +158,7 @@ class Options:
         many=True,
     )
     enable_sleep_mode: bool = option(
-        False, "allow /sleep, which gives the device's memory back, and /wake_up", kind=bool
+        False, "allow /sleep, which gives the device's memory back, and /wake_up"
     )
     trace: str | None = option(
         None,

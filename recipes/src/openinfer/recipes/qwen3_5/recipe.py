@@ -26,7 +26,6 @@ class HybridOptions(Options):
     snapshot_interval: int = option(
         512,
         f"tokens between snapshots of a prompt's state, where a cached prefix can end: a multiple of {CHUNK}",
-        kind=int,
     )
 
     mamba_ssm_cache_dtype: str = option(
