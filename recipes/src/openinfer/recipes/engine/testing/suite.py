@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from openinfer.frontend.contract import Finished, Rejected, TokenTable
+from openinfer.frontend.contract import Finished, Rejected, TokenLogprobs, TokenTable
 from openinfer.graph.runner import Drafting
 from openinfer.kernels import Op
 from openinfer.kernels.authoring import mapped
@@ -169,8 +169,7 @@ class EngineConformance:
     def test_greedy_tokens_whatever_the_schedule(self) -> None:
         """Random arrivals, cached prefixes, aborts in between, and a cache small enough to preempt."""
         alone, prompts = self.alone(), self.prompts(4)
-        truth = [alone.submit(prompt, 4 * NEW, ignore_eos=True) for prompt in prompts]
-        alone.finish()
+        truth = alone.outcomes_of([(prompt, 4 * NEW, {"ignore_eos": True}) for prompt in prompts])
         for seed in self.seeds:
             rng, session = random.Random(seed), self.small()
             waiting, owners, aborted = [rng.randrange(4) for _ in range(16)], {}, set()
@@ -183,7 +182,7 @@ class EngineConformance:
                     session.engine.abort(victim)
                 session.step()
             for request, index in owners.items():
-                outcome, want = session.outcomes[request], alone.outcomes[truth[index]].tokens
+                outcome, want = session.outcomes[request], truth[index].tokens
                 ensure(outcome.tokens == want[: len(outcome.tokens)], f"seed {seed}: other tokens than alone")
                 whole = request in aborted or len(outcome.tokens) == len(want)
                 ensure(whole and len(outcome.terminals) == 1, f"seed {seed}: not every request ended once")
@@ -198,11 +197,8 @@ class EngineConformance:
         prompts = self.prompts(len(pairs))
         asked = [{"ignore_eos": True, **ASKED[a], **ASKED[b]} for a, b in pairs]
         alone, company, small = self.alone(), self.session(max_num_batched_tokens=33), self.small()
-        found = []
-        for session in (alone, company, small):
-            ids = [session.submit(p, NEW, **chosen) for p, chosen in zip(prompts, asked, strict=True)]
-            session.finish()
-            found.append([session.outcomes[one] for one in ids])
+        requests = [(prompt, NEW, chosen) for prompt, chosen in zip(prompts, asked, strict=True)]
+        found = [session.outcomes_of(requests) for session in (alone, company, small)]
         for pair, one, *others in zip(pairs, *found, strict=True):
             for other in others:
                 ensure(other.tokens == one.tokens, f"{pair}: other tokens than alone")
@@ -264,14 +260,13 @@ class EngineConformance:
         prompts = self.prompts(len(params))
         with patch.object(engine.runner, "pack", tap := _Tap(engine.runner.pack)):
             engine.runner.record()
-            ids = [
-                session.submit(prompt, NEW, **asked, seed=seed, ignore_eos=True)
+            outcomes = session.outcomes_of([
+                (prompt, NEW, {**asked, "seed": seed, "ignore_eos": True})
                 for seed, (prompt, asked) in enumerate(zip(prompts, SAMPLED, strict=True))
-            ]
-            session.finish()
+            ])  # fmt: skip
         engine.runner.record()
-        for p, prompt, request in zip(params, prompts, ids, strict=True):
-            output, lengths = session.outcomes[request].tokens, range(len(prompt), len(prompt) + NEW)
+        for p, prompt, outcome in zip(params, prompts, outcomes, strict=True):
+            output, lengths = outcome.tokens, range(len(prompt), len(prompt) + NEW)
             want = sample(
                 np.stack([tap.logits[length, p.seed or 0] for length in lengths]), [p] * NEW, lengths,
                 prompts=[prompt] * NEW, outputs=[output[:n] for n in range(NEW)],
@@ -280,9 +275,7 @@ class EngineConformance:
 
     def test_a_stop_id_ends_a_request(self) -> None:
         session, (prompt,) = self.session(), self.prompts(1)
-        plain = session.submit(prompt, NEW, ignore_eos=True)
-        session.finish()
-        tokens = session.outcomes[plain].tokens
+        tokens = session.outcomes_of([(prompt, NEW, {"ignore_eos": True})])[0].tokens
         stop = tokens[NEW // 2]
         asked = session.submit(prompt, NEW, ignore_eos=True, stop_token_ids=(stop,))
         session.finish()
@@ -300,10 +293,9 @@ class EngineConformance:
         table = [bytes([n - 3]) if 3 <= n < 259 else b"" for n in range(engine.info.vocab_size)]
         engine.control(TokenTable(table, eos))
         grammar = Grammar("regex", "(yes|no) it is[.]{2}")
-        ids = [session.submit(prompt, 20, grammar=grammar, temperature=1.0, seed=seed) for seed in range(3)]
-        session.finish()
-        for request in ids:
-            said = b"".join(table[token] for token in session.outcomes[request].tokens)
+        asked = [(prompt, 20, {"grammar": grammar, "temperature": 1.0, "seed": seed}) for seed in range(3)]
+        for outcome in session.outcomes_of(asked):
+            said = b"".join(table[token] for token in outcome.tokens)
             ensure(said in (b"yes it is..", b"no it is.."), f"the grammar was not kept: {said!r}")
 
     def test_what_is_refused_and_what_is_aborted(self) -> None:
@@ -330,9 +322,7 @@ class EngineConformance:
 
     def test_all_blocks_come_back(self) -> None:
         session = self.small()
-        for prompt in self.prompts(6):
-            session.submit(prompt, NEW)
-        session.finish()
+        session.outcomes_of([(prompt, NEW, {}) for prompt in self.prompts(6)])
         check_empty(session.engine)
 
 
@@ -375,13 +365,9 @@ def golden_error(golden: Golden, outcome: Outcome) -> float:
 
 def same_logprobs(one: Outcome, other: Outcome, bound: float = 1e-4) -> bool:
     """Whether two outcomes have log-probabilities of the same tokens, of the prompt and of the output."""
-    for mine, theirs in ((one.prompt_logprobs, other.prompt_logprobs), (one.logprobs, other.logprobs)):
-        if len(mine) != len(theirs):
-            return False
-        for a, b in zip(mine, theirs, strict=True):
-            if a is None or b is None:
-                if a is not b:
-                    return False
-            elif abs(a.logprob - b.logprob) > bound:
-                return False
-    return True
+
+    def same(a: TokenLogprobs | None, b: TokenLogprobs | None) -> bool:
+        return a is b if a is None or b is None else not abs(a.logprob - b.logprob) > bound
+
+    pairs = ((one.prompt_logprobs, other.prompt_logprobs), (one.logprobs, other.logprobs))
+    return all(len(mine) == len(theirs) and all(map(same, mine, theirs)) for mine, theirs in pairs)
