@@ -90,9 +90,7 @@ class Model:
         step, block_tables = batch.step(t, r), batch.rows["block_tables"]
         embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
         eps, read = c.rms_norm_eps, Read(x=x, norm_weight=w.layers[0].input_norm, eps=c.rms_norm_eps)
-        layers = 0
         for n, layer in enumerate(w.layers):
-            layers = n + 1
             self.before_layer(pack, n, x)
             o, up, down = layer.o, layer.gate_up, layer.down
             with joined(pack, attention_sublayer) as one:
@@ -108,7 +106,7 @@ class Model:
                 continue
             gate_up_silu(pack, out=mlp, **read, weight=up, lora=batch.adapted(up, t))
             read = batch.add(pack, x, h=mlp, weight=down, ranks=c.part.ranks, norm=layer.next_norm, eps=eps)
-        self.before_layer(pack, layers, x)
+        self.before_layer(pack, len(w.layers), x)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 
     def _mixture(self, pack: Pack, read: Read, layer: Layer, router: Linear[Tensor], t: int) -> Read:

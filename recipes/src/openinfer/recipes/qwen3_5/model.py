@@ -25,7 +25,7 @@ from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.states import States
-from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Weights
+from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Mlp, Weights
 from openinfer.tensor import Arena, Stream, Tensor, int32
 
 
@@ -115,12 +115,11 @@ class Model:
         read = self._first(x, w.layers[0])
         for layer in w.layers:
             if isinstance(layer.mixer, Attention):
-                step = batch.step(t, r)
-                read = self._attention(pack, read, layer, layer.mixer, full, step, max_q_len)
+                read = self._attention(pack, read, layer, full, batch.step(t, r), max_q_len)
                 full += 1
             else:
                 lags = max_q_len > 1 or num_drafts > 0
-                read = self._delta_net(pack, read, layer, layer.mixer, linear, t, r, max_q_len, lags)
+                read = self._delta_net(pack, read, layer, linear, t, r, max_q_len, lags)
                 linear += 1
             read = self._mlp(pack, read, layer, t)
         self.head(pack, batch.select(pack, x, r, num_drafts))
@@ -149,17 +148,17 @@ class Model:
         embed(pack, out=other, token_ids=token_ids, table=self.weights.embed)
         norm_linear(pack, out=x, x=other, norm_weight=mtp.embed_norm, weight=mtp.of_embedding, eps=eps)
         linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
-        layer, mixer, last = mtp.layer, mtp.layer.mixer, self.config.num_full
-        assert isinstance(mixer, Attention)
+        layer, read = mtp.layer, self._first(x, mtp.layer)
         if only_keys:
-            self._keys(pack, self._first(x, layer), mixer, step)
+            self._keys(pack, read, layer, step)
             return
-        read = self._attention(pack, self._first(x, layer), layer, mixer, last, step, max_q_len)
+        read = self._attention(pack, read, layer, self.config.num_full, step, max_q_len)
         self._mlp(pack, read, layer, t)
 
-    def _keys(self, pack: Pack, read: Read, mixer: Attention, step: StepRows) -> None:
+    def _keys(self, pack: Pack, read: Read, layer: Layer, step: StepRows) -> None:
         """Keys and values of the MTP head's layer, whose queries no draft needs."""
-        c, t = self.config, step["positions"].shape[0]
+        c, t, mixer = self.config, step["positions"].shape[0], layer.mixer
+        assert isinstance(mixer, Attention)
         own = mixer.qkv.rows(2 * c.part.of(c.num_heads) * c.head_dim)
         pairs = self.buffers.qkv.reshape(-1)[: t * own.weight.shape[0]].reshape(t, -1)
         norm_linear(pack, out=pairs, **read, weight=own)
@@ -185,18 +184,12 @@ class Model:
         return Read(x=x, norm_weight=layer.input_norm, eps=self.config.rms_norm_eps)
 
     def _attention(
-        self,
-        pack: Pack,
-        read: Read,
-        layer: Layer,
-        mixer: Attention,
-        index: int,
-        step: StepRows,
-        max_q_len: int,
+        self, pack: Pack, read: Read, layer: Layer, index: int, step: StepRows, max_q_len: int
     ) -> Read:
         """x += the gated full attention of its norm; `index`: of the layer among its kind. Returns the MLP's input."""
         c, b, batch, t = self.config, self.buffers, self.batch, step["positions"].shape[0]
-        x, qkv, heads = b.x[:t], b.qkv[:t], b.heads[:t]
+        x, qkv, heads, mixer = b.x[:t], b.qkv[:t], b.heads[:t], layer.mixer
+        assert isinstance(mixer, Attention)
         norm_linear(pack, out=qkv, **read, weight=mixer.qkv, lora=batch.adapted(mixer.qkv, t))
         gated_attention(
             pack,
@@ -215,20 +208,13 @@ class Model:
         return self._add(pack, mixer.o, x, heads, layer.post_norm)
 
     def _delta_net(
-        self,
-        pack: Pack,
-        read: Read,
-        layer: Layer,
-        mixer: DeltaNet,
-        index: int,
-        t: int,
-        r: int,
-        max_q_len: int,
-        lags: bool,
+        self, pack: Pack, read: Read, layer: Layer, index: int, t: int, r: int, max_q_len: int, lags: bool
     ) -> Read:
         """x += the gated delta net of its norm; `index`: of the layer among its kind. Returns the MLP's input. lags:
         states may lag behind by drafts (graph.runner.States)."""
         c, b, rows, most = self.config, self.buffers, self.batch.rows, self.states.max_snapshots
+        mixer = layer.mixer
+        assert isinstance(mixer, DeltaNet)
         x, mixed, adapted, into = b.x[:t], b.mixed[:t], self.batch.adapted, mixer.in_proj
         norm_linear(pack, out=mixed, **read, weight=into, lora=adapted(into, t))
         width, ba = c.conv_size + c.z_size, 2 * c.part.of(c.value_heads)
@@ -267,13 +253,13 @@ class Model:
         experts, ranks = c.experts, c.part.ranks
         x, hidden = b.x[:t], b.mlp[:t]
         if not isinstance(mlp, Mixture):
-            self._gate_up(pack, mlp.gate_up, read, t)
+            self._gate_up(pack, mlp, read, t)
             return self._add(pack, mlp.down, x, hidden, layer.next_norm)
         assert experts is not None
         router, y = b.router[:t], x if ranks == 1 else b.y[:t]
         count, ids, weights = experts.count, b.expert_ids[:t], b.expert_weights[:t]
         with fork(pack, t) as (main, side):
-            self._gate_up(main, mlp.shared.gate_up, read, t)
+            self._gate_up(main, mlp.shared, read, t)
             norm_linear(side, out=router, **read, weight=mlp.router)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
         route_topk(
@@ -298,13 +284,11 @@ class Model:
             adds=ranks == 1,
             all_experts=count,
         )
-        down = mlp.shared.down
-        self.batch.add(pack, y, h=hidden, weight=down)
+        self.batch.add(pack, y, h=hidden, weight=mlp.shared.down)
         return self.batch.add_sum(pack, x, y=y, ranks=ranks, norm=layer.next_norm, eps=c.rms_norm_eps)
 
-    def _gate_up(self, pack: Pack, up: Linear[Tensor], read: Read, t: int) -> None:
-        """The hidden layer of a gated MLP."""
-        out = self.buffers.mlp[:t]
+    def _gate_up(self, pack: Pack, mlp: Mlp, read: Read, t: int) -> None:
+        out, up = self.buffers.mlp[:t], mlp.gate_up
         gate_up_silu(pack, out=out, **read, weight=up, lora=self.batch.adapted(up, t))
 
     def _add(self, pack: Pack, linear: Linear[Tensor], x: Tensor, h: Tensor, norm: Tensor | None) -> Read:
