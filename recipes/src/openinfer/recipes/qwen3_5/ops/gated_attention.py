@@ -63,20 +63,13 @@ def _gate_reference(a: GateArgs[Array]) -> None:
 
 def _gate_launches(target: Target, a: GateArgs[Tensor]) -> Iterator[Command]:
     (tokens, heads, dim), block = a.out.shape, 1024
+    by_token, by_head = (aligned(stride) for stride in a.gate.strides[:2])
+    sizes = {"width": aligned(heads * dim), "token_stride": by_token, "head_stride": by_head}
+    constants = {"DIM": dim, "GATES": a.gate.shape[2], "BLOCK": block}
     yield launch(
-        "openinfer.recipes.qwen3_5.device.gates",
-        "sigmoid_gate",
-        (tokens, -(-heads * dim // block)),
-        {
-            "out": a.out,
-            "gate": a.gate,
-            "width": aligned(heads * dim),
-            "token_stride": aligned(a.gate.strides[0]),
-            "head_stride": aligned(a.gate.strides[1]),
-        },
-        {"DIM": dim, "GATES": a.gate.shape[2], "BLOCK": block},
-        early=target.starts_early,
-    )
+        "openinfer.recipes.qwen3_5.device.gates", "sigmoid_gate", (tokens, -(-heads * dim // block)),
+        {**tensors(a), **sizes}, constants, early=target.starts_early,
+    )  # fmt: skip
 
 
 def _gate_cost(workload: Workload, a: GateArgs[Tensor]) -> Cost:

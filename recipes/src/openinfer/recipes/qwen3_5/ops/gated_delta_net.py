@@ -222,27 +222,19 @@ def _step(a: DeltaArgs[Tensor], tuning: Tuning, tokens: int) -> Launch:
     """Rows of one token, and zeros for the tokens from the last row's end to `tokens`."""
     (_, heads, _, dv), rows = a.state.shape, a.slots.shape[0]
     columns = min(tuning.step_columns, dv)
-    args = (
-        tensors(a, "out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state")
-        | tensors(a, "state", *_OF_ROWS, "state_from", "state_to")
-        | {
-            "partial": Scratch((rows, heads, dv), float32),
-            "arrived": Scratch((rows, heads), int32, zeroed=True),
-        }
-        | _strides(a, "qkv", "z", "ba", "conv_state", "state")
-        | {"eps": a.eps, "tokens": tokens}
-    )
-    grid = (heads * (dv // columns), rows)
-    constants = _sizes(a) | _taps(a) | {"BV": columns}
-    return launch(
-        _DEVICE + "delta_step",
-        "delta_step",
-        grid,
-        args,
-        constants,
-        num_warps=tuning.step_warps,
-        max_registers=tuning.step_registers,
-    )
+    args: dict[str, Arg] = {
+        **tensors(a, "out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state"),
+        **tensors(a, "state", *_OF_ROWS, "state_from", "state_to"),
+        "partial": Scratch((rows, heads, dv), float32),
+        "arrived": Scratch((rows, heads), int32, zeroed=True),
+        **_strides(a, "qkv", "z", "ba", "conv_state", "state"),
+        "eps": a.eps,
+        "tokens": tokens,
+    }
+    grid, constants = (heads * (dv // columns), rows), _sizes(a) | _taps(a) | {"BV": columns}
+    warps, registers = tuning.step_warps, tuning.step_registers
+    name = "delta_step"
+    return launch(_DEVICE + name, name, grid, args, constants, num_warps=warps, max_registers=registers)
 
 
 def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterator[Launch]:
@@ -277,23 +269,13 @@ def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterat
     if not alone:
         sums["partial"] = Scratch((rows, heads, short, dv), float32)
         sums["arrived"] = Scratch((rows, heads), int32, zeroed=True)
-    args: dict[str, Arg] = {
-        "out": out,
-        **tensors(a, "z", "ba", "decay", "dt_bias", "norm_weight", "state"),
-        **rest,
-    }
-    args |= {**_strides(a, "z", "ba", "state"), **made, **sums, "eps": a.eps, "tokens": tokens}
+    own = tensors(a, "z", "ba", "decay", "dt_bias", "norm_weight", "state")
+    args: dict[str, Arg] = {"out": out, **own, **rest, **_strides(a, "z", "ba", "state"), **made, **sums}
+    args |= {"eps": a.eps, "tokens": tokens}
     grid = (heads * (dv // columns), rows)
     yield launch(_TOKENS, "delta_tokens", grid, args, constants | {"BV": columns, **without}, num_warps=1)
     if alone:
-        args = {
-            "out": a.out,
-            "o": out,
-            "z": a.z,
-            "norm_weight": a.norm_weight,
-            **_strides(a, "z"),
-            "eps": a.eps,
-        }
+        args = {"out": a.out, "o": out, **tensors(a, "z", "norm_weight"), **_strides(a, "z"), "eps": a.eps}
         yield launch(_TOKENS, "delta_token_norm", (tokens, heads), args, {"DV": dv}, num_warps=1)
 
 
@@ -311,65 +293,33 @@ def _chunks(a: DeltaArgs[Tensor], tuning: Tuning, short: int) -> Iterator[Launch
     common: dict[str, Arg] = {"rows": rows, "short": short}
     tiles, loop = tokens // STATE_CHUNK + 2 * min(rows, TILED_ROWS), rows > TILED_ROWS
     sizes = _sizes(a) | {"C": STATE_CHUNK}
+    args: dict[str, Arg] = {"q": q, "k": k, "v": v}
+    args |= tensors(a, "qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
+    args |= _strides(a, "qkv", "conv_state") | common
     yield launch(
-        _CHUNKS,
-        "delta_inputs",
-        (2 * a.sizes.key_heads + heads, tiles),
-        {"q": q, "k": k, "v": v}
-        | tensors(a, "qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
-        | _strides(a, "qkv", "conv_state")
-        | common,
-        sizes | _taps(a) | {"LOOP": loop},
-        num_warps=tuning.inputs_warps,
-        max_registers=128 if loop else tuning.inputs_registers,
-    )
+        _CHUNKS, "delta_inputs", (2 * a.sizes.key_heads + heads, tiles), args, sizes | _taps(a) | {"LOOP": loop},
+        num_warps=tuning.inputs_warps, max_registers=128 if loop else tuning.inputs_registers,
+    )  # fmt: skip
+    args = {**made, "q": q, "k": k, **tensors(a, "ba", "decay", "dt_bias", *_OF_ROWS), **_strides(a, "ba")}
+    constants = {name: sizes[name] for name in ("KEYS", "DK", "GROUP", "C")}
+    constants |= {"LEVELS": STATE_CHUNK.bit_length() - 1, "LOOP": loop}
     yield launch(
-        _CHUNKS,
-        "delta_prepare",
-        (heads, tiles, 2),
-        made
-        | {"q": q, "k": k}
-        | tensors(a, "ba", "decay", "dt_bias", *_OF_ROWS)
-        | _strides(a, "ba")
-        | {"tokens": tokens, **common},
-        {name: sizes[name] for name in ("KEYS", "DK", "GROUP", "C")}
-        | {"LEVELS": STATE_CHUNK.bit_length() - 1, "LOOP": loop},
-        num_warps=tuning.prepare_warps,
-        max_registers=0 if loop else tuning.prepare_registers,
-    )
-    yield _scan(a, tuning, {"out": o, "q": q, "k": k, "v": v, **made}, short)
-    yield launch(
-        _CHUNKS,
-        "delta_norm",
-        (heads, tiles),
-        tensors(a, "out")
-        | {"o": o}
-        | tensors(a, "z", "norm_weight", "slots", "q_starts", "alive")
-        | _strides(a, "z")
-        | {"rows": rows, "tokens": tokens, "eps": a.eps, "short": short},
-        {"HEADS": heads, "DV": dv, "C": STATE_CHUNK},
-        num_warps=tuning.norm_warps,
-    )
-
-
-def _scan(a: DeltaArgs[Tensor], tuning: Tuning, made: dict[str, Arg], short: int) -> Launch:
-    """The scan: the chunks of each row in order. `made`: the outputs of the launches before."""
-    _, heads, _, dv = a.state.shape
-    rows, snapshots = a.snapshot_ends.shape
-    tokens = a.out.shape[0]
-    loop = rows > TILED_ROWS
-    columns = min(2 * tuning.columns if loop else tuning.columns, dv)
-    args = (
-        made
-        | tensors(a, "qkv", "conv_state", "state", *_OF_ROWS, "state_from", "state_to")
-        | tensors(a, "snapshot_ends", "snapshot_blocks")
-        | _strides(a, "qkv", "conv_state", "state")
-        | {"snapshots": snapshots, "tokens": tokens, "rows": rows, "short": short}
-    )
-    constants = _sizes(a) | _taps(a) | {"C": STATE_CHUNK, "BV": columns, "SNAPSHOTS": power_of_two(snapshots)}
+        _CHUNKS, "delta_prepare", (heads, tiles, 2), {**args, "tokens": tokens, **common}, constants,
+        num_warps=tuning.prepare_warps, max_registers=0 if loop else tuning.prepare_registers,
+    )  # fmt: skip
+    snapshots, columns = a.snapshot_ends.shape[1], min(2 * tuning.columns if loop else tuning.columns, dv)
+    args = {"out": o, "q": q, "k": k, "v": v, **made}
+    args |= tensors(a, "qkv", "conv_state", "state", *_OF_ROWS, "state_from", "state_to")
+    args |= tensors(a, "snapshot_ends", "snapshot_blocks") | _strides(a, "qkv", "conv_state", "state")
+    args |= {"snapshots": snapshots, "tokens": tokens, **common}
+    constants = sizes | _taps(a) | {"BV": columns, "SNAPSHOTS": power_of_two(snapshots)}
     constants |= {"STAGES": tuning.scan_stages, "LOOP": loop}
     grid = (dv // columns, heads, SCANNED_ROWS if loop else rows)
-    return launch(_CHUNKS, "delta_scan", grid, args, constants, num_warps=tuning.scan_warps)
+    yield launch(_CHUNKS, "delta_scan", grid, args, constants, num_warps=tuning.scan_warps)
+    args = {"out": a.out, "o": o, **tensors(a, "z", "norm_weight", "slots", "q_starts", "alive")}
+    args |= _strides(a, "z") | {"rows": rows, "tokens": tokens, "eps": a.eps, "short": short}
+    constants = {"HEADS": heads, "DV": dv, "C": STATE_CHUNK}
+    yield launch(_CHUNKS, "delta_norm", (heads, tiles), args, constants, num_warps=tuning.norm_warps)
 
 
 L2_EPS = 1e-6
