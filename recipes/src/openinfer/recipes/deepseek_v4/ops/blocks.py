@@ -8,6 +8,7 @@ import numpy as np
 
 from openinfer.kernels.authoring import (
     FLOATS,
+    Arg,
     Array,
     Command,
     Cost,
@@ -80,9 +81,8 @@ def _start_cost(workload: Workload, a: _StartArgs[Tensor]) -> Cost:
 
 
 start_block = Op(
-    "start_block", _StartArgs[Tensor],
-    check=_start_check, reference=_start_reference, launches=_start_launches, cost=_start_cost,
-)  # fmt: skip
+    "start_block", _StartArgs[Tensor], _start_check, _start_reference, _start_launches, _start_cost
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,24 +133,16 @@ def _markov_launches(target: Target, a: _MarkovArgs[Tensor]) -> Iterator[Command
     (rows, width), (vocabulary, rank) = a.hidden.shape, a.before.shape
     sizes = {"rows": rows, "vocabulary": vocabulary, "rank": aligned(rank)}
     depth = max(16, power_of_two(rank))
-    yield launch(
-        _DEVICE,
-        "markov_logits",
-        (-(-vocabulary // 64), -(-rows // 16)),
-        {**tensors(a, "logits", "token_ids", "before", "after"), **sizes},
-        {"BV": 64, "RANK": depth},
-    )
-    yield launch(
-        _DEVICE,
-        "markov_survival",
-        (rows,),
-        {
-            **tensors(a, "survival", "hidden", "token_ids", "before", "confidence"),
-            "width": width,
-            "rank": rank,
-        },
-        {"FIRST": a.place == 1, "BLOCK": power_of_two(width), "RANK": depth},
-    )
+    args: dict[str, Arg] = {**tensors(a, "logits", "token_ids", "before", "after"), **sizes}
+    grid = (-(-vocabulary // 64), -(-rows // 16))
+    yield launch(_DEVICE, "markov_logits", grid, args, {"BV": 64, "RANK": depth})
+    args = {
+        **tensors(a, "survival", "hidden", "token_ids", "before", "confidence"),
+        "width": width,
+        "rank": rank,
+    }
+    constants = {"FIRST": a.place == 1, "BLOCK": power_of_two(width), "RANK": depth}
+    yield launch(_DEVICE, "markov_survival", (rows,), args, constants)
 
 
 def _markov_cost(workload: Workload, a: _MarkovArgs[Tensor]) -> Cost:
@@ -159,7 +151,4 @@ def _markov_cost(workload: Workload, a: _MarkovArgs[Tensor]) -> Cost:
     return Cost(moved, 2 * rows * vocabulary * rank)
 
 
-markov = Op(
-    "markov", _MarkovArgs[Tensor],
-    check=_markov_check, reference=_markov_reference, launches=_markov_launches, cost=_markov_cost,
-)  # fmt: skip
+markov = Op("markov", _MarkovArgs[Tensor], _markov_check, _markov_reference, _markov_launches, _markov_cost)

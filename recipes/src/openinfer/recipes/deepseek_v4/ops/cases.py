@@ -150,9 +150,8 @@ def variants(target: Target, case: OpCase) -> Iterable[tuple[str, Commands]]:
     if case.op is sparse_attend:
         yield from _attend_variants(target, case.calls[0])
     if case.op is index_topk:
-        for change in ({"select_warps": 4}, {"warps": 8}, {"block": 64}, {"stages": 2}):
-            (name, value) = next(iter(change.items()))
-            yield f"{name} {value}", functools.partial(_index_commands, target, change)
+        for name, value in (("select_warps", 4), ("warps", 8), ("block", 64), ("stages", 2)):
+            yield f"{name} {value}", functools.partial(_index_commands, target, {name: value})
 
 
 def _attend_variants(target: Target, one: sparse.SparseAttendArgs[Tensor]) -> Iterator[tuple[str, Commands]]:

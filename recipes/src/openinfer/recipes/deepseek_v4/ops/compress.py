@@ -253,7 +253,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         "rows": rows,
         "eps": a.eps,
     }
-    window, overlap = a.ape.shape[0], a.state.shape[1] == 3
+    window, overlap, early = a.ape.shape[0], a.state.shape[1] == 3, target.early(a.az.shape[0])
     constants = {
         "D": dim,
         "ROTARY": 2 * a.cos_sin.shape[2],
@@ -266,21 +266,11 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         windows = 16 if a.rounding == "hadamard_q4" else min(16, max(1, 2048 // dim))
         grid = (a.az.shape[0] // (windows * window) + 2 * rows,)
         own = {**constants, "WINDOWS": windows}
-        yield launch(_DEVICE, "compress_windows", grid, args, own, early=target.early(a.az.shape[0]))
-    yield launch(
-        _DEVICE,
-        "compress",
-        (rows if single else a.az.shape[0] // PAGE + 2 * rows,),
-        args,
-        constants
-        | {
-            "OVERLAP": overlap,
-            "SINGLE": single,
-            "STAGES": 1 if single else STAGES,
-            "ENTRIES": single or alike or not overlap,
-        },
-        early=target.early(a.az.shape[0]),
-    )
+        yield launch(_DEVICE, "compress_windows", grid, args, own, early=early)
+    grid = (rows if single else a.az.shape[0] // PAGE + 2 * rows,)
+    constants |= {"OVERLAP": overlap, "SINGLE": single, "STAGES": 1 if single else STAGES}
+    constants["ENTRIES"] = single or alike or not overlap
+    yield launch(_DEVICE, "compress", grid, args, constants, early=early)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
@@ -293,6 +283,5 @@ def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
 
 
 compress = Op(
-    "compress", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost,
-    writes=("entries", "state", "recent"),
-)  # fmt: skip
+    "compress", _Args[Tensor], _check, _reference, _launches, _cost, writes=("entries", "state", "recent")
+)

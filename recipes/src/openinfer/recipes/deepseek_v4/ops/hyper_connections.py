@@ -68,20 +68,13 @@ class _MixingArgs(Generic[T]):
     hc_eps: float
 
 
-def _mixed(
-    target: Target,
-    a: _MixingArgs[Tensor],
-    rounded_out: Coded[Tensor] | None = None,
-    mix: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-) -> Iterator[Launch]:
-    """The kernels that make one of the streams: its norm, where it has a weight, and mix, where fn has rows for it. The
-    columns of few tokens are spread over SMs."""
-    require(
-        a.streams.shape[1] == 4,
-        f"there are {a.streams.shape[1]} streams; kernels for hyper-connections take 4",
-    )
-    (tokens, width), columns = a.out.shape, a.fn.shape[1]
+def _mixed(target: Target, a: _MixingArgs[Tensor]) -> Iterator[Launch]:
+    """The kernels that make one of the streams; for hc_pre its norm, and mix. The columns of few tokens are spread over
+    SMs."""
+    pre = a if isinstance(a, _PreArgs) else None
+    coded = pre.rounded_out if pre is not None else None
+    (tokens, width), columns, n = a.out.shape, a.fn.shape[1], a.streams.shape[1]
+    require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
     bt = 16 if tokens <= 64 or target.batch_invariant else 64
     tiles, bk = -(-tokens // bt), depth(columns, 128)
     split, programs = 1, target.num_sms // 2 if bt == 16 else 3 * target.num_sms
@@ -99,15 +92,15 @@ def _mixed(
     yield launch(
         _DEVICE, "hc_collapse", (tokens,),
         {
-            "out": a.out, "codes": a.out if rounded_out is None else rounded_out.codes,
-            "scales": a.out if rounded_out is None else rounded_out.scales, "mix": a.base if mix is None else mix,
+            "out": a.out, "codes": a.out if coded is None else coded.codes,
+            "scales": a.out if coded is None else coded.scales, "mix": a.base if pre is None else pre.mix,
             "streams": a.streams, "partial": partial, **tensors(a, "base", "scale"),
-            "norm_weight": a.base if norm_weight is None else norm_weight,
+            "norm_weight": a.base if pre is None else pre.norm_weight,
             "tokens": tokens, "width": Aligned(width), "eps": a.eps, "hc_eps": a.hc_eps,
         },
         {
             **own, "BLOCKS": power_of_two(-(-width // 128)),
-            "NORM": norm_weight is not None, "CODED": rounded_out is not None,
+            "NORM": pre is not None, "CODED": coded is not None,
         },
         num_warps=8 if width > 2048 else 4, early=early,
     )  # fmt: skip
@@ -184,7 +177,7 @@ def _pre_reference(a: _PreArgs[Array]) -> None:
 def _pre_launches(target: Target, a: _PreArgs[Tensor]) -> Iterator[Command]:
     expect_bf16(a.streams)
     expect_q8(target, a.rounded_out is not None)
-    yield from _mixed(target, a, a.rounded_out, a.mix, a.norm_weight)
+    yield from _mixed(target, a)
 
 
 def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
@@ -199,8 +192,7 @@ def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
 
 
 hc_pre = Op(
-    "hc_pre", _PreArgs[Tensor],
-    check=_pre_check, reference=_pre_reference, launches=_pre_launches, cost=_pre_cost,
+    "hc_pre", _PreArgs[Tensor], _pre_check, _pre_reference, _pre_launches, _pre_cost,
     writes=("out", "rounded_out", "mix"),
 )  # fmt: skip
 
@@ -239,10 +231,7 @@ def _head_cost(workload: Workload, a: _HeadArgs[Tensor]) -> Cost:
     )
 
 
-hc_head = Op(
-    "hc_head", _HeadArgs[Tensor],
-    check=_head_check, reference=_head_reference, launches=_head_launches, cost=_head_cost,
-)  # fmt: skip
+hc_head = Op("hc_head", _HeadArgs[Tensor], _head_check, _head_reference, _head_launches, _head_cost)
 
 
 ONE_KERNEL = 1 << 20
@@ -373,14 +362,9 @@ def _spread_reference(a: _SpreadArgs[Array]) -> None:
 def _spread_launches(target: Target, a: _SpreadArgs[Tensor]) -> Iterator[Command]:
     tokens, n, width = a.streams.shape
     block = min(1024, power_of_two(width))
-    yield launch(
-        _DEVICE,
-        "spread",
-        (tokens, -(-width // block)),
-        {"streams": a.streams, "x": a.x, "width": aligned(width)},
-        {"STREAMS": n, "ADD": a.add, "BLOCK": block},
-        early=target.early(tokens),
-    )
+    args, grid = {**tensors(a), "width": aligned(width)}, (tokens, -(-width // block))
+    constants = {"STREAMS": n, "ADD": a.add, "BLOCK": block}
+    yield launch(_DEVICE, "spread", grid, args, constants, early=target.early(tokens))
 
 
 def _spread_cost(workload: Workload, a: _SpreadArgs[Tensor]) -> Cost:
@@ -390,10 +374,7 @@ def _spread_cost(workload: Workload, a: _SpreadArgs[Tensor]) -> Cost:
     )
 
 
-spread = Op(
-    "spread", _SpreadArgs[Tensor],
-    check=_spread_check, reference=_spread_reference, launches=_spread_launches, cost=_spread_cost,
-)  # fmt: skip
+spread = Op("spread", _SpreadArgs[Tensor], _spread_check, _spread_reference, _spread_launches, _spread_cost)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -418,8 +399,7 @@ def _mean_reference(a: _MeanArgs[Array]) -> None:
 def _mean_launches(target: Target, a: _MeanArgs[Tensor]) -> Iterator[Command]:
     expect_bf16(a.streams)
     tokens, n, width = a.streams.shape
-    sizes = {"width": aligned(width), "stride": aligned(a.out.strides[0])}
-    args = {"out": a.out, "streams": a.streams, **sizes}
+    args = {**tensors(a), "width": aligned(width), "stride": aligned(a.out.strides[0])}
     constants, early = {"STREAMS": n, "BLOCKS": power_of_two(-(-width // 128))}, target.early(tokens)
     yield launch(_DEVICE, "mean_streams", (tokens,), args, constants, early=early)
 
@@ -429,10 +409,7 @@ def _mean_cost(workload: Workload, a: _MeanArgs[Tensor]) -> Cost:
     return Cost(workload.tokens * (n + 1) * width * a.out.itemsize, workload.tokens * n * width)
 
 
-mean_streams = Op(
-    "mean_streams", _MeanArgs[Tensor],
-    check=_mean_check, reference=_mean_reference, launches=_mean_launches, cost=_mean_cost,
-)  # fmt: skip
+mean_streams = Op("mean_streams", _MeanArgs[Tensor], _mean_check, _mean_reference, _mean_launches, _mean_cost)
 
 
 def cases(memory: Memory) -> Iterator[OpCase]:

@@ -12,6 +12,7 @@ from openinfer.kernels.authoring import (
     FLOATS,
     SCALE_BLOCK,
     Aligned,
+    Arg,
     Array,
     Coded,
     Command,
@@ -41,6 +42,7 @@ from openinfer.kernels.authoring import (
 from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.tensor import Tensor, float32, int32
 
+_DEVICE = "openinfer.recipes.deepseek_v4.device.queries"
 KV_BLOCK = 64
 """Channels of a key-value vector or an entry that share a scale; the rotated ones are not rounded."""
 
@@ -91,8 +93,7 @@ def _check(a: _Args[Tensor]) -> None:
     expect("q_norm", a.q_norm, (width,), float32)
     expect("kv_norm", a.kv_norm, (dim,), float32)
     expect_cos_sin(a.cos_sin, dim)
-    expect("positions", a.positions, (tokens,), int32)
-    expect("token_slots", a.token_slots, (tokens,), int32)
+    expect_each(a, (tokens,), int32, "positions", "token_slots")
     plain = dim - 2 * a.cos_sin.shape[2]
     require(width % SCALE_BLOCK == 0, f"qr has {width} columns; it must be a multiple of {SCALE_BLOCK}")
     require(plain % KV_BLOCK == 0, f"{plain} channels are not rotated; it must be a multiple of {KV_BLOCK}")
@@ -117,39 +118,26 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     (tokens, width), dim, tables = a.qr.shape, a.kv.shape[-1], a.block_tables
     expect_bf16(a.kv, "kv")
     require(dim == power_of_two(dim), f"kv has vectors of {dim}; on a GPU a power of two")
-    yield launch(
-        "openinfer.recipes.deepseek_v4.device.queries",
-        "q_kv_write",
-        (tokens, 2),
-        {
-            **code_args(a.qr),
-            **tensors(a, "kv", "qkv", "q_norm", "kv_norm", "cos_sin", "positions", "token_slots"),
-            "block_tables": a.token_slots if tables is None else tables,
-            "width": aligned(width),
-            "table_width": 0 if tables is None else tables.shape[1],
-            "page_stride": Aligned(a.kv.strides[0]),
-            "eps": a.eps,
-        },
-        {
-            "BLOCK": power_of_two(width),
-            "D": dim,
-            "ROTARY": 2 * a.cos_sin.shape[2],
-            "PAGE": 0 if tables is None else PAGE,
-            "CODED": isinstance(a.qr, Coded),
-            "QUANTIZED": a.quantized,
-        },
-        early=target.early(tokens),
-    )
+    args: dict[str, Arg] = {
+        **code_args(a.qr),
+        **tensors(a, "kv", "qkv", "q_norm", "kv_norm", "cos_sin", "positions", "token_slots"),
+        "block_tables": a.token_slots if tables is None else tables,
+        "width": aligned(width),
+        "table_width": 0 if tables is None else tables.shape[1],
+        "page_stride": Aligned(a.kv.strides[0]),
+        "eps": a.eps,
+    }
+    constants = {"BLOCK": power_of_two(width), "D": dim, "ROTARY": 2 * a.cos_sin.shape[2]}
+    constants |= {"PAGE": 0 if tables is None else PAGE, "CODED": isinstance(a.qr, Coded)}
+    constants |= {"QUANTIZED": a.quantized}
+    yield launch(_DEVICE, "q_kv_write", (tokens, 2), args, constants, early=target.early(tokens))
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
     return Cost(2 * workload.tokens * a.qkv.shape[1] * a.qkv.itemsize, 8 * workload.tokens * a.qkv.shape[1])
 
 
-q_kv_write = Op(
-    "q_kv_write", _Args[Tensor], check=_check, reference=_reference, launches=_launches, cost=_cost,
-    writes=("qr", "kv"),
-)  # fmt: skip
+q_kv_write = Op("q_kv_write", _Args[Tensor], _check, _reference, _launches, _cost, writes=("qr", "kv"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,15 +170,10 @@ def _place_reference(a: _PlaceArgs[Array]) -> None:
 def _place_launches(target: Target, a: _PlaceArgs[Tensor]) -> Iterator[Command]:
     tokens, dim = a.x.shape
     require(dim == power_of_two(dim), f"x has vectors of {dim}; on a GPU a power of two")
-    yield launch(
-        "openinfer.recipes.deepseek_v4.device.queries",
-        "place_vectors",
-        (tokens,),
-        {**tensors(a), "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0])},
-        {"D": dim, "PAGE": PAGE},
-        num_warps=1,
-        early=target.early(tokens),
-    )
+    page_stride = Aligned(a.kv.strides[0])
+    args: dict[str, Arg] = {**tensors(a), "table_width": a.block_tables.shape[1], "page_stride": page_stride}
+    constants, early = {"D": dim, "PAGE": PAGE}, target.early(tokens)
+    yield launch(_DEVICE, "place_vectors", (tokens,), args, constants, num_warps=1, early=early)
 
 
 def _place_cost(workload: Workload, a: _PlaceArgs[Tensor]) -> Cost:
@@ -198,6 +181,5 @@ def _place_cost(workload: Workload, a: _PlaceArgs[Tensor]) -> Cost:
 
 
 place_vectors = Op(
-    "place_vectors", _PlaceArgs[Tensor],
-    check=_place_check, reference=_place_reference, launches=_place_launches, cost=_place_cost, writes=("kv",),
+    "place_vectors", _PlaceArgs[Tensor], _place_check, _place_reference, _place_launches, _place_cost, writes=("kv",)
 )  # fmt: skip

@@ -25,6 +25,7 @@ from openinfer.kernels.authoring import (
     expect,
     expect_bf16,
     expect_cos_sin,
+    expect_each,
     f32,
     launch,
     power_of_two,
@@ -54,7 +55,6 @@ class AttendTuning:
     stages: int
     splits: int
     heads: int
-    warps: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,29 +210,17 @@ class SparseAttendArgs(Generic[T]):
             grid = (splits, tokens, heads // 64)
             yield launch(_HOPPER, "sparse_attend_hopper", grid, args, own, num_warps=4, early=early)
         else:
+            own, stages = constants | rotary | chosen | {"BM": tuning.heads}, tuning.stages
+            grid = (splits, tokens, -(-heads // tuning.heads))
             yield launch(
-                _ATTEND,
-                "sparse_attend",
-                (splits, tokens, -(-heads // tuning.heads)),
-                args,
-                constants | rotary | chosen | {"BM": tuning.heads},
-                num_warps=tuning.warps,
-                num_stages=tuning.stages,
-                early=early,
+                _ATTEND, "sparse_attend", grid, args, own, num_warps=8, num_stages=stages, early=early
             )
         if splits > 1:
             block = min(power_of_two(heads), max(1, 16 // power_of_two(splits)))
             args = {"out": self.out, "partial": partial, "weight": weight}
             args |= {**tensors(self, "sinks", "cos_sin", "positions", "token_slots"), **sees}
-            yield launch(
-                _ATTEND,
-                "merge_parts",
-                (tokens, -(-heads // block)),
-                args,
-                constants | rotary | {"HEADS": block},
-                num_warps=2 * block,
-                early=early,
-            )
+            merge, own = (tokens, -(-heads // block)), constants | rotary | {"HEADS": block}
+            yield launch(_ATTEND, "merge_parts", merge, args, own, num_warps=2 * block, early=early)
 
 
 def _check(a: SparseAttendArgs[Tensor]) -> None:
@@ -257,8 +245,7 @@ def _check(a: SparseAttendArgs[Tensor]) -> None:
         expect("selected", a.selected, (tokens, -1), int32)
     expect("sinks", a.sinks, (heads,), float32)
     expect_cos_sin(a.cos_sin, dim)
-    expect("positions", a.positions, (tokens,), int32)
-    expect("token_slots", a.token_slots, (tokens,), int32)
+    expect_each(a, (tokens,), int32, "positions", "token_slots")
     expect("kv_tables", a.kv_tables, (-1, -1), int32)
     expect("entry_tables", a.entry_tables, (a.kv_tables.shape[0], -1), int32)
     require(a.scale > 0, f"scale is {a.scale}; it must be positive")
@@ -325,11 +312,4 @@ def _cost(workload: Workload, a: SparseAttendArgs[Tensor]) -> Cost:
     return Cost(moved + chosen, int(4 * pairs * heads * dim))
 
 
-sparse_attend = Op(
-    "sparse_attend",
-    SparseAttendArgs[Tensor],
-    check=_check,
-    reference=_reference,
-    launches=_launches,
-    cost=_cost,
-)
+sparse_attend = Op("sparse_attend", SparseAttendArgs[Tensor], _check, _reference, _launches, _cost)
