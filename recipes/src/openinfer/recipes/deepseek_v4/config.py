@@ -96,9 +96,8 @@ class Config(ModelConfig):
         }
         width = self.num_heads * self.head_dim
         out = self.o_lora_rank * width + self.o_groups * self.o_lora_rank * self.hidden_size
-        attention = self.num_layers * (
-            width * self.q_lora_rank + out
-        )  # bytes of what ranks share of it, in FP8
+        # Bytes of what ranks share of attention, in FP8.
+        attention = self.num_layers * (width * self.q_lora_rank + out)
         part = Part(rank, ranks, deals=deals and ranks > 1 and attention <= DEALT_BYTES)
         part.check(sizes)
         return dataclasses.replace(self, part=part)

@@ -47,6 +47,8 @@ from openinfer.recipes.engine.limits import Limits
 from openinfer.tensor import Arena, Stream, Tensor, float32, int32
 
 Activations = Coded[Tensor] | Tensor
+Carried = tuple[Tensor, Tensor | None]
+"""The states of a layer's compressor, and those of drafts."""
 
 
 def activations(arena: Arena, shape: tuple[int, int], dtype: np.dtype[Any], quantized: bool) -> Activations:
@@ -166,12 +168,10 @@ class Model:
         own, mine = step.mine, step.dealt(pack)
         embed(mine, out=b.y[own], token_ids=batch.expand(pack, t, r)[own], table=w.embed)
         spread(mine, streams=b.streams[own], x=b.y[own], add=False)
-        layers = 0
         for number, layer in enumerate(w.layers):
-            layers = number + 1
             self.before_layer(pack, number, step)
             self.layer(pack, layer, step)
-        self.before_layer(pack, layers, step)
+        self.before_layer(pack, len(w.layers), step)
         self.share(pack, b.streams[:t], step)
         self.head(pack, batch.select(pack, b.streams[:t].reshape(t, -1), r, num_drafts))
 
@@ -205,9 +205,7 @@ class Model:
             rounded_out=b.rounded[own] if isinstance(b.rounded, Coded) else None,
             mix=b.mix[own],
             streams=b.streams[own],
-            fn=mixing.fn,
-            base=mixing.base,
-            scale=mixing.scale,
+            **mixing._asdict(),
             norm_weight=norm,
             eps=c.rms_norm_eps,
             hc_eps=c.hc_eps,
@@ -310,8 +308,8 @@ class Model:
         az = _flat(b.compressing, step.tokens, heavy.into.shape[0])
         self._project(step.dealt(pack), az[own], b.normed[own], Linear(heavy.into, None))
         self.share(pack, az, step)
-        state, recent = self.cache.hca_state[:, place], self.recent.hca[:, place] if self.recent else None
-        self._compress(pack, entries, state, recent, az, heavy.compressor, "q8", step)
+        states = self.cache.hca_state[:, place], self.recent.hca[:, place] if self.recent else None
+        self._compress(pack, entries, states, az, heavy.compressor, "q8", step)
         return entries
 
     def _sparse_entries(self, pack: Pack, sparse: Sparse, place: int, step: StepSize) -> Tensor:
@@ -321,12 +319,10 @@ class Model:
         main, index = 4 * c.head_dim, 4 * (c.head_dim + c.index_dim)
         self._project(step.dealt(pack), wide[own], b.normed[own], Linear(sparse.into, None))
         self.share(pack, wide, step)
-        state, index_state = cache.csa_state[:, place], cache.index_state[:, place]
-        recent = self.recent.csa[:, place] if self.recent else None
-        self._compress(pack, entries, state, recent, wide[:, :main], sparse.compressor, "q8", step)
-        recent = self.recent.index[:, place] if self.recent else None
-        az = wide[:, main:index]
-        self._compress(pack, keys, index_state, recent, az, sparse.index_compressor, "hadamard_q4", step)
+        states = cache.csa_state[:, place], self.recent.csa[:, place] if self.recent else None
+        self._compress(pack, entries, states, wide[:, :main], sparse.compressor, "q8", step)
+        states = cache.index_state[:, place], self.recent.index[:, place] if self.recent else None
+        self._compress(pack, keys, states, wide[:, main:index], sparse.index_compressor, "hadamard_q4", step)
         return entries
 
     def _wide(self, step: StepSize) -> Tensor:
@@ -353,17 +349,9 @@ class Model:
         )
 
     def _compress(
-        self,
-        pack: Pack,
-        entries: Tensor,
-        state: Tensor,
-        recent: Tensor | None,
-        az: Tensor,
-        own: Compressor,
-        rounding: str,
-        step: StepSize,
-    ) -> None:
-        rows, r = self.batch.rows, step.rows
+        self, pack: Pack, entries: Tensor, states: Carried, az: Tensor, own: Compressor, rounding: str, step: StepSize
+    ) -> None:  # fmt: skip
+        rows, r, (state, recent) = self.batch.rows, step.rows, states
         compress(
             pack,
             az=az,
@@ -432,9 +420,7 @@ class Model:
             pack,
             out=b.collapsed[:r],
             streams=streams.reshape(r, c.hc_mult, -1),
-            fn=mixing.fn,
-            base=mixing.base,
-            scale=mixing.scale,
+            **mixing._asdict(),
             eps=c.rms_norm_eps,
             hc_eps=c.hc_eps,
         )

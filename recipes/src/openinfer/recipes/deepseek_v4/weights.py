@@ -6,7 +6,8 @@ once while they are loaded. The values are the same, and a step does not expand 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,8 +64,7 @@ class Format:
         return cls(name in checkpoint and checkpoint.info(name).dtype == int8)
 
 
-@dataclass(frozen=True, slots=True)
-class Mixing:
+class Mixing(NamedTuple):
     """The weights of a hyper-connection, float32: fn [numbers, n D], base [numbers], scale [3], or [1] at the head."""
 
     fn: Tensor
@@ -251,12 +251,8 @@ class ModelPlaces(LinearPlaces):
         total = sum(rows for _, rows in parts)
         return self.linear(*parts, columns=columns, pad=padded_rows(total) - total).weight
 
-    def packed(self, *parts: tuple[str, int], columns: int) -> Linear[Tensor]:
-        """FP8 modules (name, rows) in one weight; the rows of all but the last are whole blocks."""
-        return self.linear(*parts, columns=columns, packing=FP8_E8M0)
-
-    def of_rank(self, part: Part, *parts: tuple[str, int], columns: int) -> Linear[Tensor]:
-        """A rank's rows of FP8 modules in one weight; (name, rows of a rank)."""
+    def packed(self, *parts: tuple[str, int], columns: int, part: Part = WHOLE) -> Linear[Tensor]:
+        """FP8 modules (name, rows of a rank) in one weight; the rows of all but the last are whole blocks."""
         own = [WeightPart(name, rows, part.rank * rows) for name, rows in parts]
         return self.linear(*own, columns=columns, packing=FP8_E8M0)
 
@@ -281,11 +277,8 @@ def check_scales(checkpoint: Checkpoint, names: Iterable[str]) -> None:
         found = int(checkpoint.array(name).view(np.uint8).max())
         if found > most:
             why = "which is NaN" if found == 255 else f"2^{found - 127}"
-            raise CheckpointError(
-                checkpoint.info(name).file,
-                name,
-                f"has a scale of byte {found}, {why}; at most {most} is possible",
-            )
+            problem = f"has a scale of byte {found}, {why}; at most {most} is possible"
+            raise CheckpointError(checkpoint.info(name).file, name, problem)
 
 
 def _layer(p: ModelPlaces, c: Config, at: str, index: int, place: int, ratio: int, hashed: bool) -> Layer:
@@ -322,9 +315,9 @@ def _heads(p: ModelPlaces, c: Config, at: str, part: Part) -> Heads:
     heads, groups = part.of(c.num_heads), part.of(c.o_groups)
     width, own = heads * c.head_dim, (part.slice(c.num_heads),)
     return Heads(
-        q=p.of_rank(part, (at + "wq_b", width), columns=c.q_lora_rank),
+        q=p.packed((at + "wq_b", width), columns=c.q_lora_rank, part=part),
         sinks=p.wide(at + "attn_sink", heads, source=own),
-        out_a=p.of_rank(part, (at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
+        out_a=p.packed((at + "wo_a", groups * c.o_lora_rank), columns=width // groups, part=part),
         out_b=p.back(part, at + "wo_b", c.hidden_size, groups * c.o_lora_rank),
     )
 
@@ -359,7 +352,7 @@ def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
     count, width = own.stop - own.start, c.part.of(inter)
     bias = table = None
     if hashed:
-        name, convert = at + "gate.tid2eid", _table_of(c.num_experts)
+        name, convert = at + "gate.tid2eid", partial(_table, c.num_experts)
         p.dtypes[name] = (int64,)
         table = p.converted(name, c.vocab_size, c.experts_per_token, convert=convert, dtype=int32)
     else:
@@ -381,20 +374,17 @@ def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
         table=table,
         gate_up=gate_up,
         down=down,
-        shared_gate_up=p.of_rank(c.part, (shared + "w1", width), (shared + "w3", width), columns=hidden),
+        shared_gate_up=p.packed((shared + "w1", width), (shared + "w3", width), columns=hidden, part=c.part),
         shared_down=p.back(c.part, shared + "w2", hidden, width),
     )
 
 
-def _table_of(count: int) -> Callable[[Array], Array]:
-    def convert(table: Array) -> Array:
-        if table.min() < 0 or table.max() >= count:
-            raise ValueError(f"names experts {table.min()} to {table.max()}; there are {count}")
-        if (np.diff(np.sort(table, axis=1), axis=1) == 0).any():
-            raise ValueError("names an expert twice for one token")
-        return table.astype(np.int32)
-
-    return convert
+def _table(count: int, table: Array) -> Array:
+    if table.min() < 0 or table.max() >= count:
+        raise ValueError(f"names experts {table.min()} to {table.max()}; there are {count}")
+    if (np.diff(np.sort(table, axis=1), axis=1) == 0).any():
+        raise ValueError("names an expert twice for one token")
+    return table.astype(np.int32)
 
 
 def _mtp(p: ModelPlaces, c: Config) -> Mtp:
