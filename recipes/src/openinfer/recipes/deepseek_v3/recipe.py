@@ -41,7 +41,7 @@ class DeepseekV3Recipe(Recipe[LatentOptions]):
         coded = options.activation_quantization == "on"
         config = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
         speculation = options.speculation()
-        drafts = speculation is not None and speculation.proposes
+        drafts = options.proposes
         found, name = source.checkpoint, f"model.layers.{config.num_layers}.eh_proj.weight"
         if drafts and (not config.mtp or (found is not None and name not in found)):
             raise SetupError("--speculative-config: this checkpoint has no MTP layer; use method ngram")

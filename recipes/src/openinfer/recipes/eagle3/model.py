@@ -61,13 +61,9 @@ class Weights:
         first = target.part.first(target.num_kv_heads) * target.head_dim
         sizes = (("q_proj", q, rank * q), ("k_proj", kv, first), ("v_proj", kv, first))
 
-        def part(name: str, rows: int, row: int = 0, column: int = 0) -> WeightPart:
-            return WeightPart(name, rows, row, column)
-
         def qkv(column: int) -> Tensor:
-            return p.linear(
-                *(part(f"{AT}self_attn.{n}", rows, row, column) for n, rows, row in sizes), columns=h
-            ).weight
+            parts = (WeightPart(f"{AT}self_attn.{name}", rows, row, column) for name, rows, row in sizes)
+            return p.linear(*parts, columns=h).weight
 
         def sources(offsets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             found, rows = np.full(vocab, -1, np.int32), np.arange(head.draft_vocab_size)
@@ -77,17 +73,17 @@ class Weights:
             found[ids] = rows
             return found
 
-        gate_up = (part(f"{AT}mlp.{name}_proj", inter, rank * inter) for name in ("gate", "up"))
+        gate_up = (WeightPart(f"{AT}mlp.{name}_proj", inter, rank * inter) for name in ("gate", "up"))
         return cls(
-            fc=tuple(p.linear(part("fc", h, 0, n * h), columns=h).weight for n in range(READ)),
+            fc=tuple(p.linear(WeightPart("fc", h, 0, n * h), columns=h).weight for n in range(READ)),
             input_norm=p.plain(f"{AT}input_layernorm.weight", h),
             hidden_norm=p.plain(f"{AT}hidden_norm.weight", h, dtype=float32),
             of_embedding=qkv(0),
             of_hidden=qkv(h),
-            o=p.linear(part(f"{AT}self_attn.o_proj", h, 0, rank * q), columns=q).weight,
+            o=p.linear(WeightPart(f"{AT}self_attn.o_proj", h, 0, rank * q), columns=q).weight,
             post_norm=p.plain(f"{AT}post_attention_layernorm.weight", h),
             gate_up=p.linear(*gate_up, columns=h).weight,
-            down=p.linear(part(f"{AT}mlp.down_proj", h, 0, rank * inter), columns=inter).weight,
+            down=p.linear(WeightPart(f"{AT}mlp.down_proj", h, 0, rank * inter), columns=inter).weight,
             norm=p.plain("norm.weight", h),
             lm_head=p.plain("lm_head.weight", head.draft_vocab_size, h),
             sources=p.converted("d2t", vocab, convert=sources, dtype=int32),

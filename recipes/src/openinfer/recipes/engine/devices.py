@@ -67,16 +67,10 @@ def split(options: O, count: int) -> list[O]:
             raise SetupError(f"--kv-events-config: {error}") from None
         each = EventsConfig.parse(options.kv_events_config).split(count)
         events = [json.dumps(dataclasses.asdict(one)) for one in each]
-    return [
-        dataclasses.replace(
-            _replica(options, index, count, devices[index * size : (index + 1) * size]),
-            kv_events_config=events[index],
-        )
-        for index in range(count)
-    ]
+    return [_replica(options, n, count, devices[n * size : (n + 1) * size], events[n]) for n in range(count)]
 
 
-def _replica(options: O, index: int, count: int, devices: list[str]) -> O:
+def _replica(options: O, index: int, count: int, devices: list[str], events: str | None) -> O:
     host, folder, disk = options.kv_offload_gb, options.kv_offload_dir, options.kv_offload_disk_gb
     ranks = len(devices) > 1 and devices[0] != "cpu"
     return dataclasses.replace(
@@ -86,4 +80,5 @@ def _replica(options: O, index: int, count: int, devices: list[str]) -> O:
         kv_offload_gb=None if host is None else host / count,
         kv_offload_dir=None if folder is None else str(Path(folder) / f"replica-{index}"),
         kv_offload_disk_gb=None if disk is None else disk / count,
+        kv_events_config=events,
     )

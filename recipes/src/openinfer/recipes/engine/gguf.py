@@ -54,18 +54,15 @@ class GgufMetadata:
 
     def under(self, prefix: str) -> dict[str, Any]:
         """All values whose keys begin so, by the rest of their keys."""
-        start = f"{self.architecture}.{prefix}"
-        return {
-            key.removeprefix(start): value for key, value in self._values.items() if key.startswith(start)
-        }
+        return self._after(f"{self.architecture}.{prefix}")
 
     def templates(self) -> dict[str, str]:
         """Chat templates by name; the default one is ''."""
-        start = "tokenizer.chat_template"
+        return {name.lstrip("."): text for name, text in self._after("tokenizer.chat_template").items()}
+
+    def _after(self, start: str) -> dict[str, Any]:
         return {
-            key.removeprefix(start).lstrip("."): text
-            for key, text in self._values.items()
-            if key.startswith(start)
+            key.removeprefix(start): value for key, value in self._values.items() if key.startswith(start)
         }
 
     def wrong(self, key: str, why: str) -> UnsupportedModel:
@@ -283,7 +280,8 @@ def _tokenizer(meta: GgufMetadata, splits: Mapping[str, str | None]) -> dict[str
     ]  # fmt: skip
     split, bos = splits[pre], special("bos")
     whole = split is not None and r"\p{N}{1,3}" in split  # such vocabularies take whole words before merges
-    begins = meta.get("tokenizer.ggml.add_bos_token", bool, whole) and bos is not None
+    begins = meta.get("tokenizer.ggml.add_bos_token", bool, whole)
+    start = [tokens[bos]] if begins and bos is not None else []
     levels: Json = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -293,9 +291,7 @@ def _tokenizer(meta: GgufMetadata, splits: Mapping[str, str | None]) -> dict[str
     cuts: list[Json] = [{"type": "Digits", "individual_digits": True}] if pre == "smollm" else []
     if split:
         cuts = [{"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}]
-    first: list[Json] = (
-        [{"SpecialToken": {"id": tokens[bos], "type_id": 0}}] if begins and bos is not None else []
-    )
+    first: list[Json] = [{"SpecialToken": {"id": token, "type_id": 0}} for token in start]
     tokenizer: Json = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
         "normalizer": None if split is None or whole else {"type": "NFC"},
@@ -303,8 +299,7 @@ def _tokenizer(meta: GgufMetadata, splits: Mapping[str, str | None]) -> dict[str
         "post_processor": {
             "type": "TemplateProcessing", "single": [*first, {"Sequence": {"id": "A", "type_id": 0}}],
             "pair": [*first, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-            "special_tokens": {tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}}
-            if begins and bos is not None else {},
+            "special_tokens": {token: {"id": token, "ids": [bos], "tokens": [token]} for token in start},
         },
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
@@ -322,12 +317,8 @@ def _tokenizer(meta: GgufMetadata, splits: Mapping[str, str | None]) -> dict[str
         settings["chat_template"] = [
             {"name": name or "default", "template": text} for name, text in templates.items()
         ]
-    ends = [
-        special("eos"),
-        special("eot"),
-        *(vocabulary.get(end) for end in _ENDS if types[vocabulary.get(end, 0)] == 3),
-    ]
-    stops = list(dict.fromkeys(i for i in ends if i is not None))
+    ends = (vocabulary.get(end) for end in _ENDS if types[vocabulary.get(end, 0)] == 3)
+    stops = list(dict.fromkeys(i for i in (special("eos"), special("eot"), *ends) if i is not None))
     return {
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": settings,

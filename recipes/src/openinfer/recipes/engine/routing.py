@@ -92,13 +92,9 @@ def routed(sequences: Sequence[Reference], found: Sequence[Array], experts: Sequ
     if not agree or not own_share:
         return Routed(None, agree, own_share)
     allowed = limits([_at(s, mask) for s, mask in zip(sequences, own, strict=True)])
-    judged = judge(
-        "",
-        allowed,
-        [_at(s, mask) for s, mask in zip(sequences, same, strict=True)],
-        [rows[mask] for rows, mask in zip(found, same, strict=True)],
-    )
-    return Routed(judged, agree, own_share)
+    judged = [_at(s, mask) for s, mask in zip(sequences, same, strict=True)]
+    rows = [rows[mask] for rows, mask in zip(found, same, strict=True)]
+    return Routed(judge("", allowed, judged, rows), agree, own_share)
 
 
 def _same(a: Array, b: Array) -> Array:

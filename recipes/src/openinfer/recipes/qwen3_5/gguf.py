@@ -17,6 +17,8 @@ from openinfer.tensor import GgufEntry, GgufFile
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
 
+NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+
 
 def _config(meta: GgufMetadata, file: GgufFile) -> Json:
     found = common(meta, file)
@@ -77,10 +79,7 @@ def _entries(meta: GgufMetadata, config: Json) -> Entries:
     conv = np.concatenate([np.arange(keys), keys + values])
     for layer, kind in enumerate(text["layer_types"]):
         stored, name = f"blk.{layer}.", f"{prefix}layers.{layer}."
-        for norm, published in (
-            ("attn_norm", "input_layernorm"),
-            ("post_attention_norm", "post_attention_layernorm"),
-        ):
+        for norm, published in NORMS.items():
             yield f"{name}{published}.weight", GgufEntry(f"{stored}{norm}.weight", change=_less_one)
         for one, published in MLP.items():
             yield f"{name}mlp.{published}.weight", GgufEntry(f"{stored}{one}.weight")
@@ -96,15 +95,13 @@ def _entries(meta: GgufMetadata, config: Json) -> Entries:
         yield f"{mixer}in_proj_z.weight", GgufEntry(f"{stored}attn_gate.weight", values)
         yield f"{mixer}in_proj_a.weight", GgufEntry(f"{stored}ssm_alpha.weight", order)
         yield f"{mixer}in_proj_b.weight", GgufEntry(f"{stored}ssm_beta.weight", order)
-        yield (
-            f"{mixer}conv1d.weight",
-            GgufEntry(f"{stored}ssm_conv1d.weight", conv, shape=(len(conv), 1, taps)),
-        )
+        conv1d = GgufEntry(f"{stored}ssm_conv1d.weight", conv, shape=(len(conv), 1, taps))
+        yield f"{mixer}conv1d.weight", conv1d
         yield f"{mixer}dt_bias", GgufEntry(f"{stored}ssm_dt.bias", columns=order)
-        yield (
-            f"{mixer}A_log",
-            GgufEntry(f"{stored}ssm_a", columns=order, change=lambda a: np.asarray(np.log(-a), np.float32)),
+        a_log = GgufEntry(
+            f"{stored}ssm_a", columns=order, change=lambda a: np.asarray(np.log(-a), np.float32)
         )
+        yield f"{mixer}A_log", a_log
         yield f"{mixer}norm.weight", GgufEntry(f"{stored}ssm_norm.weight")
         yield f"{mixer}out_proj.weight", GgufEntry(f"{stored}ssm_out.weight", columns=values)
 
