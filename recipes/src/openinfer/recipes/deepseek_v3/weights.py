@@ -22,7 +22,7 @@ from openinfer.kernels.authoring import (
 from openinfer.recipes.deepseek_v3.config import Config, Indexing
 from openinfer.recipes.engine.config_fields import FP8_BLOCK
 from openinfer.recipes.engine.errors import UnsupportedModel
-from openinfer.recipes.engine.weights import expert_places
+from openinfer.recipes.engine.weights import Mlp, expert_places
 from openinfer.tensor import Arena, Checkpoint, Conversion, Tensor, dtypes, float8_e4m3fn, float32
 
 Array = np.ndarray[Any, Any]
@@ -53,14 +53,6 @@ class Attention:
     values: Tensor  # [A v, C]
     o: Linear[Tensor]  # [H, A v]
     indexer: Indexer | None
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    """A gated MLP; gate_up stacks the gate's and the up projection's."""
-
-    gate_up: Linear[Tensor]  # [2 I, H]
-    down: Linear[Tensor]  # [H, I]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +121,8 @@ class Weights:
 def index_order(index: Indexing, rotary: int) -> Array:
     """The rows of a published head of the indexer in the order of ours: the rotated ones last, and in pairs."""
     turned = np.arange(rotary)
-    return np.concatenate(
-        [np.arange(rotary, index.dim), turned if index.pairs else turned.reshape(2, -1).T.ravel()]
-    )
+    paired = turned if index.pairs else turned.reshape(2, -1).T.ravel()
+    return np.concatenate([np.arange(rotary, index.dim), paired])
 
 
 def validate(checkpoint: Checkpoint, config: Config, weights: Weights) -> None:
@@ -190,11 +181,8 @@ class _Places(LinearPlaces):
         """`pick` of the rank's heads [A, n + v, C] of kv_b_proj, in the model's dtype: they cannot stay packed."""
         c, own = self.c, module_packing(self.c.packing, module)
         packed = own is not None and not own.made
-        if (
-            own
-            and packed
-            and not (isinstance(own, Packing) and own.block_rows and not own.whole and not own.fp4)
-        ):
+        fp8 = isinstance(own, Packing) and own.block_rows and not own.whole and not own.fp4
+        if own and packed and not fp8:
             raise UnsupportedModel(
                 f"{module} is {packing_text(own)}; it may be plain, or FP8 in blocks of [128, 128]"
             )
@@ -242,9 +230,8 @@ def _reordered(convert: Callable[..., Array], order: Array, *arrays: Array) -> A
 def _indexer(p: _Places, c: Config, index: Indexing, at: str, order: Array, *, key: bool) -> Indexer:
     dim, heads = index.dim, index.heads
     norm, names = p.arena.alloc((2, dim), float32, at + "k_norm"), (at + "k_norm.weight", at + "k_norm.bias")
-    p.conversions.append(
-        Conversion(names, norm, lambda *both: np.stack(both)[:, order], ((slice(0, dim),),) * 2)
-    )
+    whole = ((slice(0, dim),),) * 2
+    p.conversions.append(Conversion(names, norm, lambda *both: np.stack(both)[:, order], whole))
     return Indexer(
         q=p.stack(WeightPart(at + "wq_b", heads * dim), columns=c.q_lora_rank, order=order),
         weights=p.linear((at + "weights_proj", heads), columns=c.hidden_size, pad=padded_rows(heads) - heads),

@@ -50,6 +50,14 @@ def for_ranks(packing: AnyPacking | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    """A gated MLP; gate_up stacks the gate's and the up projection's."""
+
+    gate_up: Linear[Tensor]  # [2 I, H]
+    down: Linear[Tensor]  # [H, I]
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Sizes of a mixture of experts: `count` experts, `chosen` of them a token.
 
@@ -102,10 +110,8 @@ def expert_places(
     if unfused or (form is not None and form.made):
         p.later(fill)
     else:
-        p.loads += [
-            TensorLoad(at + ".gate_up_proj", gate_up.weight, (own,)),
-            TensorLoad(at + ".down_proj", down.weight, (own,)),
-        ]
+        for name, linear in ((".gate_up_proj", gate_up), (".down_proj", down)):
+            p.loads.append(TensorLoad(at + name, linear.weight, (own,)))
     return gate_up, down
 
 

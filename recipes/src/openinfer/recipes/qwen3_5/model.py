@@ -21,11 +21,12 @@ from openinfer.kernels import (
     route_topk,
 )
 from openinfer.kernels.authoring import KvCache, Linear, fork
+from openinfer.recipes.engine.weights import Mlp
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.states import States
-from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Mlp, Weights
+from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Weights
 from openinfer.tensor import Arena, Stream, Tensor, int32
 
 
@@ -107,7 +108,6 @@ class Model:
     def forward(
         self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
     ) -> None:
-        """Tokens of the step to logits of each row's last token; keys and values go to the cache, states move on."""
         w, batch, t, r = self.weights, self.batch, num_tokens, num_rows
         x = self.buffers.x[:t]
         embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
@@ -169,7 +169,6 @@ class Model:
         )  # fmt: skip
 
     def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
-        """graph.runner.Proposer: logits of the MTP head's states in `batch.last`."""
         mtp = self.weights.mtp
         assert mtp is not None
         self._logits(pack, num_rows, mtp.norm, mtp.head)
@@ -292,6 +291,5 @@ class Model:
         gate_up_silu(pack, out=out, **read, weight=up, lora=self.batch.adapted(up, t))
 
     def _add(self, pack: Pack, linear: Linear[Tensor], x: Tensor, h: Tensor, norm: Tensor | None) -> Read:
-        """x += h times a layer, over all ranks, and its norm for what comes next."""
         ranks, eps, add = self.config.part.ranks, self.config.rms_norm_eps, self.batch.add
         return add(pack, x, h=h, weight=linear, ranks=ranks, norm=norm, eps=eps)

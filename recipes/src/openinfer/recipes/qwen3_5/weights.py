@@ -19,7 +19,7 @@ from openinfer.kernels.authoring import (
 )
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.config_fields import HEAD, has_own_head
-from openinfer.recipes.engine.weights import expert_places
+from openinfer.recipes.engine.weights import Mlp, expert_places
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.tensor import Arena, Checkpoint, Tensor, TensorLoad
 
@@ -93,14 +93,6 @@ class DeltaNet:
     dt_bias: Tensor  # float32 [Hv]
     norm: Tensor  # float32 [dv]
     out: Linear[Tensor]  # [H, Hv dv]
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    """A gated MLP; gate_up stacks the gate's and the up projection's."""
-
-    gate_up: Linear[Tensor]  # [2 I, H]
-    down: Linear[Tensor]  # [H, I]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +180,6 @@ def validate(checkpoint: Checkpoint, weights: Weights) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Places(LinearPlaces):
-    """Places of a checkpoint of one format."""
-
     form: Format
 
     def wide(
@@ -295,9 +285,8 @@ def _parts(config: Config, module: str, *sections: tuple[int, int, int]) -> list
 def _mlp(p: _Places, config: Config, width: int, at: str) -> Mlp:
     own, first = config.part.of(width), config.part.first(width)
     parts = (WeightPart(at + name, own, first) for name in ("gate_proj", "up_proj"))
-    return Mlp(
-        gate_up=p.stack(*parts, columns=config.hidden_size), down=_columns(p, config, at + "down_proj", own)
-    )
+    gate_up = p.stack(*parts, columns=config.hidden_size)
+    return Mlp(gate_up, _columns(p, config, at + "down_proj", own))
 
 
 def _mixture(p: _Places, config: Config, at: str) -> Mixture:
