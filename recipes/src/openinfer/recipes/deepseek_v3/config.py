@@ -133,7 +133,6 @@ class Config(ModelConfig):
 
 
 def _refuse(fields: Fields) -> None:
-    """Refuse by name each setting that this recipe does not support."""
     if fields.get("model_type") not in MODEL_TYPES:
         raise fields.wrong("model_type", f"this recipe runs {' and '.join(map(repr, MODEL_TYPES))}")
     fields.is_all(WANTED, "every published model has")
@@ -180,7 +179,6 @@ def _index(fields: Fields, layers: int) -> Indexing | None:
 
 
 def _check_sizes(c: Config) -> None:
-    """Refuse sizes that the ops do not support."""
     chosen, count = c.experts.chosen, c.experts.count
     size, rest = divmod(count, c.groups)
     if c.top_groups > c.groups or rest or (c.groups > 1 and size < 2) or chosen > c.top_groups * size:

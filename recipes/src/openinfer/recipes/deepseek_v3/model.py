@@ -106,7 +106,6 @@ class Model:
     def forward(
         self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
     ) -> None:
-        """Tokens of the step to logits of each row's last token; latents go to the cache."""
         w, batch, t, r = self.weights, self.batch, num_tokens, num_rows
         x = self.buffers.x[:t]
         embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
@@ -149,7 +148,6 @@ class Model:
         self._mixture(pack, read, layer.mlp, None, t)
 
     def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
-        """graph.runner.Proposer: logits of the layer's states in `batch.last`."""
         assert self.weights.mtp is not None
         self._logits(pack, num_rows, self.weights.mtp.norm)
 
@@ -172,7 +170,6 @@ class Model:
         )  # fmt: skip
 
     def _keys(self, index: int) -> Tensor:
-        """The indexer's keys of a layer."""
         assert self.config.index is not None
         assert self.keys is not None
         return self.keys[:, sum(self.config.index.layers[:index])]
@@ -212,7 +209,6 @@ class Model:
         return self._add(pack, a.o, b.heads[:t], layer.post_norm, t)
 
     def _gate_up(self, pack: Pack, read: Read, weight: Linear[Tensor], t: int) -> Tensor:
-        """The hidden layer of a gated MLP."""
         out = _flat(self.buffers.mlp, t, weight.shape[0] // 2)
         gate_up_silu(pack, out=out, **read, weight=weight)
         return out
@@ -239,7 +235,6 @@ class Model:
         return batch.add_sum(pack, x, y=y, ranks=ranks, norm=norm, eps=c.rms_norm_eps)
 
     def _add(self, pack: Pack, linear: Linear[Tensor], h: Tensor, norm: Tensor | None, t: int) -> Read:
-        """x += h times a layer, over all ranks, and its norm for what comes next."""
         ranks, eps = self.config.part.ranks, self.config.rms_norm_eps
         return self.batch.add(pack, self.buffers.x[:t], h=h, weight=linear, ranks=ranks, norm=norm, eps=eps)
 
@@ -251,7 +246,6 @@ class Model:
         self.batch.head(pack, self.batch.last[:r], norm=norm, eps=eps, weight=lm_head)
 
     def clear(self, stream: Stream) -> None:
-        """Zero the padding page."""
         for pages in self.pages:
             pages[:1].zero_(stream)
 

@@ -50,7 +50,6 @@ class DeepseekV3Recipe(Recipe[LatentOptions]):
         return DeepseekV3(config.of_rank(rank, ranks), options.block_size, drafts)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
-        """The published sizes, in FP8 but for GLM's own."""
         return {name: config_json(SAME.get(name, name)) for name in (*SIZES, *SAME)}
 
 

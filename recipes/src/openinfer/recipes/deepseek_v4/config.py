@@ -193,7 +193,6 @@ class Dspark:
 
 
 def _refuse(fields: Fields) -> None:
-    """Refuse by name each setting that this recipe does not support."""
     quantization = fields.fields("quantization_config")
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     scales = quantization.get("scale_fmt", "ue8m0")
@@ -232,7 +231,6 @@ def _ratios(fields: Fields) -> tuple[int, ...]:
 
 
 def _check_sizes(c: Config) -> None:
-    """Refuse sizes that the ops do not support."""
     if c.sliding_window > PAGE:
         raise UnsupportedModel(
             f"config.json: sliding_window is {c.sliding_window}; a page holds at most {PAGE} tokens"

@@ -55,12 +55,10 @@ class BlockDraftingModel(Model):
 
     @property
     def seen(self) -> Tensor:
-        """See Proposer."""
         return self._parts[2].read
 
     @property
     def survival(self) -> Tensor:
-        """See BlockProposer."""
         return self._parts[2].survival
 
     def before_layer(self, pack: Pack, number: int, step: StepSize) -> None:

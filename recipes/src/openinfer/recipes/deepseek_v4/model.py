@@ -162,7 +162,6 @@ class Model:
     def forward(
         self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
     ) -> None:
-        """Turn the tokens of the step into logits of each row's last token, and write the cache."""
         w, b, batch, t, r = self.weights, self.buffers, self.batch, num_tokens, num_rows
         step = StepSize(t, r, max_q_len, self.config.part.deal(t))
         own, mine = step.mine, step.dealt(pack)
@@ -428,11 +427,9 @@ class Model:
         self.batch.head(pack, b.collapsed[:r], norm=norm, eps=eps, weight=lm_head)
 
     def head(self, pack: Pack, num_rows: int) -> None:
-        """Logits of the streams in `batch.last`."""
         self.logits_of(pack, self.weights.head, self.weights.norm, self.batch.last[:num_rows])
 
     def clear(self, stream: Stream) -> None:
-        """Zero the padding pages."""
         self.cache.zero_(stream, pages=1)
 
 
@@ -491,6 +488,5 @@ class DraftingModel(Model):
             self.layer(pack, layer, size)
 
     def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
-        """Logits of this layer's streams in `batch.last`."""
         mtp, _ = self._layer
         self.logits_of(pack, mtp.head, mtp.norm, self.batch.last[:num_rows])

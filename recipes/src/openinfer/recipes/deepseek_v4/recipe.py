@@ -86,7 +86,6 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
         return DeepseekV4(config, form, options)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
-        """The published sizes and releases."""
         return {name: config_json(name) for name in (*SIZES, *RELEASES)}
 
 

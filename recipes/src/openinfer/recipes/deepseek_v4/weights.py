@@ -225,8 +225,6 @@ def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class ModelPlaces(LinearPlaces):
-    """Places of a checkpoint of one format."""
-
     form: Format
 
     def gain(self, module: str, size: int) -> Tensor:
@@ -263,7 +261,6 @@ class ModelPlaces(LinearPlaces):
 
     @property
     def experts(self) -> Packing:
-        """The packing of the experts."""
         return FP4_E8M0 if self.form.fp4_experts else FP8_E8M0
 
 

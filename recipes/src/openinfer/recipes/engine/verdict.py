@@ -78,7 +78,6 @@ def load_reference(path: Path) -> list[Reference]:
 
 
 def _parts(data: Mapping[str, Array], at: str) -> dict[str, Array]:
-    """The arrays whose names begin with `at`, by the rest of their names."""
     return {name.removeprefix(at): data[name] for name in data if name.startswith(at)}
 
 

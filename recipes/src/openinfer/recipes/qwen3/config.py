@@ -93,7 +93,6 @@ class Config(TargetConfig):
 
 
 def _refuse(fields: Fields) -> None:
-    """Refuse by name each setting that this recipe does not support."""
     if fields.get("model_type") not in MODEL_TYPES:
         raise fields.wrong("model_type", f"this recipe runs {' and '.join(map(repr, MODEL_TYPES))}")
     wanted = {"attention_bias": False, "hidden_act": "silu", "dual_chunk_attention_config": None}

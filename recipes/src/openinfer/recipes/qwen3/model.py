@@ -84,7 +84,6 @@ class Model:
     def forward(
         self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
     ) -> None:
-        """Tokens of the step to logits of each row's last token; keys and values go to the cache."""
         c, w, b, batch, t, r = self.config, self.weights, self.buffers, self.batch, num_tokens, num_rows
         x, qkv, heads, mlp = b.x[:t], b.qkv[:t], b.heads[:t], b.mlp[:t]
         step, block_tables = batch.step(t, r), batch.rows["block_tables"]
@@ -135,7 +134,6 @@ class Model:
         self.batch.head(pack, last, norm=w.norm, eps=self.config.rms_norm_eps, weight=w.lm_head)
 
     def clear(self, stream: Stream) -> None:
-        """Zero the padding page."""
         self.kv.clear(stream, 1)
 
 

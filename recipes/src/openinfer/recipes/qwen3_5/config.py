@@ -139,7 +139,6 @@ class Config(ModelConfig):
 
 
 def _refuse(text: Fields) -> None:
-    """Refuse by name each setting that this recipe does not support."""
     wanted = {
         "hidden_act": "silu",
         "attention_bias": False,

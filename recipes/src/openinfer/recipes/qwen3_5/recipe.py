@@ -85,7 +85,6 @@ class Qwen35Recipe(Recipe[HybridOptions]):
         return {"qwen35": FORMAT}
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
-        """The published sizes, in BF16 and FP8."""
         plain = {name: config_json(name) for name in (*SIZES, *SAME)}
         return plain | {f"{name}-FP8": config_json(name, fp8=True) for name in plain}
 

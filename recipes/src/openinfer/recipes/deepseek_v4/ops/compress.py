@@ -156,7 +156,6 @@ def _empty(windows: int, dim: int) -> Array:
 
 
 def _take(sums: Array, a: Array, z: Array) -> None:
-    """One more token of each window."""
     top = np.maximum(sums[:, 0], z)
     shrink, weight = np.exp(sums[:, 0] - top), np.exp(z - top)
     sums[:, 1] = sums[:, 1] * shrink + weight
