@@ -114,9 +114,8 @@ class Fields:
 def shown(value: object) -> str:
     """A value in a message: short, and without what a terminal would obey."""
     if isinstance(value, list | dict):
-        return (
-            f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}" if value else f"{value}"
-        )
+        kind = "a list" if isinstance(value, list) else "an object"
+        return f"{kind} of {len(value)}" if value else f"{value}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 

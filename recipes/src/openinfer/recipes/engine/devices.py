@@ -22,10 +22,9 @@ def open_device(name: str) -> Device:
         return device
     except DriverNotFound:
         log.info("device: cpu, as there is no NVIDIA driver; --device cuda says what is missing")
-        return Device("cpu")
     except CudaError as e:
         log.info("device: cpu (no usable GPU: %s)", e)
-        return Device("cpu")
+    return Device("cpu")
 
 
 def devices_of(options: Options) -> list[str]:

@@ -45,8 +45,7 @@ def main() -> int:
     # A supervisor may send its signals to all processes; rank 0 ends its requests first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _, log_format = boot["log"]
-    set_up_logging("warning", log_format)
+    set_up_logging("warning", boot["log"][1])
     recipe = named(boot["recipe"])
     link = socket.socket(fileno=boot["link"])
     ranks = Ranks.joined(boot["memory"], boot["rank"], boot["size"], [link])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import os
 import signal
 import socket
@@ -22,8 +21,6 @@ from openinfer.kvpool.tiers import Others, SharedRecords
 from openinfer.recipes.engine.options import O
 from openinfer.recipes.engine.ranks import Ranks
 from openinfer.recipes.engine.recipe import Recipe
-
-log = logging.getLogger("openinfer.engine")
 
 Array = np.ndarray[Any, Any]
 

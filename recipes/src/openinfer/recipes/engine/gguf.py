@@ -186,15 +186,10 @@ def _rope_scaling(meta: GgufMetadata, given: Mapping[str, Any]) -> Json | None:
     if kind == "none":
         return None
     known = {"type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_log_multiplier"}
-    if (
-        kind != "yarn"
-        or set(given) - known
-        or given.get("yarn_log_multiplier")
-        or given.get("attn_factor", 1.0) != 1.0
-    ):
-        raise meta.wrong(
-            f"{meta.architecture}.rope.scaling", f"is {dict(given)}; YaRN without further factors is read"
-        )
+    more = given.get("yarn_log_multiplier") or given.get("attn_factor", 1.0) != 1.0
+    if kind != "yarn" or set(given) - known or more:
+        why = f"is {dict(given)}; YaRN without further factors is read"
+        raise meta.wrong(f"{meta.architecture}.rope.scaling", why)
     scaling: Json = {"rope_type": "yarn", "factor": given.get("factor")}
     if "original_context_length" in given:
         scaling["original_max_position_embeddings"] = given["original_context_length"]

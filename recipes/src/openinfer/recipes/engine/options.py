@@ -174,14 +174,10 @@ class Options:
                 raise SetupError(
                     f"{flag} is not possible with {recipe}: {self.refused[field.name]}; leave the flag out"
                 )
-            choices = field.metadata["choices"]
+            choices, bounds = field.metadata["choices"], field.metadata["within"]
             if choices is not None and value not in (field.default, *choices):
                 raise SetupError(f"{flag} {value}: {', '.join(map(str, choices))} are possible")
-            if (
-                (bounds := field.metadata["within"])
-                and value is not None
-                and not bounds[0] <= value <= bounds[1]
-            ):
+            if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
                 raise SetupError(f"{flag} {value}: it must be from {bounds[0]} to {bounds[1]}")
         if self.lora_modules and not self.enable_lora:
             raise SetupError("--lora-modules needs --enable-lora")

@@ -18,33 +18,25 @@ def request_refusal(request: Request, info: EngineInfo) -> Rejected | None:
     """The refusal of a request that this engine cannot run at all; None for any other."""
     vocab, params = info.vocab_size, request.sampling
     if request.priority != 0 and "priority" not in info.features:
-        return Rejected(
-            request.id,
-            f"priority is {request.priority}; this engine's scheduling policy does not use it "
-            "(--scheduling-policy priority does)",
-            "unsupported",
-        )
+        unused = "this engine's scheduling policy does not use it (--scheduling-policy priority does)"
+        return Rejected(request.id, f"priority is {request.priority}; {unused}", "unsupported")
     if request.adapter and not info.max_adapters:
         return Rejected(request.id, "this engine has no adapters; start it with --enable-lora", "unsupported")
     if not _in_vocabulary(request.prompt_token_ids, vocab):
         return Rejected(request.id, f"prompt token ids must be in [0, {vocab})")
     if params.max_token_id >= vocab:
-        return Rejected(
-            request.id,
-            f"the sampling parameters name token {params.max_token_id}; ids must be in [0, {vocab})",
-        )
-    if len(params.stop_token_ids) + len(info.eos_token_ids) > MAX_STOP_IDS:
-        return Rejected(
-            request.id, f"at most {MAX_STOP_IDS - len(info.eos_token_ids)} stop_token_ids are possible"
-        )
+        named = f"the sampling parameters name token {params.max_token_id}"
+        return Rejected(request.id, f"{named}; ids must be in [0, {vocab})")
+    most = MAX_STOP_IDS - len(info.eos_token_ids)
+    if len(params.stop_token_ids) > most:
+        return Rejected(request.id, f"at most {most} stop_token_ids are possible")
     stops = params.forbidden_ids(0, info.eos_token_ids)
     banned = {*stops, *(word[0] for word in params.bad_words_token_ids if len(word) == 1)}
     if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
         return Rejected(request.id, _none_left(_forbidding(params, below=bool(stops)), 0))
-    if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
-        return Rejected(
-            request.id, f"prompt_logprobs is {request.prompt_logprobs}; 0 to {MAX_LOGPROBS} are possible"
-        )
+    asked = request.prompt_logprobs
+    if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
+        return Rejected(request.id, f"prompt_logprobs is {asked}; 0 to {MAX_LOGPROBS} are possible")
     return None
 
 

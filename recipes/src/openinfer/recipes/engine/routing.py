@@ -76,9 +76,8 @@ class Routed:
         return {**judged, "path": self.path, "agree": self.agree, "own": self.own}
 
     def __str__(self) -> str:
-        shares = (
-            f"experts agree at {self.agree:.1%} of the positions (the reference's own runs: {self.own:.1%})"
-        )
+        own = f"the reference's own runs: {self.own:.1%}"
+        shares = f"experts agree at {self.agree:.1%} of the positions ({own})"
         judged = str(replace(self.verdict, path=self.path)) if self.verdict else f"FAIL {self.path}"
         return f"{judged}; {shares}"
 
@@ -98,7 +97,6 @@ def routed(sequences: Sequence[Reference], found: Sequence[Array], experts: Sequ
 
 
 def _same(a: Array, b: Array) -> Array:
-    """bool [P]: where all mixtures chose alike."""
     return np.asarray((a == b).all((1, 2)))
 
 

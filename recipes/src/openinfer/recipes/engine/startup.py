@@ -354,10 +354,8 @@ def make_start_plan(
     calls = {key: pack.traced(work) for key, work in segments(traced, pack, buckets).items()}
     steps = {s: [call for key in step_keys(s) for call in calls.get(key, [])] for s in buckets.segments()}
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
-    workspace = scratch + zeroed + 1024
-    return StartPlan(
-        fixed + workspace, model, limits, pack.specs(), scratch, zeroed, steps, pack.peer_widths()
-    )
+    fixed += scratch + zeroed + 1024
+    return StartPlan(fixed, model, limits, pack.specs(), scratch, zeroed, steps, pack.peer_widths())
 
 
 def with_room(
@@ -388,9 +386,8 @@ def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) 
     """The kernels that an engine with these flags runs on a GPU of the target's kind. Needs no GPU."""
     blueprint = recipe.blueprint(source, options, ranks=options.tensor_parallel_size)
     limits = decide(options, Device("cuda"), blueprint)
-    return make_start_plan(
-        blueprint, limits, buckets_for(blueprint, limits), options_target(options, target)
-    ).specs
+    target = options_target(options, target)
+    return make_start_plan(blueprint, limits, buckets_for(blueprint, limits), target).specs
 
 
 def make_pack(
@@ -434,7 +431,6 @@ def _publisher(options: Options) -> "OpenPublisher | None":
 
 @contextmanager
 def _phase(name: str) -> Iterator[None]:
-    """One log line a phase, with its seconds."""
     start = time.perf_counter()
     yield
     log.info("%s: %.2f s", name, time.perf_counter() - start)

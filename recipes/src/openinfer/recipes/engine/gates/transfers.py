@@ -119,13 +119,8 @@ class Transfers:
             return [Failed(seq.id, lost)]
         # vLLM leaves nothing for others either, except at the length.
         complete = isinstance(terminal, Finished) and terminal.reason == "length"
-        if (
-            not complete
-            or given is None
-            or not given.do_remote_decode
-            or sharing is None
-            or self._tiers is None
-        ):
+        leaves = complete and given is not None and given.do_remote_decode
+        if not leaves or sharing is None or self._tiers is None:
             return [terminal]
         # Whoever knows the name of a lease can end it.
         lease = f"{sharing.config.engine_id}-{seq.id}-{os.urandom(8).hex()}"

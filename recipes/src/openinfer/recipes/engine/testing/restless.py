@@ -48,10 +48,8 @@ class Planted:
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """The next tokens of the answer that begins with these tokens, some of them changed."""
-        length = len(tokens)
-        known = list(tokens)
-        right = next(
-            (list(answer[length:]) for answer in self._answers if list(answer[:length]) == known), []
-        )
+        length, known = len(tokens), list(tokens)
+        rest = (list(answer[length:]) for answer in self._answers if list(answer[:length]) == known)
+        right = next(rest, [])
         rng = random.Random(length)
         return [token if rng.random() < self._right else token ^ 1 for token in right[:count]]

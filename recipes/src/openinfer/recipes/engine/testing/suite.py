@@ -112,12 +112,8 @@ class EngineConformance:
                 blocks = blueprint.share(limits, Room(nbytes, cpu, 0))
                 pool = Pool(blueprint.groups(limits, blocks), prefix_cache=True, eviction=blueprint.eviction)
                 if pool.capacity_tokens >= MAX_LEN:
-                    return cls.session(
-                        kv_cache_memory_bytes=2 * nbytes,
-                        max_num_batched_tokens=64,
-                        scheduling_policy=RESTLESS,
-                        **flags,
-                    )
+                    own = {"kv_cache_memory_bytes": 2 * nbytes, "max_num_batched_tokens": 64}
+                    return cls.session(**own, scheduling_policy=RESTLESS, **flags)
             except SetupError:
                 pass
             nbytes += nbytes // 8
@@ -132,9 +128,8 @@ class EngineConformance:
     def test_it_says_what_it_is(self) -> None:
         info = self.session().engine.info
         ensure(set(FEATURES) <= set(info.features), f"features are missing: {info.features}")
-        ensure(
-            info.max_model_len == MAX_LEN, f"max_model_len is {info.max_model_len}, {MAX_LEN} was asked for"
-        )
+        length = info.max_model_len
+        ensure(length == MAX_LEN, f"max_model_len is {length}, {MAX_LEN} was asked for")
         ensure(info.kv_capacity_tokens >= MAX_LEN, "the cache has no room for one sequence")
         ids = info.eos_token_ids
         ensure(all(0 <= one < info.vocab_size for one in ids), f"EOS ids {ids} are not in the vocabulary")
@@ -151,11 +146,10 @@ class EngineConformance:
             session.finish()
             for request, golden in asked.items():
                 outcome = session.outcomes[request]
-                ensure(
-                    outcome.tokens == list(golden.greedy), f"{tokens} tokens a step: not the golden tokens"
-                )
+                step = f"{tokens} tokens a step"
+                ensure(outcome.tokens == list(golden.greedy), f"{step}: not the golden tokens")
                 worst = golden_error(golden, outcome)
-                ensure(worst <= self.tolerance, f"{tokens} tokens a step: {worst:.2g} off the golden logits")
+                ensure(worst <= self.tolerance, f"{step}: {worst:.2g} off the golden logits")
 
     def test_a_wrong_token_would_be_noticed(self) -> None:
         """Negative control: the comparison with the goldens fails with targets that are one place off."""
@@ -237,13 +231,10 @@ class EngineConformance:
         asked = session.submit(second, NEW, ignore_eos=True, logprobs=3, prompt_logprobs=1)
         bare = session.submit(second[:1], NEW, ignore_eos=True, logprobs=0, prompt_logprobs=1)
         session.finish()
-        ensure(
-            session.outcomes[silent].logprobs == [None] * NEW, "log-probabilities that no request asked for"
-        )
-        outcome = session.outcomes[asked]
-        ensure(
-            len(outcome.prompt_logprobs) == len(second) - 1, "not one entry a token after the prompt's first"
-        )
+        unasked, outcome = session.outcomes[silent].logprobs, session.outcomes[asked]
+        ensure(unasked == [None] * NEW, "log-probabilities that no request asked for")
+        count = len(outcome.prompt_logprobs)
+        ensure(count == len(second) - 1, "not one entry a token after the prompt's first")
         ensure(session.outcomes[bare].prompt_logprobs == [], "a prompt of one token has no log-probabilities")
         for token, entry in zip(outcome.tokens, outcome.logprobs, strict=True):
             if entry is None:
