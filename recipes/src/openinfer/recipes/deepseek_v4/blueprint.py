@@ -169,9 +169,8 @@ class DeepseekV4(Blueprint[Model]):
 
     def notices(self, fault: str) -> bool:
         """Rounding hides wrong entries, except from a layer alone."""
-        return not (
-            self.quantized and self.config.part.ranks > 1 and fault in (WRONG_ENTRIES, "entry_tables")
-        )
+        of_entries = fault in (WRONG_ENTRIES, "entry_tables")
+        return not (self.quantized and self.config.part.ranks > 1 and of_entries)
 
     def comparable(self, references: Sequence[Reference]) -> Sequence[Reference]:
         return [one.rounded() for one in references] if self.quantized else references

@@ -72,11 +72,9 @@ class Injected:
             layer, second = divmod(self._reads, 2)
             self._reads += 1
             if not second:
-                given = self._inputs[layer, self._span]
                 streams: Tensor = args.streams
-                streams[: len(given)].copy_from(
-                    np.ascontiguousarray(given.astype(streams.dtype)), self._stream
-                )
+                given = np.ascontiguousarray(self._inputs[layer, self._span].astype(streams.dtype))
+                streams[: len(given)].copy_from(given, self._stream)
         self._inner.run(op, args)
         if op.name == "hc_post":
             layer, second = divmod(self._writes, 2)

@@ -118,10 +118,9 @@ class Qwen35(Blueprint[Model]):
                 memory.zero_(stream)
         recent = None
         if limits.max_drafts:
-            shape = (slots, c.num_linear, power_of_two(2 * limits.max_drafts + 2))
-            recent = arena.alloc(
-                (*shape, c.conv_size + 2 * c.part.of(c.value_heads)), dtype, "inputs of drafts"
-            )
+            width = c.conv_size + 2 * c.part.of(c.value_heads)
+            shape = (slots, c.num_linear, power_of_two(2 * limits.max_drafts + 2), width)
+            recent = arena.alloc(shape, dtype, "inputs of drafts")
         return Model(c, weights, kv, state, conv_state, cos_sin, batch, buffers, states, recent)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:

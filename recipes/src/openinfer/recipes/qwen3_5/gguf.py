@@ -22,9 +22,8 @@ NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_
 
 def _config(meta: GgufMetadata, file: GgufFile) -> Json:
     found = common(meta, file)
-    key, rank, groups = (
-        meta.of(f"ssm.{name}", int) for name in ("state_size", "time_step_rank", "group_count")
-    )
+    names = ("state_size", "time_step_rank", "group_count")
+    key, rank, groups = (meta.of(f"ssm.{name}", int) for name in names)
     inner = meta.of("ssm.inner_size", int)
     if rank < 1 or groups < 1 or inner % rank or rank % groups:
         raise meta.wrong(

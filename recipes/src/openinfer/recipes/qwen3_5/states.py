@@ -49,11 +49,9 @@ class States:
     def snapshots(self, start: int, end: int, prompt: int) -> list[int]:
         """Positions p where a chunk leaves snapshots: start < p <= end, and p < prompt, because a prefix hit must leave
         one token to compute. delta_step, which takes chunks of one token, writes none."""
-        regular = {*range(self.interval, end + 1, self.interval), (prompt - 1) // STATE_CHUNK * STATE_CHUNK}
-        power = STATE_CHUNK
-        while power < self.interval:
-            regular.add(power)
-            power *= 2
+        powers = (STATE_CHUNK << n for n in range((self.interval // STATE_CHUNK).bit_length()))
+        last = (prompt - 1) // STATE_CHUNK * STATE_CHUNK
+        regular = {*range(self.interval, end + 1, self.interval), last, *powers}
         return sorted(n for n in regular if start < n <= end and n < prompt) if end - start > 1 else []
 
     def chunks(self, rows: Rows, step: Step[Any], num_rows: int) -> None:

@@ -136,11 +136,8 @@ def _markov_launches(target: Target, a: _MarkovArgs[Tensor]) -> Iterator[Command
     args: dict[str, Arg] = {**tensors(a, "logits", "token_ids", "before", "after"), **sizes}
     grid = (-(-vocabulary // 64), -(-rows // 16))
     yield launch(_DEVICE, "markov_logits", grid, args, {"BV": 64, "RANK": depth})
-    args = {
-        **tensors(a, "survival", "hidden", "token_ids", "before", "confidence"),
-        "width": width,
-        "rank": rank,
-    }
+    args = {**tensors(a, "survival", "hidden", "token_ids", "before", "confidence")}
+    args |= {"width": width, "rank": rank}
     constants = {"FIRST": a.place == 1, "BLOCK": power_of_two(width), "RANK": depth}
     yield launch(_DEVICE, "markov_survival", (rows,), args, constants)
 

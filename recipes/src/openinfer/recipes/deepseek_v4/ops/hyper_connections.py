@@ -185,10 +185,8 @@ def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
     numbers = (n + 1) * width * a.streams.itemsize + a.mix.shape[1] * 4
     if a.rounded_out is not None:
         numbers += a.rounded_out.nbytes // a.rounded_out.shape[0]
-    return Cost(
-        a.fn.nbytes + 4 * width + workload.tokens * numbers,
-        workload.tokens * 2 * (a.fn.shape[0] + 2) * n * width,
-    )
+    moved = a.fn.nbytes + 4 * width + workload.tokens * numbers
+    return Cost(moved, workload.tokens * 2 * (a.fn.shape[0] + 2) * n * width)
 
 
 hc_pre = Op(
@@ -225,10 +223,8 @@ def _head_launches(target: Target, a: _HeadArgs[Tensor]) -> Iterator[Command]:
 
 def _head_cost(workload: Workload, a: _HeadArgs[Tensor]) -> Cost:
     _, n, width = a.streams.shape
-    return Cost(
-        a.fn.nbytes + workload.rows * (n + 1) * width * a.streams.itemsize,
-        workload.rows * 2 * (n + 2) * n * width,
-    )
+    moved = a.fn.nbytes + workload.rows * (n + 1) * width * a.streams.itemsize
+    return Cost(moved, workload.rows * 2 * (n + 2) * n * width)
 
 
 hc_head = Op("hc_head", _HeadArgs[Tensor], _head_check, _head_reference, _head_launches, _head_cost)
@@ -369,9 +365,8 @@ def _spread_launches(target: Target, a: _SpreadArgs[Tensor]) -> Iterator[Command
 
 def _spread_cost(workload: Workload, a: _SpreadArgs[Tensor]) -> Cost:
     _, n, width = a.streams.shape
-    return Cost(
-        workload.tokens * ((1 + a.add) * n + 1) * width * a.x.itemsize, workload.tokens * a.add * n * width
-    )
+    moved = workload.tokens * ((1 + a.add) * n + 1) * width * a.x.itemsize
+    return Cost(moved, workload.tokens * a.add * n * width)
 
 
 spread = Op("spread", _SpreadArgs[Tensor], _spread_check, _spread_reference, _spread_launches, _spread_cost)

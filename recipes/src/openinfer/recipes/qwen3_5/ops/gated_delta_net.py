@@ -427,11 +427,8 @@ def _reference(a: DeltaArgs[Array]) -> None:
         x = f32(gates[:, heads:]) + a.dt_bias
         g = a.decay * (np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))))
         beta = rounded(sigmoid(f32(gates[:, :heads])), dtype)
-        ends = {}
-        if a.max_q_len > 1:
-            ends = {
-                int(e): int(b) for e, b in zip(a.snapshot_ends[row], a.snapshot_blocks[row], strict=True) if e
-            }
+        left = zip(a.snapshot_ends[row], a.snapshot_blocks[row], strict=True) if a.max_q_len > 1 else ()
+        ends = {int(end): int(block) for end, block in left if end}
         live = a.state[source].astype(np.float32) if start else np.zeros(a.state.shape[1:], np.float32)
         ring = a.conv_state[source].copy() if start else np.zeros(a.conv_state.shape[1:], dtype)
         # In pieces that end where a state is left; within one, one token after the other: the result does not depend
@@ -472,15 +469,12 @@ def _launches(target: Target, a: DeltaArgs[Tensor]) -> Iterator[Command]:
 def _cost(workload: Workload, a: DeltaArgs[Tensor]) -> Cost:
     """The state of each row is read and written once; a token costs 8 dk dv FLOPs a head."""
     heads, key_dim, value_dim = a.state.shape[1:]
-    states = (
-        a.state.itemsize * heads * key_dim * value_dim
-        + a.conv_state.shape[1] * a.conv_state.shape[2] * a.conv_state.itemsize
-    )
+    rings = a.conv_state.shape[1] * a.conv_state.shape[2] * a.conv_state.itemsize
+    states = a.state.itemsize * heads * key_dim * value_dim + rings
     columns = a.qkv.shape[1] + 2 * heads * value_dim + 2 * heads
     flops = heads * 8 * key_dim * value_dim + a.qkv.shape[1] * 2 * a.conv_state.shape[1]
-    return Cost(
-        2 * workload.rows * states + workload.tokens * columns * a.out.itemsize, workload.tokens * flops
-    )
+    moved = 2 * workload.rows * states + workload.tokens * columns * a.out.itemsize
+    return Cost(moved, workload.tokens * flops)
 
 
 gated_delta_net = Op(
