@@ -146,7 +146,7 @@ class DeepseekV4(Blueprint[Model]):
 
     def memory(self, model: Model) -> Mapping[str, int]:
         own = nbytes_of(model.kept) if isinstance(model, BlockDraftingModel) else 0
-        own += model.work.nbytes if isinstance(model, DraftingModel) and model.work is not None else 0
+        own += model.work.nbytes if isinstance(model, DraftingModel) else 0
         return {
             "weights": model.weights.nbytes,
             "activations": nbytes_of(model.buffers) + own,

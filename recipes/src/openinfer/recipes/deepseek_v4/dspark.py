@@ -1,6 +1,6 @@
 """The DSpark drafter: layers that make all drafts of a row in one pass, and a head that draws them one by one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from openinfer.graph.runner import StepRows
 from openinfer.kernels import Pack, code_rows, embed, norm_rows
@@ -42,24 +42,22 @@ class BlockDraftingModel(Model):
     """graph.runner.BlockProposer: a Model with a DSpark drafter. The raw vectors of its layers have the last layers of
     the window's pages. reads: the numbers of the layers (before_layer) before which it reads the streams."""
 
-    drafter: Dspark | None = None
-    kept: BlockBuffers | None = None
-    reads: tuple[int, ...] = ()
+    drafter: Dspark = field(kw_only=True)
+    kept: BlockBuffers = field(kw_only=True)
+    reads: tuple[int, ...] = field(kw_only=True)
 
     @property
-    def _parts(self) -> tuple[Stages, Dspark, BlockBuffers]:
-        stages, drafter, kept = self.weights.stages, self.drafter, self.kept
-        if stages is None or drafter is None or kept is None:
-            raise TypeError("the DSpark drafter is not loaded")
-        return stages, drafter, kept
+    def _stages(self) -> Stages:
+        assert self.weights.stages is not None
+        return self.weights.stages
 
     @property
     def seen(self) -> Tensor:
-        return self._parts[2].read
+        return self.kept.read
 
     @property
     def survival(self) -> Tensor:
-        return self._parts[2].survival
+        return self.kept.survival
 
     def before_layer(self, pack: Pack, number: int, step: StepSize) -> None:
         width, streams = self.config.hidden_size, self.buffers.streams[step.mine]
@@ -75,7 +73,7 @@ class BlockDraftingModel(Model):
         *, first: bool, only_keys: bool = False,
     ) -> None:  # fmt: skip
         """Write the raw vectors of the step's tokens, which need no ids. rounded = what all layers make them of."""
-        (stages, _, kept), b, t = self._parts, self.buffers, token_ids.shape[0]
+        stages, kept, b, t = self._stages, self.kept, self.buffers, token_ids.shape[0]
         read, eps = kept.coded[:t], self.config.rms_norm_eps
         if isinstance(read, Coded):
             code_rows(pack, out=read, x=kept.read[:t])
@@ -86,7 +84,7 @@ class BlockDraftingModel(Model):
 
     def block(self, pack: Pack, num_rows: int, places: int) -> None:
         """See BlockProposer. All of a block is computed, however few drafts a row gets, as the layers were trained."""
-        (stages, drafter, kept), batch, b = self._parts, self.batch, self.buffers
+        stages, drafter, batch, b = self._stages, self.drafter, self.batch, self.buffers
         r, t, rows = num_rows, num_rows * drafter.block, batch.rows
         assert batch.proposals is not None
         ids = batch.proposals.next_ids[:t]
@@ -98,16 +96,16 @@ class BlockDraftingModel(Model):
         embed(pack, out=b.y[:t], token_ids=ids, table=self.weights.embed)
         spread(pack, streams=b.streams[:t], x=b.y[:t], add=False)
         for layer in stages.layers:
-            self.layer(pack, layer, StepSize(t, r, drafter.block), kept.own[:t])
+            self.layer(pack, layer, StepSize(t, r, drafter.block), self.kept.own[:t])
         self.logits_of(pack, stages.head, stages.norm, b.streams[: places * r])
 
     def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
         """Add to a draft's logits what the token before it says, which is in `next_ids`."""
-        (stages, _, kept), batch = self._parts, self.batch
+        stages, batch = self._stages, self.batch
         part = slice((place - 1) * num_rows, place * num_rows)
         assert batch.proposals is not None
         markov(
             pack, logits=batch.logits[part], hidden=self.buffers.collapsed[part],
             token_ids=batch.proposals.next_ids[:num_rows], before=stages.rows, after=stages.columns,
-            confidence=stages.confidence, survival=kept.survival[:num_rows], place=place,
+            confidence=stages.confidence, survival=self.survival[:num_rows], place=place,
         )  # fmt: skip

@@ -39,7 +39,6 @@ from openinfer.recipes.deepseek_v4.weights import (
     Heavy,
     Layer,
     Mixing,
-    Mtp,
     Sparse,
     Weights,
 )
@@ -454,13 +453,7 @@ class DraftingModel(Model):
     work [T n, D]: scratch.
     """
 
-    work: Activations | None = None
-
-    @property
-    def _layer(self) -> tuple[Mtp, Activations]:
-        if self.weights.mtp is None or self.work is None:
-            raise TypeError("the MTP layer is not loaded")
-        return self.weights.mtp, self.work
+    work: Activations = field(kw_only=True)
 
     seen = Model.hidden
 
@@ -470,9 +463,10 @@ class DraftingModel(Model):
     ) -> None:  # fmt: skip
         """Turn the streams of the main model's last layer, or of this layer, into those of this layer, in place. It
         takes positions and slots of tokens from the batch, as every layer does."""
-        (mtp, work), b, t, rows = self._layer, self.buffers, token_ids.shape[0], step["slots"].shape[0]
+        mtp, b, t, rows = self.weights.mtp, self.buffers, token_ids.shape[0], step["slots"].shape[0]
+        assert mtp is not None
         streams, width = b.streams[:t], b.streams.shape[2]
-        flat, scratch = streams.reshape(-1, width), work[: t * streams.shape[1]]
+        flat, scratch = streams.reshape(-1, width), self.work[: t * streams.shape[1]]
         embed(pack, out=b.shared[:t], token_ids=token_ids, table=self.weights.embed)
         eps = self.config.rms_norm_eps
         norm_rows(pack, out=b.rounded[:t], x=b.shared[:t], norm_weight=mtp.e_norm, eps=eps)
@@ -488,5 +482,6 @@ class DraftingModel(Model):
             self.layer(pack, layer, size)
 
     def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
-        mtp, _ = self._layer
+        mtp = self.weights.mtp
+        assert mtp is not None
         self.logits_of(pack, mtp.head, mtp.norm, self.batch.last[:num_rows])
