@@ -38,11 +38,8 @@ NO_ROWS = Emitting((), [], [], [], False)
 
 def put_drafted(outputs: StepOutputs, event: Tokens[Sampling, Payload], payload: Payload) -> int:
     """Put out the tokens of a step in which rows had drafts: several a row, in order. Returns their number."""
-    places = [
-        (place, position, seq)
-        for position, seq in event.emitting()
-        for place in range(event.num_tokens(position))
-    ]
+    counted = ((position, seq, event.num_tokens(position)) for position, seq in event.emitting())
+    places = [(place, position, seq) for position, seq, count in counted for place in range(count)]
     token_ids = payload.token_ids.tolist()
     for place, position, seq in places:
         token = token_ids[place][position]
