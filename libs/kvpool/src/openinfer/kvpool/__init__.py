@@ -15,13 +15,14 @@ from .errors import (
     PoolError,
 )
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, PoolStats
-from .eviction import Eviction, Lineage, Lru, Priority, S3Fifo, make_eviction
+from .eviction import Eviction, Lineage, Lru, Priority, S3Fifo
 from .group import BlockState, Group
 from .hashing import adapter_salt, hash_blocks
 from .hold import Hold
 from .lease import Lease
 from .ledger import Saver
 from .loading import Load, Loader, Piece
+from .named import make_eviction
 from .parts import Copy
 from .pool import Pool
 

@@ -1,4 +1,4 @@
-"""Eviction: the protocol of an eviction policy, four policies, and policies by name.
+"""Eviction: the protocol of an eviction policy, and four policies.
 
 A policy keeps the names of a group's cached blocks. All policies obey one rule: a name is never popped before its
 children (the names added with it as parent), because a child cannot be found without its parent. Two facts make the
@@ -6,12 +6,10 @@ rule cheap. A lease that uses a block also uses the block's parents, and it rele
 child before parent, and all children of a kept name are kept or evicted.
 """
 
-import importlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from .errors import InvalidEviction
 from .group import Group
 
 
@@ -229,44 +227,3 @@ Factory = Callable[[Group], Eviction]
 """Makes the policy of a group."""
 POLICIES: dict[str, Factory] = {"lineage": Lineage, "lru": Lru, "priority": Priority, "s3fifo": S3Fifo}
 """The policies by the names that Pool(eviction=...) takes."""
-
-
-def make_eviction(spec: str) -> Factory:
-    """The factory of an eviction policy: `lru`, `lineage`, `priority`, `s3fifo`, or MODULE:CLASS for your own.
-
-    A pool calls the factory with each of its groups. Your own class passes `testing.EvictionSuite` here. Raises
-    InvalidEviction for a name that is not found, and for a policy that breaks a rule of the suite.
-    """
-    if spec in POLICIES:
-        return POLICIES[spec]
-    module, _, name = spec.partition(":")
-    if not name:
-        raise InvalidEviction(
-            f"no eviction policy is called {spec!r}; there are {', '.join(POLICIES)}, and MODULE:CLASS for your own"
-        )
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise InvalidEviction(f"the eviction policy {spec!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise InvalidEviction(f"the eviction policy {spec!r}: module {module} has no class {name!r}")
-    _check(spec, found)
-    return found  # type: ignore[no-any-return]
-
-
-def _check(spec: str, make: Factory) -> None:
-    from .testing import EvictionSuite  # costs as much as the rest of the library, and few need it
-
-    class Suite(EvictionSuite):
-        def make_policy(self, group: Group) -> Eviction:
-            return make(group)
-
-    suite = Suite()
-    for name in sorted(name for name in dir(suite) if name.startswith("test_")):
-        try:
-            getattr(suite, name)()
-        except Exception as error:  # the policy is not ours and may raise anything
-            raise InvalidEviction(
-                f"the eviction policy {spec!r} fails {name} of openinfer.kvpool.testing.EvictionSuite: "
-                f"{type(error).__name__}: {error}; run that suite on it"
-            ) from error
