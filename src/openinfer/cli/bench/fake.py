@@ -21,8 +21,13 @@ def write_tokenizer(folder: Path) -> None:
     tokens = [letters[n] for n in range(256)] + [f"Ġw{n}" for n in range(256, VOCAB_SIZE)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     model = {"type": "BPE", "vocab": {token: n for n, token in enumerate(tokens)}, "merges": []}
-    both = {"pre_tokenizer": byte_level, "decoder": byte_level}
-    data = {"version": "1.0", "added_tokens": [], **both, "model": model}
+    data = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": model,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(data))
 
 

@@ -216,7 +216,7 @@ def group_ring_choice(target: Target, n: int, k: int, *, words: int, gated: bool
     stage, room = rows * row_bytes, shared_bytes(target.arch) - sums - 2 * k - 2048
     if 2 * stage > room:
         return None
-    # A ring of four bits has half of an SM, so that there is no room for a second program: two would lie on each SM that
+    # A ring of four bits has half of an SM, so that a second program has no room: two would lie on each SM that
     # is free early, while others have none (docs/lessons/few_bits.md).
     wanted = -(-shared_bytes(target.arch) // 2 // stage) if packed else RING_BYTES // stage
     stages = min(max(wanted, 3), room // stage, int(most * row_bytes * RING_PART) // stage)
