@@ -119,7 +119,8 @@ def build(folder: Path, out: Path) -> list[Path]:
         command(f"sdist of {folder}", [*hatchling, "-t", "sdist", "-d", str(work)], cwd=folder)
         (sdist,) = work.glob("*.tar.gz")
         with tarfile.open(sdist) as archive:
-            archive.extractall(work, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+            archive.extractall(work)
         unpacked = work / sdist.name.removesuffix(".tar.gz")
         command(f"wheel of {sdist.name}", [*hatchling, "-t", "wheel", "-d", str(work)], cwd=unpacked)
         return [Path(shutil.copy(file, out)) for file in (sdist, *work.glob("*.whl"))]
