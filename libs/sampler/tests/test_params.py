@@ -13,7 +13,7 @@ from openinfer.sampler import InvalidParams, SamplingParams
     [
         ("temperature", [-0.1, 2.001, math.nan, math.inf, "1", None, True]),
         ("top_k", [-2, 1.0, 2**31, True, "4"]),
-        ("top_p", [0, 0.0, -0.1, 1.01, math.nan]),
+        ("top_p", [0, 0.0, -0.1, 1.01, math.nan, 10**400]),
         ("min_p", [-0.01, 1.01, math.nan]),
         ("frequency_penalty", [-2.01, 2.01, math.nan]),
         ("presence_penalty", [-2.01, 2.01, "0"]),

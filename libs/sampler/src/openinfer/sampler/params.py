@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from openinfer.sampler.errors import InvalidParams
 
@@ -126,10 +127,10 @@ class SamplingParams:
 
 def _number(param: str, given: object, low: float, high: float, *, above: bool = False) -> float:
     """A finite float in [low, high], or in (low, high] with ``above``."""
-    value = float(given) if isinstance(given, Real) and not isinstance(given, bool) else math.nan
-    if not low <= value <= high or (above and value == low):
+    number: Any = given if isinstance(given, Real) and not isinstance(given, bool) else math.nan
+    if not low <= number <= high or (above and number == low):  # before an integer is too large for a float
         raise InvalidParams(param, given, f"a number in {'(' if above else '['}{low:g}, {high:g}]")
-    return value
+    return float(number)
 
 
 def _integer(param: str, given: object, low: int, high: int) -> int:
