@@ -135,15 +135,16 @@ def of_commands(calls):
 
 
 @pytest.mark.parametrize("cache", [CacheForm(bfloat16), FP8_CACHE], ids=["bf16", "FP8"])
-@pytest.mark.parametrize("form", ["bf16", "fp8", "int4", "fp4"])
 @pytest.mark.parametrize(
-    ("group", "hidden", "most"),
-    [*((2, n, 8) for n in range(512, 2561, 512)), *((4, n, 8) for n in range(512, 3073, 512)), (4, 4096, 4)],
+    ("form", "group", "hidden"),
+    [
+        *((form, 2, n) for form in ("bf16", "fp8") for n in range(512, 2561, 512)),
+        *((form, 4, n) for form in ("bf16", "fp8", "int4") for n in (*range(512, 3073, 512), 4096)),
+        *(("fp4", 4, n) for n in range(512, 2561, 512)),
+    ],
 )
-def test_a_decode_step_of_few_rows_is_one_launch_that_fits(step, group, hidden, most, form, cache):
-    if (form in ("int4", "fp4") and group < 4) or (form == "fp4" and hidden > 2560):
-        pytest.skip("see OTHER_SIZES")
-    for tokens in range(1, (most if form == "bf16" else 8) + 1):
+def test_a_decode_step_of_few_rows_is_one_launch_that_fits(step, group, hidden, form, cache):
+    for tokens in range(1, 5 if (form, hidden) == ("bf16", 4096) else 9):
         args = step(tokens, group=group, hidden=hidden, page_size=16 << tokens % 3, form=form, cache=cache)
         (call,) = planned(args)
         (command,) = call.commands

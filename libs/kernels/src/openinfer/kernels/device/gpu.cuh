@@ -99,14 +99,6 @@ __device__ __forceinline__ unsigned short codes_of(float a, float b) {
   return codes;
 }
 
-// The numbers of two codes.
-__device__ __forceinline__ float2 numbers_of(unsigned short codes) {
-  float2 v;
-  asm("{\n.reg .b32 pair;\n.reg .b16 a, b;\ncvt.rn.f16x2.e4m3x2 pair, %2;\nmov.b32 {a, b}, pair;\n"
-      "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(v.x), "=f"(v.y) : "h"(codes));
-  return v;
-}
-
 // Two numbers of e4m3 as a pair of f16.
 __device__ __forceinline__ u32 halves(unsigned short codes) {
   u32 pair;
@@ -131,6 +123,13 @@ __device__ __forceinline__ u32 exponent_of(float largest) {
 
 // Weights of keys in f16 go up to 2^10, because it has more numbers below that than below 1.
 constexpr float RAISED = 10, LOWERED = 0x1p-10f;
+
+// The numbers of two codes.
+__device__ __forceinline__ float2 numbers_of(unsigned short codes) {
+  float2 v;
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(v.x), "=f"(v.y) : "r"(halves(codes)));
+  return v;
+}
 
 // Four numbers of e4m3 as two pairs of f16.
 __device__ __forceinline__ void halves_of(u32& first, u32& second, u32 codes) {
