@@ -130,6 +130,50 @@ def packed_mixture(
     }
 
 
+def test_many_pairs_an_expert_are_multiplied_from_arranged_rows(rng: Rng) -> None:
+    many = ["arrange_rows", "sort_pairs", "experts_many", "experts_many", "add_chosen"]
+    args = mixture(rng, 64, 512, 512, 8, 4)
+    assert sorted(kernels(TARGET, args)) == sorted(many)
+    for target, other in (
+        (H200, args),  # no NVRTC
+        (dataclasses.replace(TARGET, arch=100), args),
+        (dataclasses.replace(TARGET, batch_invariant=True), args),
+        (TARGET, mixture(rng, 63, 512, 512, 8, 4)),  # 252 pairs of 8 experts
+        (TARGET, mixture(rng, 64, 640, 512, 8, 4)),  # rows of the second product that are no multiple of 256
+        (TARGET, mixture(rng, 64, 512, 384, 8, 4)),  # as many steps as stages
+    ):
+        assert "experts_many" not in kernels(target, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "inter"), [(2048, 512), (2048, 768), (512, 1024)])
+@pytest.mark.parametrize("case", ["even", "of all sizes", "some of no expert"])
+def test_numbers_and_bits_of_many(gpu: Any, rng: Rng, hidden: int, inter: int, case: str) -> None:
+    """Chunks of all sizes, experts without pairs; against the reference and wrong ones; and again, the same bits."""
+    target, driver, _, stream = gpu
+    if target.arch != 90:
+        pytest.skip("the kernel is for sm_90")
+    args = mixture(rng, 520, hidden, inter, 12, 4)
+    if case == "of all sizes":
+        counts = (1, 0, 63, 64, 65, 81, 97, 129, 145, 160, 161, 337)
+        ids = np.full(520 * 4, -1, np.int32)
+        ids[: sum(counts)] = np.repeat(np.arange(12), counts)
+        args["expert_ids"] = rng.permutation(ids).reshape(520, 4)
+    if case == "some of no expert":
+        args["expert_ids"][args["expert_ids"] > 8] = -1
+    target = dataclasses.replace(target, nvrtc=True)
+    assert "experts_many" in kernels(target, args)
+    found = [run_on_gpu(experts_add, args, target, driver, stream)["out"] for _ in range(2)]
+    np.testing.assert_array_equal(*found)
+    want = run_reference(experts_add, args)["out"].astype(np.float32)
+    scale = np.linalg.norm(want, axis=1) + 1e-3
+    assert (np.linalg.norm(found[0].astype(np.float32) - want, axis=1) / scale).max() < 4e-3
+    for name in ("gate_up", "down"):
+        rolled = dataclasses.replace(args[name], scales=np.roll(args[name].scales, 1, axis=2))
+        far = run_reference(experts_add, args | {name: rolled})["out"].astype(np.float32)
+        assert (np.linalg.norm(far - want, axis=1) / scale).max() > 0.05
+
+
 def test_few_pairs_an_expert_of_fp4_take_the_ring(rng: Rng) -> None:
     few = ["experts_fp4", "experts_fp4", "add_chosen"]
     assert kernels(TARGET, packed_mixture(rng, 6, 1024, 1024, 4, 2), experts) == few

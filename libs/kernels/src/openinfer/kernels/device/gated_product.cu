@@ -22,16 +22,6 @@ __device__ __forceinline__ Tile tile_at(int t, int pairs, int tiles, u32 rank) {
   return {((group * PAIRS + rest % inside) * 2 + (int)rank) * TOKENS, rest / inside * COLUMNS};
 }
 
-// Two gated numbers, of factors rounded to bf16. A gate below -40 has no part in the result; it would overflow here.
-__device__ __forceinline__ u32 gated_pair(float gate_a, float gate_b, float up_a, float up_b) {
-  u32 gate = bf16_pair(gate_a, gate_b), up = bf16_pair(up_a, up_b);
-  float a = low(gate), b = high(gate);
-  a = a < -40.0f ? -40.0f : a, b = b < -40.0f ? -40.0f : b;  // NaN stays, which fmaxf would hide
-  float of_a = 1.0f + __expf(-a), of_b = 1.0f + __expf(-b), both;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(both) : "f"(of_a * of_b));  // one reciprocal for two divisions
-  return bf16_pair(a * (both * of_b) * low(up), b * (both * of_a) * high(up));
-}
-
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
 gated_product(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap x,
               const __grid_constant__ TensorMap weight, int M, int I, int K) {
@@ -91,7 +81,7 @@ gated_product(const __grid_constant__ TensorMap out, const __grid_constant__ Ten
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           int i = 4 * j + 2 * h;
-          rows[(warp * 16 + lane / 4 + 8 * h) * (COLUMNS / 2) + 4 * j + lane % 4] = gated_pair(gate[i], gate[i + 1], up[i], up[i + 1]);
+          rows[(warp * 16 + lane / 4 + 8 * h) * (COLUMNS / 2) + 4 * j + lane % 4] = gated_pair<false>(gate[i], gate[i + 1], up[i], up[i + 1]);
         }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");

@@ -85,6 +85,19 @@ __device__ __forceinline__ float gated(float gate, float up) {
   return rounded(gate * (gate < 0 ? small : 1.0f) / (1.0f + small)) * rounded(up);
 }
 
+// Two gated numbers, of factors rounded to bf16: of the gate what silu makes of it, too, if ROUNDED. A gate below -40 has no part in the result; it would overflow here.
+template <bool ROUNDED>
+__device__ __forceinline__ u32 gated_pair(float gate_a, float gate_b, float up_a, float up_b) {
+  u32 gate = bf16_pair(gate_a, gate_b), up = bf16_pair(up_a, up_b);
+  float a = low(gate), b = high(gate);
+  a = a < -40.0f ? -40.0f : a, b = b < -40.0f ? -40.0f : b;  // NaN stays, which fmaxf would hide
+  float of_a = 1.0f + __expf(-a), of_b = 1.0f + __expf(-b), both;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(both) : "f"(of_a * of_b));  // one reciprocal for two divisions
+  a *= both * of_b, b *= both * of_a;
+  if (ROUNDED) gate = bf16_pair(a, b), a = low(gate), b = high(gate);
+  return bf16_pair(a * low(up), b * high(up));
+}
+
 // The policy of weights: no step reads one twice.
 __device__ __forceinline__ u64 evict_first() {
   u64 policy;
@@ -160,6 +173,15 @@ __device__ __forceinline__ float power_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to(int value, int lane) {
+  for (int bit = 1; bit < 32; bit *= 2) {
+    int other = __shfl_up_sync(~0u, value, bit);
+    if (lane >= bit) value += other;
+  }
+  return value;
 }
 
 // An 8 x 8 matrix of pairs, lane / 4 the row, transposed over the warp.

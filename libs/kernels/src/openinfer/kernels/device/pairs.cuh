@@ -3,15 +3,6 @@
 
 constexpr int RUN = (EXPERTS + 31) / 32;  // experts of a lane
 
-// The sum over the lanes up to this one.
-__device__ __forceinline__ int sum_up_to(int value, int lane) {
-  for (int bit = 1; bit < 32; bit *= 2) {
-    int other = __shfl_up_sync(~0u, value, bit);
-    if (lane >= bit) value += other;
-  }
-  return value;
-}
-
 // A tile: rows from `row` on, for the places from `begin` on of an expert that has them up to `end`.
 struct Tile {
   int expert, begin, end, row;

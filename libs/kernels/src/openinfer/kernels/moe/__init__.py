@@ -2,8 +2,8 @@
 
 A pair is a token and one of its experts. Pairs are sorted by expert on the device, multiplied twice with the experts'
 weights, and added up by token. Products of few pairs find them without a sort. plain.py has the kernels for weights
-that a product takes unchanged, packed.py those for weights that it unpacks or takes as codes, ring.py those for few
-pairs an expert.
+that a product takes unchanged, packed.py those for weights that it unpacks or takes as codes, ring.py rings of
+weights.
 """
 
 from collections.abc import Callable

@@ -15,7 +15,7 @@ from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Linear, Plain
 from openinfer.kernels.linear.few_bits import form_kernels, in_pairs, unpacks
 from openinfer.kernels.moe import Pairs
-from openinfer.kernels.moe.ring import launch_ring, ring_tile
+from openinfer.kernels.moe.ring import launch_ring, ring_tile, takes_many
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import Tensor, int32
@@ -114,13 +114,19 @@ class PlainExperts:
             yield self._sort(pairs)
         inter = self.gate_up.shape[1] // 2
         mlp, x, bits = Scratch((pairs.count, inter), self.x.dtype), self.hidden, _word_bits(self.gate_up)
-        arranged = self.first.bm == MANY and bits > 0 and bits == _word_bits(self.down)
+        many = not self._ids(pairs) and takes_many(self.target, pairs.count, self.gate_up, self.down)
+        arranged = many or (self.first.bm == MANY and bits > 0 and bits == _word_bits(self.down))
         if arranged:
             x = Scratch(self.hidden.shape, self.x.dtype)
             numbers, block = math.prod(x.shape), 2048
             args: dict[str, Arg] = {"out": x, "x": self.hidden, "numbers": Aligned(numbers)}
-            constants = {"BITS": bits, "BLOCK": block}
+            constants = {"BITS": 0 if many else bits, "BLOCK": block}
             yield launch(_DEVICE, "arrange_rows", (-(-numbers // block),), args, constants, num_warps=8)
+        if many:
+            yield launch_ring(self.target, pairs, None, mlp, x, self.gate_up, first=True)
+            yield launch_ring(self.target, pairs, None, self.results, mlp, self.down, first=False)
+            yield self._add(pairs)
+            return
         yield self._product(pairs, self.first, mlp, x, self.gate_up, arranged, first=True)
         if self._sums(pairs):
             yield self._summed(pairs, mlp)

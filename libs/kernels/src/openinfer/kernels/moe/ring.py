@@ -1,5 +1,5 @@
-"""Products of few pairs an expert by a ring of the weights in shared memory: of float8 with float32 scales
-(device/experts_ring.cu), and of FP4 with codes (device/experts_fp4.cu)."""
+"""Products of a mixture by a ring of the weights in shared memory: of float8 with float32 scales for few pairs an
+expert (device/experts_ring.cu) and for many (experts_many.cu), and of FP4 with codes for few (experts_fp4.cu)."""
 
 from dataclasses import dataclass, replace
 
@@ -55,46 +55,64 @@ def ring_tile(target: Target, pairs: int, weight: Linear[Tensor], *, first: bool
 def launch_ring(
     target: Target,
     pairs: Pairs,
-    tile: RingTile,
+    tile: RingTile | None,
     out: Scratch,
     x: Tensor | Scratch,
     weight: Linear[Tensor],
     *,
     first: bool,
 ) -> Launch:
-    """The first product, from tokens to places and gated, or the second, from places to pairs."""
+    """The first product, from tokens to places and gated, or the second, from places to pairs. Without a tile it is of
+    many pairs an expert, and rows of x are arranged; so are those of the first product's `out`."""
     assert weight.scales is not None
+    k, experts = x.shape[1], pairs.experts
+    constants = {"K": k, "EXPERTS": experts, "CHOSEN": pairs.chosen, "GATED": first}
+    weights: Arg
+    if tile is None:
+        name, weights, threads = "experts_many", TensorMap(weight.weight.reshape(-1, k), (128, 64)), 384
+        constants |= {"MOST": MOST_PAIRS, "STAGES": MANY_STAGES}
+        shared = MANY_STAGES * (128 * (256 + 2 * MOST_PAIRS) + 16) + 8 * (experts + 1) + 8 * MOST_PAIRS
+    else:
+        name, weights, threads = "experts_ring", weight.weight, 32 * tile.warps + 32
+        constants |= {"ROWS": tile.rows, "PARTS": tile.parts, "WARPS": tile.warps, "STAGES": tile.stages}
+        shared = tile.shared(k, experts)
     args: dict[str, Arg] = {
         "out": out,
         "x": x,
-        "weight": weight.weight,
+        "weight": weights,
         "scales": weight.scales,
         "order": pairs.order,
         "starts": pairs.starts,
         "N": Aligned(out.shape[1]),
     }
-    k, experts = x.shape[1], pairs.experts
-    constants = {
-        "K": k,
-        "ROWS": tile.rows,
-        "PARTS": tile.parts,
-        "WARPS": tile.warps,
-        "STAGES": tile.stages,
-        "EXPERTS": experts,
-        "CHOSEN": pairs.chosen,
-        "GATED": first,
-    }
     return launch_cuda(
         "openinfer.kernels.device",
-        "experts_ring.cu",
-        "experts_ring",
+        f"{name}.cu",
+        name,
         (target.num_sms,),
         args,
         constants,
-        threads=32 * tile.warps + 32,
-        shared=tile.shared(k, experts),
+        threads=threads,
+        shared=shared,
         early=target.starts_early,
     )
+
+
+MOST_PAIRS, MANY_STAGES = 160, 3
+"""The most pairs that are multiplied at once where experts have many, and the stages of their ring. A stage is 256 rows
+of 128 columns, and as many columns of x."""
+MANY_MEAN = 32
+"""The pairs of an expert on average from which on that is faster."""
+
+
+def takes_many(target: Target, pairs: int, *weights: Linear[Tensor]) -> bool:
+    """Whether device/experts_many.cu multiplies with both weights of a mixture, of which experts have many pairs."""
+    if not target.nvrtc or target.arch != 90 or target.batch_invariant:
+        return False
+    if pairs < MANY_MEAN * weights[0].shape[0] or any(w.form != Fp8(by_row=False) for w in weights):
+        return False
+    sizes = [w.shape for w in weights]
+    return all(e <= 512 and rows % 256 == k % 128 == 0 and k > MANY_STAGES * 128 for e, rows, k in sizes)
 
 
 FP4_ROWS, FP4_DEPTH, FP4_PARTS, FP4_PAIRS = 64, 1024, 4, 1024
