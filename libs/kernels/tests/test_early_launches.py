@@ -61,7 +61,7 @@ def source_of(spec):
     ("rows", "drafts", "names"),
     [
         (1, 0, {"gemv_ring"}),
-        (1, 3, {"gemv_ring_tokens", "qk_norm_rope_write", "attend_short"}),
+        (1, 1, {"gemv_ring_tokens", "qk_norm_rope_write", "attend_short"}),
         (8, 0, {"cluster_product", "rms_norm"}),
         (8, 3, {"cluster_product", "rms_norm", "qk_norm_rope_write", "attend_short"}),
         (96, 0, {"cluster_product", "rms_norm"}),
