@@ -155,6 +155,28 @@ def test_drafts_are_tried_again_when_other_texts_begin() -> None:
         assert worth.choose([1], 1, cost) == chosen
 
 
+@pytest.mark.parametrize(("part", "after"), [(1 / 16, 0.85), (1.0, 0.46)])
+def test_new_rows_begin_with_the_same_chances_which_change_sooner(part: float, after: float) -> None:
+    worth = taught(base=0.9)
+    before = worth.chances[0]
+    worth.joined(part)
+    assert worth.chances[0] == pytest.approx(before)
+    for _ in range(4):
+        worth.saw({(1, 0): 1})
+    assert worth.chances[0] == pytest.approx(after, abs=0.02)
+
+
+def test_a_few_wrong_drafts_do_not_stop_those_that_have_paid() -> None:
+    worth, cost, wrong = Worth((1,)), {0: 1.0, 1: 1.5}.get, 0
+    for _ in range(20):
+        worth.saw({(1, 1): 1})
+        worth.spent(1, 1, 1.5, 1.0)
+    while worth.choose([1], 1, cost):
+        worth.spent(1, 0, 1.5, 1.0)
+        wrong += 1
+    assert wrong == 9  # twice ADVANCE
+
+
 def test_a_trial_waits_for_the_result_of_the_one_before() -> None:
     worth, cost = Worth((1, 2)), {0: 1.0, 1: 1.3, 2: 1.5}.get
     worth.waiting = True

@@ -63,6 +63,7 @@ class Worth:
             raise InvalidSetup(f"levels {list(levels)}: give numbers from 1 on, ascending")
         self._levels = tuple(levels)
         self._base = [0.0] * levels[-1], [0.0] * levels[-1]  # rows by place, the last ones: tried, and right
+        self._prior = PRIOR  # the chance before new rows
         self._adapters: dict[Hashable, tuple[list[float], list[float]]] = {}  # the one used last is last
         self._asked = [self._base]  # of those that drafts were last chosen for
         self._time = self._loss = 0.0
@@ -80,7 +81,7 @@ class Worth:
     def chances_of(self, adapter: Hashable) -> Sequence[float]:
         """As `chances`, of rows with an adapter. Drafts that were hardly tried follow the chances of the model without:
         the first has its, and a later one falls from the one before it as there."""
-        base = [PRIOR] * self._levels[-1] if adapter is None else self.chances
+        base = [self._prior] * self._levels[-1] if adapter is None else self.chances
         before, chance, found = base[0], base[0], list[float]()
         for tried, right, like in zip(*self._of(adapter), base, strict=True):
             chance = (right + LIKE_BEFORE * min(chance * like / before, 1.0)) / (tried + LIKE_BEFORE)
@@ -180,8 +181,13 @@ class Worth:
             found[1][place] = found[1][place] * kept + accepted
 
     def joined(self, part: float) -> None:
-        """This part of the rows is new."""
+        """This part of the rows is new. Their text may be another: their chances begin as those before, which count as
+        one row."""
         self._new = min(self._new + part, 1.0)
+        kept = 1 - part * (1 - 1 / max(self._base[0][0], 1.0))
+        self._prior += (1 - kept) * (self.chances[0] - self._prior)
+        for places in self._base:
+            places[:] = [rows * kept for rows in places]
 
     def spent(self, rows: int, accepted: int, seconds: float, plain: float, steps: int = 1) -> None:
         """A step is over. rows: all of it. accepted: drafts of its decode rows. seconds: its cost; plain: without
@@ -192,7 +198,8 @@ class Worth:
         worth = plain * (1 + accepted / rows)  # the time that its tokens take without drafts
         kept = (1 - 1 / STEPS) ** steps
         self._time = self._time * kept + steps * worth
-        self._loss = max(self._loss * kept + seconds - worth, 0.0)
+        # Drafts that paid may lose as much as at the start: a few wrong ones in a row say little about the text.
+        self._loss = max(self._loss * kept + seconds - worth, -LOSS * ADVANCE * plain)
         debt = START if self._few else PROBING * DELAY
         # A trial that brings tokens pays for the next, so drafts that begin to be right are soon seen.
         credit = max(self._credit + steps * PROBING * plain + worth - seconds, -debt * plain)
