@@ -50,8 +50,7 @@ def measured(target: Target, op: str, m: int, n: int, k: int) -> ProductChoice:
 RING_TOKENS = 4
 """The most tokens of a product by a ring. Its warps hold their parts of all tokens in registers."""
 FAST_RING_TOKENS = 2
-"""The most tokens of which a ring takes no longer than clusters. Of 4 gate and up of 34,816 x 5,120 take 91 us by a
-ring and 86 by clusters."""
+"""The most tokens of which a ring takes no longer than clusters (docs/lessons/products.md)."""
 RING_COLUMNS = 256
 """Columns that a warp of a ring multiplies at once."""
 RING_STAGE = 43 << 10
