@@ -10,6 +10,7 @@ import pytest
 
 from openinfer.graph import Buckets, StepCosts, StepPace
 from openinfer.graph.runner import Drafting, Sampling
+from openinfer.graph.runner.trials import Trials
 from openinfer.kernels.testing import of_the_day
 from openinfer.sampler import SamplingParams
 from openinfer.scheduler import Row, Seq, Step
@@ -215,7 +216,7 @@ def test_work_of_the_host_for_other_steps_is_not_taken_for_the_cost_of_plain_one
     assert max(lost) < 0.03
 
 
-NO_TRIALS = SimpleNamespace(took=lambda *args: None, drafts=True, rest=0)
+NO_TRIALS = SimpleNamespace(took=lambda *args, **more: None, joined=lambda: None, drafts=True, rest=0)
 
 
 def us_of_a_token(times, trials=None, **options):
@@ -351,6 +352,22 @@ def test_an_answer_whose_drafts_are_wrong_does_not_hide_that_the_next_ones_are_r
         assert us_of_answers(plain, 0.0) > 0.97 * us_of_answers(device, 0.0)
         ratios.append(min(us_of_answers(one, 0.8) for one in fixed) / us_of_answers(device, 0.8))
     assert sum(ratios) / len(ratios) > 0.88
+
+
+def test_wrong_drafts_of_one_text_are_no_verdict_on_the_next(monkeypatch):
+    """On a new engine, whose steps with drafts take longer than predicted."""
+    rows, times = PUBLISHED["27B, 1 row"]
+    plain, *with_drafts, prompt = times.predicted
+    times = replace(times, predicted=(plain, *(0.85 * us for us in with_drafts), prompt))
+
+    def us_of_the_second(device):
+        us_of_answers(device, 0.0)
+        return us_of_answers(device, 0.8)
+
+    best = us_of_the_second(forced(Device(rows, times), 3))
+    assert best > 0.85 * us_of_the_second(Device(rows, times))
+    monkeypatch.setattr(Trials, "joined", lambda trials: None)
+    assert best < 0.55 * us_of_the_second(Device(rows, times))
 
 
 def us_by_turn(name, turns, fixed=None):

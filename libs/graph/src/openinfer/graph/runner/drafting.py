@@ -228,7 +228,7 @@ class Drafting:
         if spent is not None:
             if spent.prompts is not None:
                 worth = spent.prompts + spent.plain * (1 + brought / max(step.num_decode, 1))
-                self.trials.took(seconds, worth, bool(step.drafts))
+                self.trials.took(seconds, worth, bool(step.drafts), more=bool(brought or step.joined))
             if spent.plain:
                 self.worth.spent(len(step.rows), brought, spent.decode, spent.plain, spent.steps)
 
@@ -267,6 +267,7 @@ class Drafting:
             self.unsettled = most > 0 and not step.drafts  # with drafts the same rows keep the shape
         if step.joined:
             self.worth.joined(len(step.joined) / len(step.rows))
+            self.trials.joined()
         left, plain = self.rest_until - step.index - 1, self._rested
         if left > 0 and (step.joined or self._has_others(step)):  # drafts may pay for the rows that go on
             self.rest_until -= left

@@ -12,6 +12,8 @@ PART = 0.004
 """The part of the time that spans of the worse way may lose."""
 LEAST, MOST = 8, 256
 """Spans until the other way is tried again."""
+FEW = 0.1
+"""The part of a span's steps with drafts that may say more than that drafts of one text are wrong."""
 CLEAR = 0.95
 """Drafts whose first span took less than this part of its worth pay, for now. To try the other way then costs an answer
 that has just begun more than it can show."""
@@ -31,11 +33,13 @@ class Trials:
     _ratios: dict[bool, float] = field(default_factory=dict)
     """Time over worth, with drafts and without."""
     _seen: bool = False  # a span with drafts, since the ways were compared
+    _told: bool = False  # such spans had right drafts or rows that joined
     _trying: bool = False  # the other way
     _first: bool = True  # the ways were not compared yet
     _left: int = 0  # spans of this way
     _steps: int = 0
     _drafted: int = 0
+    _more: int = 0  # steps with right drafts or rows that joined
     _seconds: float = 0.0
     _worth: float = 0.0
 
@@ -44,24 +48,39 @@ class Trials:
         """Steps that surely have no drafts; 0: the next one may have some."""
         return 0 if self.drafts else max(SPAN * self._left - self._steps, 1)
 
-    def took(self, seconds: float, worth: float, drafted: bool, steps: int = 1) -> None:
-        """A step took so long, or some steps in sum. drafted: with drafts."""
+    def took(self, seconds: float, worth: float, drafted: bool, steps: int = 1, more: bool = False) -> None:
+        """A step took so long, or some steps in sum. drafted: with drafts. more: some of them were right, or a row
+        joined."""
         self._steps += steps
         if self._steps > UNDER_WAY:
             self._drafted += drafted
+            self._more += more
             self._worth += worth
             self._seconds += min(seconds, HELD_UP * worth)
         if self._steps >= SPAN:
             self._end()
+
+    def joined(self) -> None:
+        """A row joins. That the drafts of a text before were wrong says nothing about it."""
+        if not (self.drafts or self._trying or self._told):
+            self.drafts = self._first = True
+            self._ratios.pop(True, None)
+            self._left = 0
+            self._begin()
+
+    def _begin(self) -> None:
+        self._steps = self._drafted = self._more = 0
+        self._seconds = self._worth = 0.0
 
     def _end(self) -> None:
         many = 2 * self._drafted > SPAN
         if many or not self._drafted:
             ratio = self._seconds / self._worth
             self._ratios[many] = (ratio + self._ratios.get(many, ratio)) / 2
-            self._seen |= many
-        self._steps = self._drafted = 0
-        self._seconds = self._worth = 0.0
+            if many:
+                self._told = (self._seen and self._told) or self._more > FEW * SPAN
+                self._seen = True
+        self._begin()
         self._left -= 1
         if self._left > 0 or (self.drafts and not self._seen):
             return
