@@ -4,15 +4,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
+from openinfer.kernels.attention.call import ROWS, AttentionCall, AttentionChoice
 from openinfer.kernels.attention.coded import attend_codes, takes_codes
 from openinfer.kernels.attention.long import hopper_tile, in_parts, long_rows, single_tokens
 from openinfer.kernels.attention.tiles import Tile, coded_attention_tile, long_tile, short_tile
 from openinfer.kernels.linear.choices import RING_TOKENS, releases
 from openinfer.kernels.op.contract import require
-from openinfer.kernels.op.launch import Arg, Launch, Scratch, beside, launch, power_of_two
+from openinfer.kernels.op.launch import Arg, Launch, beside, launch, power_of_two
 from openinfer.kernels.op.target import Target
-from openinfer.tensor import float32, int32
 
 SHORT_PAIRS = 64
 """A row of this many (token, query head) pairs or fewer is split over its keys. After a prefix hit, a prompt has few
@@ -105,33 +104,15 @@ def attention_launches(call: AttentionCall, choice: AttentionChoice, max_q_len: 
 
 def _short_rows(call: AttentionCall, choice: AttentionChoice, tile: Tile, short: int) -> Launch:
     """Rows of at most `short` tokens, and the tokens after the last row."""
-    splits = choice.splits
-    pairs = short * call.group
-    merged = power_of_two(pairs)
-    heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, pairs)
+    pairs, heads = short * call.group, (call.rows, call.kv_heads)
+    merged, grid = power_of_two(pairs), (*heads, choice.splits)
+    args = {**call.args, **call.parts((*grid, pairs), heads)}
+    args |= {"tokens": call.tokens, "short": short, "part_size": choice.part_size}
+    constants = {**call.constants(tile), "MR": merged, "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim))}
+    constants |= {**call.without, "PAIRS": choice.pairs}
+    warps, stages, early = tile.warps, tile.stages, choice.release
     return launch(
-        _DEVICE,
-        "attend_short",
-        (*heads, splits),
-        {
-            **call.args,
-            "partial": Scratch((*parts, call.dim), float32),
-            "weight": Scratch(parts, float32),
-            "arrived": Scratch(heads, int32, zeroed=True),
-            "tokens": call.tokens,
-            "short": short,
-            "part_size": choice.part_size,
-        },
-        {
-            **call.constants(tile),
-            "MR": merged,
-            "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
-            **call.without,
-            "PAIRS": choice.pairs,
-        },
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        early=choice.release,
+        _DEVICE, "attend_short", grid, args, constants, num_warps=warps, num_stages=stages, early=early
     )
 
 
@@ -159,33 +140,13 @@ def new_tokens(
     if choice.part_size != LARGE_PART:
         at_once = max(at_once, min(MOST_PARTS, MERGED_BY_FEW // (merged * call.dim)))
     parts = (call.kv_heads, math.prod(items), group)
-    args = {
-        "out": call.args["out"],
-        **call.cache,
-        **new,
-        **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
-        **{name: call.args[name] for name in ("table_width", "page_stride", "window", "scale")},
-        "eps": eps,
-        "partial": Scratch((*parts, call.dim), float32),
-        "weight": Scratch(parts, float32),
-        "arrived": Scratch((call.rows, call.kv_heads), int32, zeroed=True),
-        "tokens": call.tokens,
-        "rows": call.rows,
-        "part_size": choice.part_size,
-    }
-    constants = {
-        **call.constants(choice.short),
-        "MR": merged,
-        "MERGE": at_once,
-        "WINDOWED": call.windowed,
-        "SEARCH": power_of_two(call.rows) if filling else 0,
-        **left_out,
-        **call.without,
-        "PAIRS": choice.pairs,
-        "RELEASE": choice.release,
-        "ROTARY": rotary,
-        "GATED": gated,
-    }
+    args = {"out": call.args["out"], **call.cache, **new, **call.some(*ROWS)}
+    args |= {**call.some("table_width", "page_stride", "window", "scale"), "eps": eps}
+    args |= call.parts(parts, (call.rows, call.kv_heads))
+    args |= {"tokens": call.tokens, "rows": call.rows, "part_size": choice.part_size}
+    constants = {**call.constants(choice.short), "MR": merged, "MERGE": at_once, "WINDOWED": call.windowed}
+    constants |= {"SEARCH": power_of_two(call.rows) if filling else 0, **left_out, **call.without}
+    constants |= {"PAIRS": choice.pairs, "RELEASE": choice.release, "ROTARY": rotary, "GATED": gated}
     tile, grid = choice.short, (call.kv_heads, *items)
     beside_ring = choice.release and call.tokens <= RING_TOKENS
     warps, stages = tile.warps, RELEASING_STAGES if beside_ring else tile.stages

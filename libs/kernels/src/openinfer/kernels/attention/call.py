@@ -7,10 +7,12 @@ from typing import Any, Generic
 
 from openinfer.kernels.attention.kv_cache import CacheForm
 from openinfer.kernels.attention.tiles import HopperTile, Tile
-from openinfer.kernels.op.launch import Aligned, Arg, Launch
+from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch
 from openinfer.kernels.op.op import T, tensors
-from openinfer.tensor import Tensor
+from openinfer.tensor import Tensor, float32, int32
 
+ROWS = ("slots", "q_starts", "seq_lens", "alive", "block_tables")
+"""Arguments by which a kernel finds the tokens of rows and their pages."""
 NO_WINDOW = 2**31 - 1
 """A window that reaches back to the first token from every position."""
 
@@ -73,7 +75,7 @@ class AttentionCall:
         rows, group = a.slots.shape[0], heads // kv_heads
         return cls(args, a.kv, tokens, rows, kv_heads, group, dim, page_size, table_width * page_size)
 
-    def constants(self, tile: Tile | HopperTile) -> dict[str, int]:
+    def constants(self, tile: Tile | HopperTile) -> dict[str, int | None]:
         return {"GROUP": self.group, "D": self.dim, "PAGE": self.page_size, "BM": tile.bm, "BN": tile.bn}
 
     @property
@@ -88,7 +90,16 @@ class AttentionCall:
     @property
     def cache(self) -> dict[str, Arg]:
         """The tensors of the cache by their names: kv, and kv_scales of an FP8 cache."""
-        return {name: self.args[name] for name in ("kv", "kv_scales") if name in self.args}
+        return self.some("kv", "kv_scales") if self.form.scaled else self.some("kv")
+
+    def some(self, *names: str) -> dict[str, Arg]:
+        """Some of the arguments, in this order."""
+        return {name: self.args[name] for name in names}
+
+    def parts(self, shape: tuple[int, ...], heads: tuple[int, ...]) -> dict[str, Scratch]:
+        """Memory for parts of the results, with their weights, and for a count of those that are there by head."""
+        partial, weight = Scratch((*shape, self.dim), float32), Scratch(shape, float32)
+        return {"partial": partial, "weight": weight, "arrived": Scratch(heads, int32, zeroed=True)}
 
     @property
     def without(self) -> dict[str, None]:

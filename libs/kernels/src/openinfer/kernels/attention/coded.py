@@ -1,7 +1,7 @@
 """Attention of decode steps over an FP8 cache by a kernel of CUDA C++: device/attend_codes.cu."""
 
-from openinfer.kernels.attention.call import AttentionCall
-from openinfer.kernels.op.launch import Arg, Launch, Scratch, launch_cuda, power_of_two
+from openinfer.kernels.attention.call import ROWS, AttentionCall
+from openinfer.kernels.op.launch import Launch, Scratch, launch_cuda, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import float32, int32
 
@@ -11,8 +11,6 @@ MOST_ROWS = 256
 """Rows that all steps of few rows have room for, so that they share a kernel."""
 MOST_GROUP = 8
 """The most query heads that share a key head: columns of the tensor cores' operand."""
-
-_NAMES = ("out", "q", "kv", "kv_scales", "slots", "q_starts", "seq_lens", "alive", "block_tables")
 
 
 def takes_codes(target: Target, call: AttentionCall) -> bool:
@@ -40,25 +38,13 @@ def attend_codes(target: Target, call: AttentionCall) -> Launch:
     other = merged + (4 * rows + 3) * 4
     stages = (shared_bytes(target.arch) - other) // (stage + 16)
     programs, parts = target.num_sms, 2 * target.num_sms
-    args: dict[str, Arg] = {
-        **{name: call.args[name] for name in _NAMES},
-        "partial": Scratch((parts, call.group, call.dim), float32),
-        "weights": Scratch((parts, call.group, 2), float32),
-        "arrived": Scratch((call.rows * call.kv_heads,), int32, zeroed=True),
-        **{name: call.args[name] for name in ("table_width", "page_stride", "scale")},
-        "rows": call.rows,
-        "tokens": call.tokens,
-        "heads": call.kv_heads,
-    }
+    args = {**call.some("out", "q"), **call.cache, **call.some(*ROWS)}
+    args["partial"] = Scratch((parts, call.group, call.dim), float32)
+    args["weights"] = Scratch((parts, call.group, 2), float32)
+    args["arrived"] = Scratch((call.rows * call.kv_heads,), int32, zeroed=True)
+    args |= call.some("table_width", "page_stride", "scale")
+    args |= {"rows": call.rows, "tokens": call.tokens, "heads": call.kv_heads}
     constants = {"D": call.dim, "GROUP": call.group, "PAGE": call.page_size, "ROWS": rows, "STAGES": stages}
-    return launch_cuda(
-        "openinfer.kernels.device",
-        "attend_codes.cu",
-        "attend_codes",
-        (programs,),
-        args,
-        constants,
-        threads=32 * (WARPS + COPIERS),
-        shared=stages * (stage + 16) + other,
-        early=True,
-    )
+    kernel = "openinfer.kernels.device", "attend_codes.cu", "attend_codes", (programs,)
+    threads, shared = 32 * (WARPS + COPIERS), stages * (stage + 16) + other
+    return launch_cuda(*kernel, args, constants, threads=threads, shared=shared, early=True)

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping
 
-from openinfer.kernels.attention.call import AttentionCall, AttentionChoice
+from openinfer.kernels.attention.call import ROWS, AttentionCall, AttentionChoice
 from openinfer.kernels.attention.tiles import HopperTile, Tile
 from openinfer.kernels.op.launch import INT32_MAX, Arg, Launch, Scratch, TensorMap, launch, power_of_two
 from openinfer.kernels.op.target import Target
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.tensor import Tensor, bfloat16, int32
 
 SPLIT_TOKENS = 512
 """Steps of fewer tokens read their long rows in parts. The tiles of more tokens fill the GPU, and the kernel for Hopper
@@ -82,17 +82,14 @@ def _anywhere(
     call: AttentionCall, tile: Tile, choice: AttentionChoice, short: int, done: Scratch | None
 ) -> Launch:
     """`done`: the slots that are left out."""
-    more: dict[str, Arg] = {} if done is None else {"done": done}
-    left_out = {"done": None} if done is None else {}
-    return launch(
-        _DEVICE,
-        "attend_long",
-        (call.kv_heads, _tiles(call, tile)),
-        {**call.args, **more, "rows": call.rows, "tokens": call.tokens, "short": short},
-        {**call.constants(tile), **call.without, **left_out, "PAIRS": choice.pairs},
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    args, constants = dict(call.args), {**call.constants(tile), **call.without, "PAIRS": choice.pairs}
+    if done is None:
+        constants["done"] = None
+    else:
+        args["done"] = done
+    args |= {"rows": call.rows, "tokens": call.tokens, "short": short}
+    grid, warps, stages = (call.kv_heads, _tiles(call, tile)), tile.warps, tile.stages
+    return launch(_DEVICE, "attend_long", grid, args, constants, num_warps=warps, num_stages=stages)
 
 
 def single_tokens(call: AttentionCall, choice: AttentionChoice) -> Launch:
@@ -135,34 +132,14 @@ def _split(
     """The launch that divides the keys of rows of more than `over` and at most `most` tokens: into `room` more items
     than there are tiles, of at least `least` keys, at most MOST_PARTS of a tile. pairs: of a tile at most."""
     places, pairs = (call.kv_heads, 2 * room), power_of_two(pairs)
-    return launch(
-        _SPLIT,
-        "attend_split",
-        (call.kv_heads, tiles + room),
-        {
-            **call.args,
-            "partial": Scratch((*places, tile.bm, call.dim), float32),
-            "weight": Scratch((*places, tile.bm), float32),
-            "arrived": Scratch(places, int32, zeroed=True),
-            "rows": call.rows,
-            "tokens": tokens,
-            "over": over,
-            "most": most,
-            "room": room,
-            "least": -(-least // tile.bn) * tile.bn,
-            "most_parts": MOST_PARTS,
-        },
-        {
-            **call.constants(tile),
-            "MR": pairs,
-            "MERGE": max(1, MERGED_BY_WARP * tile.warps // (pairs * min(call.dim, 128))),
-            "SEARCH": power_of_two(call.rows),
-            **call.without,
-            "PAIRS": choice.pairs,
-        },
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    args = {**call.args, **call.parts((*places, tile.bm), places), "rows": call.rows, "tokens": tokens}
+    args |= {"over": over, "most": most, "room": room}
+    args |= {"least": -(-least // tile.bn) * tile.bn, "most_parts": MOST_PARTS}
+    merge = max(1, MERGED_BY_WARP * tile.warps // (pairs * min(call.dim, 128)))
+    constants = {**call.constants(tile), "MR": pairs, "MERGE": merge, "SEARCH": power_of_two(call.rows)}
+    constants |= {**call.without, "PAIRS": choice.pairs}
+    grid, warps, stages = (call.kv_heads, tiles + room), tile.warps, tile.stages
+    return launch(_SPLIT, "attend_split", grid, args, constants, num_warps=warps, num_stages=stages)
 
 
 def _by_hopper(
@@ -175,26 +152,11 @@ def _by_hopper(
 ) -> Launch:
     """`own`: what replaces the call's arguments: the pages as a matrix, and what widened pages change besides."""
     items = call.kv_heads * _tiles(call, tile)
-    named = ("out", "q", "kv", "slots", "q_starts", "seq_lens", "alive", "block_tables", "table_width")
-    return launch(
-        _HOPPER,
-        "attend_prompt",
-        (min(items, num_sms),),
-        {
-            **{name: call.args[name] for name in named},
-            **own,
-            "page_rows": page_rows,
-            "window": call.args["window"],
-            "scale": call.args["scale"],
-            "rows": call.rows,
-            "tokens": call.tokens,
-            "short": short,
-            "kv_heads": call.kv_heads,
-            "items": items,
-        },
-        {**call.constants(tile), "STAGES": 2, "IN_TURN": False},
-        num_warps=4,
-    )
+    args = {**call.some("out", "q", "kv", *ROWS, "table_width"), **own, "page_rows": page_rows}
+    args |= {**call.some("window", "scale"), "rows": call.rows, "tokens": call.tokens}
+    args |= {"short": short, "kv_heads": call.kv_heads, "items": items}
+    constants = {**call.constants(tile), "STAGES": 2, "IN_TURN": False}
+    return launch(_HOPPER, "attend_prompt", (min(items, num_sms),), args, constants, num_warps=4)
 
 
 def _rows_of_cache(call: AttentionCall, bn: int) -> TensorMap:
@@ -213,34 +175,24 @@ PROGRAMS = 4
 """Programs an SM."""
 
 _WIDEN = "openinfer.kernels.device.widened"
-_ROWS = ("slots", "q_starts", "seq_lens", "alive", "block_tables", "table_width", "page_stride")
 
 
 def _widened(call: AttentionCall, tile: HopperTile, choice: AttentionChoice, short: int) -> list[Launch]:
     """The pages of rows with more than `short` tokens in bf16, as a matrix of heads' tokens [pages * 2 G * page_size,
     d], page numbers by slot, and which slots are there (int32, 1 or 0). Then the kernel for Hopper, and the kernel that
     reads codes for slots that are not."""
-    args, kv_heads, dim = call.args, call.kv_heads, call.dim
+    kv_heads, dim, slots = call.kv_heads, call.dim, call.args["seq_lens"]
     longest = -(-call.table_tokens // BLOCK)
     wanted = longest * min(call.rows, max(1, call.tokens // (short + 1)))
     vectors = BLOCK * 2 * kv_heads
     capacity = min(wanted, max(1, MOST_BYTES // (vectors * dim * bfloat16.itemsize)))
-    slots, width = args["seq_lens"], longest * BLOCK // call.page_size
+    width = longest * BLOCK // call.page_size
     size = math.prod(slots.shape) if isinstance(slots, Tensor) else 0
     pages = Scratch((capacity * vectors, dim), bfloat16)
     tables, fits = Scratch((size, width), int32), Scratch((size,), int32)
-    given: dict[str, Arg] = {
-        "out": pages,
-        "tables": tables,
-        "fits": fits,
-        **call.cache,
-        **{name: args[name] for name in _ROWS},
-        "own_width": width,
-        "rows": call.rows,
-        "short": short,
-        "capacity": capacity,
-        "kv_heads": kv_heads,
-    }
+    given: dict[str, Arg] = {"out": pages, "tables": tables, "fits": fits, **call.cache}
+    given |= {**call.some(*ROWS, "table_width", "page_stride"), "own_width": width, "rows": call.rows}
+    given |= {"short": short, "capacity": capacity, "kv_heads": kv_heads}
     constants = {"D": dim, "PAGE": call.page_size, "BLOCK": BLOCK, "ROWS": power_of_two(call.rows)}
     constants["PAIRS"] = choice.pairs
     items = min(PROGRAMS * choice.num_sms, capacity * 2 * kv_heads)

@@ -1,6 +1,6 @@
 """A decode step's attention sublayer in one launch: device/attention_sublayer.cu."""
 
-from openinfer.kernels.attention.call import AttentionCall
+from openinfer.kernels.attention.call import ROWS, AttentionCall
 from openinfer.kernels.formats.fp4 import FP4_TAIL, Fp4
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
@@ -126,32 +126,14 @@ def sublayer(
         **call.cache,
         **scales,
         **new,
-        **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
+        **call.some(*ROWS),
         "words": Scratch((HEADS * BLOCKS, HEADS, tokens, hidden // (HEADS * BLOCKS)), float32, zeroed=True),
-        **{name: call.args[name] for name in ("table_width", "page_stride", "scale")},
-        "eps": eps,
-        "rows": call.rows,
-        "tokens": call.tokens,
+        **call.some("table_width", "page_stride", "scale"),
     }
-    constants = {
-        "HIDDEN": hidden,
-        "HEADS": HEADS,
-        "GROUP": call.group,
-        "PAGE": call.page_size,
-        "TOKENS": tokens,
-        "STAGES": stages,
-        "NORMED": "q_norm" in new,
-        "CODED": coding,
-        "CODED_KV": call.form.scaled,
-    }
-    return launch_cuda(
-        "openinfer.kernels.device",
-        "attention_sublayer.cu",
-        "attention_sublayer",
-        (HEADS * BLOCKS,),
-        args,
-        constants,
-        threads=32 * WARPS + 32,
-        shared=stages * _stage_bytes(call) + other,
-        early=True,
-    )
+    args |= {"eps": eps, "rows": call.rows, "tokens": call.tokens}
+    constants = {"HIDDEN": hidden, "HEADS": HEADS, "GROUP": call.group, "PAGE": call.page_size}
+    constants |= {"TOKENS": tokens, "STAGES": stages, "NORMED": "q_norm" in new}
+    constants |= {"CODED": coding, "CODED_KV": call.form.scaled}
+    kernel = "openinfer.kernels.device", "attention_sublayer.cu", "attention_sublayer", (HEADS * BLOCKS,)
+    threads, shared = 32 * WARPS + 32, stages * _stage_bytes(call) + other
+    return launch_cuda(*kernel, args, constants, threads=threads, shared=shared, early=True)
