@@ -64,22 +64,13 @@ def _quantised(p: Problem) -> Iterator[Command | Problem]:
 
 
 def _project(p: Problem) -> Iterator[Command]:
-    assert p.x_scales is not None
-    assert p.weight.scales is not None
     sets = 2 if p.gated else 1
     tile = coded_tile(p.target, p.m, p.n, p.k, sets=sets)
     columns, tiles = -(-p.n // tile.rows), -(-p.m // tile.bm)
-    args: dict[str, Arg] = {
-        "out": p.out,
-        "x": p.x,
-        "x_scales": p.x_scales,
-        "weight": p.weight.weight,
-        "scales": p.weight.scales,
-        **sums_of_parts(tile.split, (tile.split, sets, p.m, p.n), columns * tiles),
-        **p.sizes,
-        # A mark would make a kernel of its own.
-        "TOKENS": p.m if p.target.batch_invariant else aligned(p.m),
-    }
+    sums = sums_of_parts(tile.split, (tile.split, sets, p.m, p.n), columns * tiles)
+    # A mark would make a kernel of its own.
+    tokens = p.m if p.target.batch_invariant else aligned(p.m)
+    args: dict[str, Arg] = {**p.operands, **sums, **p.sizes, "TOKENS": tokens}
     constants = {"BM": tile.bm, "ROWS": tile.rows, "SPLIT": tile.split, "BLOCKS": p.form == Fp8(by_row=False)}
     constants |= {"EVEN": p.k % SCALE_BLOCK == 0, "ADD": p.add, "GATED": p.gated}
     grid, warps = (columns, tile.split, tiles), tile.warps

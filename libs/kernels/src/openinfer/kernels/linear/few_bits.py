@@ -57,11 +57,11 @@ def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
     form, scales = weight.form, weight.scales
     if isinstance(form, Int8):
         assert scales is not None
+        args: dict[str, Arg] = {"weight": weight.weight, "scales": scales}
         constants: dict[str, int | bool] = {
             "GROUP": form.group,
             "CHUNK": _chunk(form.group or weight.columns),
         }
-        args: dict[str, Arg] = {"weight": weight.weight, "scales": scales}
         return FormKernels("int8", "openinfer.kernels.device.int8", args, constants)
     if isinstance(form, Fp4):
         assert isinstance(scales, Tensor)
@@ -97,13 +97,8 @@ def _few(p: Problem) -> Iterator[Command]:
     assert own is not None
     tile = few_tile(p.target, p.m, p.n, p.k)
     columns, tiles = -(-p.n // tile.rows), -(-p.m // tile.bm)
-    args: dict[str, Arg] = {
-        "out": p.out,
-        "x": p.x,
-        **(own.words() if own.paired else own.args),
-        **sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles),
-        **p.sizes,
-    }
+    sums = sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles)
+    args = {"out": p.out, "x": p.x, **(own.words() if own.paired else own.args), **sums, **p.sizes}
     name = f"project_{own.name}" + "_packed" * (own.name == "int4" and own.paired)
     height = "BN" if name == "project_int4" else "ROWS"
     constants = {"BM": tile.bm, height: tile.rows, "SPLIT": tile.split, "ADD": p.add}
@@ -131,10 +126,8 @@ def _widened(p: Problem) -> Iterator[Command | Problem]:
         args, warps, columns = own.words(), 8, _chunk(p.k, 256)
         constants = {**constants, "RUN": columns, "PAIRS": in_pairs(p.target)}
     args = {"out": wide, **args, "N": p.rows, "K": Aligned(p.k)}
-    grid = (-(-p.rows // block), p.k // columns)
-    yield launch(
-        own.device, f"dequantize_{own.name}", grid, args, {"BN": block, **constants}, num_warps=warps
-    )
+    name, grid = f"dequantize_{own.name}", (-(-p.rows // block), p.k // columns)
+    yield launch(own.device, name, grid, args, {"BN": block, **constants}, num_warps=warps)
     yield replace(p, weight=Linear(wide), choice=None)
 
 

@@ -8,7 +8,7 @@ from openinfer.kernels.formats.fp4 import Fp4
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.linear.choices import CLUSTERED, sent_bytes, under_way
 from openinfer.kernels.linear.problem import Kernel, Problem
-from openinfer.kernels.op.launch import Command, Launch, TensorMap, launch_cuda, power_of_two
+from openinfer.kernels.op.launch import Arg, Command, Launch, TensorMap, launch_cuda, power_of_two
 from openinfer.kernels.op.target import shared_bytes
 
 FEW_TOKENS, MOST_TOKENS, BLOCK_TOKENS = 8, 256, 128
@@ -41,19 +41,14 @@ class Clusters:
 def int4_choice(p: Problem) -> Clusters | None:
     """The clusters for a product, or None where their kernel does not take it."""
     fp4 = p.form == Fp4()
-    if (
-        not (fp4 or (p.form == Int4Groups(GROUP) and p.m > 1))
-        or p.target.batch_invariant
-        or p.m > MOST_TOKENS
-    ):
+    if not (fp4 or (p.form == Int4Groups(GROUP) and p.m > 1)) or p.target.batch_invariant:
         return None
     if not p.target.nvrtc or p.target.arch != 90 or p.k % DEPTH or p.n % 16:
         return None
-    if p.m > BLOCK_TOKENS and p.rows * p.k < LARGE:
+    if p.m > MOST_TOKENS or (p.m > BLOCK_TOKENS and p.rows * p.k < LARGE):
         return None
-    return _choose(
-        p.target.num_sms, min(BLOCK_TOKENS, max(FEW_TOKENS, power_of_two(p.m))), p.n, p.k, p.gated, fp4
-    )
+    tokens = min(BLOCK_TOKENS, max(FEW_TOKENS, power_of_two(p.m)))
+    return _choose(p.target.num_sms, tokens, p.n, p.k, p.gated, fp4)
 
 
 @functools.cache
@@ -118,38 +113,20 @@ def int4_cluster(c: Clusters, p: Problem) -> Launch:
     sums = parts * c.tokens * (rows + (20 - rows % 16) % 16) * 4
     ring = max(c.stages * _stage(c.tokens, rows), sums)
     assert p.weight.scales is not None
-    return launch_cuda(
-        "openinfer.kernels.device",
-        "int4_cluster.cu",
-        "int4_cluster",
-        (-(-p.n // c.columns) * c.split, -(-p.m // c.tokens)),
-        {
-            "out": p.out,
-            "x": TensorMap(p.x, (c.tokens, 64)),
-            "weight": TensorMap(p.weight.weight, (c.columns, DEPTH // 2)),
-            "words": p.weight.scales,
-            **p.sizes,
-        },
-        {
-            "TOKENS": c.tokens,
-            "ROWS": c.columns,
-            "SPLIT": c.split,
-            "STAGES": c.stages,
-            "UNDER_WAY": under_way(c.stages, DEPTH * rows // 2, c.tokens, codes=True),
-            "SIDES": sides,
-            "PARTS": parts,
-            "WORDS": pitch,
-            "GATED": p.gated,
-            "ADD": p.add,
-            **({"FP4": True} if fp4 else {}),
-        },
-        threads=128 * (sides * parts + 1),
-        shared=ring
-        + _held(rows, k, c.split, 16 if fp4 else 4)
-        + sent_bytes(c.tokens, rows, c.split, _sent(c.tokens, rows))
-        + 16 * (c.stages + 1),
-        early=True,
+    x, weight = TensorMap(p.x, (c.tokens, 64)), TensorMap(p.weight.weight, (c.columns, DEPTH // 2))
+    args: dict[str, Arg] = {"out": p.out, "x": x, "weight": weight, "words": p.weight.scales, **p.sizes}
+    most = under_way(c.stages, DEPTH * rows // 2, c.tokens, codes=True)
+    constants = {"TOKENS": c.tokens, "ROWS": c.columns, "SPLIT": c.split, "STAGES": c.stages}
+    constants |= {"UNDER_WAY": most, "SIDES": sides, "PARTS": parts, "WORDS": pitch}
+    constants |= {"GATED": p.gated, "ADD": p.add, **({"FP4": True} if fp4 else {})}
+    grid = (-(-p.n // c.columns) * c.split, -(-p.m // c.tokens))
+    shared = ring + _held(rows, k, c.split, 16 if fp4 else 4) + 16 * (c.stages + 1)
+    shared += sent_bytes(c.tokens, rows, c.split, _sent(c.tokens, rows))
+    kernel, threads = (
+        ("openinfer.kernels.device", "int4_cluster.cu", "int4_cluster"),
+        128 * (sides * parts + 1),
     )
+    return launch_cuda(*kernel, grid, args, constants, threads=threads, shared=shared, early=True)
 
 
 def _clusters(p: Problem) -> Iterator[Command]:

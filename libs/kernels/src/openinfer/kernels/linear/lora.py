@@ -7,11 +7,12 @@ from dataclasses import replace
 from openinfer.kernels.formats.linear import Plain
 from openinfer.kernels.linear.choices import measured, rule
 from openinfer.kernels.linear.cluster import adapted_choice, cluster_product
-from openinfer.kernels.linear.problem import Kernel, Operand, Problem
+from openinfer.kernels.linear.problem import Kernel, Operand, Problem, sums_of_parts
 from openinfer.kernels.lora.launches import low_rank_product, many, takes_few
-from openinfer.kernels.lora.low_rank import MOST_PARTS, Lora
+from openinfer.kernels.lora.low_rank import Lora
 from openinfer.kernels.norms import Norm, launch_silu_mul, norm
-from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
+from openinfer.kernels.op.launch import Aligned, Command, Launch, Scratch, aligned, launch, power_of_two
+from openinfer.kernels.op.op import tensors
 from openinfer.kernels.store.tables import ProductChoice
 from openinfer.tensor import Tensor, float32, int32
 
@@ -109,32 +110,18 @@ def _chunks(k: int) -> int:
 
 
 def _small(c: ProductChoice, p: Problem, lora: Lora[Tensor]) -> Launch:
-    a, b, parts = lora.a, lora.b, lora.parts
-    (places, rows, _), rank, halves = a.shape, b.shape[2], 2 if p.gated else 1
+    a, b, halves = lora.a, lora.b, 2 if p.gated else 1
+    (places, rows, _), rank = a.shape, b.shape[2]
     chunks, block = _chunks(p.k), min(ROWS, power_of_two(rows))
     width = -(-p.k // (chunks * c.bk)) * c.bk
-    units, tiles, whole = places * chunks * -(-rows // block), -(-p.n // c.bn), c.split == 1
-    programs = 1 if whole else c.split + 1  # of a tile; with parts of K the adapters are one more
-    args: dict[str, Arg] = {
-        "out": p.out,
-        "x": p.x,
-        "weight": p.weight.weight,
-        "a": a,
-        "b": b,
-        "adapters": lora.adapters,
-        "token_slots": lora.token_slots,
-        "low": Scratch((chunks, c.bm, rows), float32),
-        "state": Scratch((2,), int32, zeroed=True),
-        "partial": Scratch((1,) if whole else (halves * programs, c.bm, p.n), float32),
-        "counter": Scratch((1,) if whole else (tiles,), int32, zeroed=True),
-        **p.sizes,
-        "a_stride": aligned(a.strides[0]),
-        "b_stride": aligned(b.strides[0]),
-        "places": places,
-        "rows": Aligned(rows),
-        "units": units,
-        **{f"size{i}": parts[i] if i < len(parts) else 0 for i in range(MOST_PARTS)},
-    }
+    units, tiles = places * chunks * -(-rows // block), -(-p.n // c.bn)
+    programs = 1 if c.split == 1 else c.split + 1  # of a tile; with parts of K the adapters are one more
+    args = {**p.operands, **tensors(lora, "a", "b", "adapters", "token_slots")}
+    args["low"] = Scratch((chunks, c.bm, rows), float32)
+    args["state"] = Scratch((2,), int32, zeroed=True)
+    args |= {**sums_of_parts(c.split, (halves * programs, c.bm, p.n), tiles), **p.sizes}
+    args |= {"a_stride": aligned(a.strides[0]), "b_stride": aligned(b.strides[0])}
+    args |= {"places": places, "rows": Aligned(rows), "units": units, **lora.sizes}
     constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split, "PARTS": programs}
     constants |= {"ADD": p.add, "GATED": p.gated}
     columns = min(COLUMNS, c.warps * NUMBERS // max(c.bn * halves, 4 * c.bm))

@@ -10,6 +10,7 @@ from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats.linear import Linear, Plain
 from openinfer.kernels.linear.choices import CodedTile, measured, rule
 from openinfer.kernels.linear.cublas import CUBLAS_WORKSPACE
+from openinfer.kernels.linear.few_bits import in_pairs
 from openinfer.kernels.linear.problem import Kernel, Operand, Problem, sums_of_parts
 from openinfer.kernels.op.coded import Coded, code_args
 from openinfer.kernels.op.launch import (
@@ -72,14 +73,8 @@ def _scale_rows(p: Problem) -> int:
 
 
 def _takes_codes(p: Problem) -> bool:
-    return (
-        p.op == "project"
-        and p.form != Plain()
-        and p.x_scales is not None
-        and multiplies_codes(p.target)
-        and p.k % 128 == 0
-        and _scale_rows(p) == SCALE_BLOCK
-    )
+    coded = p.op == "project" and p.form != Plain() and p.x_scales is not None
+    return coded and multiplies_codes(p.target) and p.k % 128 == 0 and _scale_rows(p) == SCALE_BLOCK
 
 
 def _takes_codes_of_many(p: Problem) -> bool:
@@ -160,32 +155,15 @@ def _few(p: Problem) -> Iterator[Command]:
             break
         split *= 2
     words = weight.view_as(int32) if float8 else weight
-    args: dict[str, Arg] = {
-        "out": p.out,
-        "x": x,
-        "weight": words,
-        "scales": p.weight.scales or weight,
-        **sums_of_parts(split, (split, p.m, p.n), columns * tiles),
-        **p.sizes,
-        "K_WORDS": Aligned(words.shape[1]),
-        "GROUP_ROWS": Aligned(rows),
-        "x_stride": aligned(x.shape[1] if isinstance(x, Scratch) else x.strides[0]),
-        "scale_blocks": -(-k // 128),
-    }
-    constants = {
-        "BM": bm,
-        "ROWS": height,
-        "BK": bk,
-        "SPLIT": split,
-        "WARPS": WARPS,
-        "FLOAT8": float8,
-        "SCALE_ROWS": _scale_rows(p),
-        "PAIRS": p.target.arch >= 90 and not p.target.interpreted,
-    }
+    args: dict[str, Arg] = {"out": p.out, "x": x, "weight": words, "scales": p.weight.scales or weight}
+    args |= {**sums_of_parts(split, (split, p.m, p.n), columns * tiles), **p.sizes}
+    args |= {"K_WORDS": Aligned(words.shape[1]), "GROUP_ROWS": Aligned(rows)}
+    args |= {"x_stride": aligned(x.strides[0]), "scale_blocks": -(-k // 128)}
+    constants = {"BM": bm, "ROWS": height, "BK": bk, "SPLIT": split, "WARPS": WARPS}
+    constants |= {"FLOAT8": float8, "SCALE_ROWS": _scale_rows(p), "PAIRS": in_pairs(p.target)}
     turn = bk * (height * weight.itemsize + 2 * bm)  # bytes of one stage
     stages = min(2 if many else 4 if float8 else 5, (shared_bytes(p.target.arch) - 1024) // turn)
-    grid = (columns, split, tiles)
-    early = p.target.early(p.m)
+    grid, early = (columns, split, tiles), p.target.early(p.m)
     yield launch(
         _DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages, early=early
     )
@@ -196,15 +174,8 @@ def _codes_of_many(p: Problem) -> Iterator[Command]:
     own, blocks = _tensor(p.weight.scales), p.k // SCALE_BLOCK
     scales, x_scales = Scratch(own.shape, float32), Scratch((blocks, p.m), float32)
     workspace = Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8))
-    args: dict[str, Arg] = {
-        "out": scales,
-        "x_out": x_scales,
-        "scales": own,
-        "x_scales": _tensor(p.x_scales),
-        "count": own.numel,
-        "tokens": p.m,
-        "blocks": blocks,
-    }
+    args: dict[str, Arg] = {"out": scales, "x_out": x_scales, "scales": own, "x_scales": _tensor(p.x_scales)}
+    args |= {"count": own.numel, "tokens": p.m, "blocks": blocks}
     grid = (-(-own.numel // 256) + -(-blocks * p.m // 256),)
     yield launch(_DEVICE, "float_scales", grid, args, {"BLOCK": 256}, num_warps=2)
     yield Matmul(p.out, p.x, p.weight.weight, workspace, scales=(x_scales, scales))
@@ -212,18 +183,10 @@ def _codes_of_many(p: Problem) -> Iterator[Command]:
 
 def _codes(p: Problem) -> Iterator[Launch]:
     """Products of float8 codes."""
-    k, tile = p.k, packed_tile(p.target, p.m, p.rows, p.k)
+    tile = packed_tile(p.target, p.m, p.rows, p.k)
     columns, tiles = -(-p.n // tile.rows), -(-p.m // tile.bm)
-    args: dict[str, Arg] = {
-        "out": p.out,
-        "x": p.x,
-        "x_scales": _tensor(p.x_scales),
-        "weight": p.weight.weight,
-        "scales": _tensor(p.weight.scales),
-        **sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles),
-        **p.sizes,
-        "K_BLOCKS": k // 128,
-    }
+    sums = sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles)
+    args: dict[str, Arg] = {**p.operands, **sums, **p.sizes, "K_BLOCKS": p.k // 128}
     constants, early = {"BM": tile.bm, "ROWS": tile.rows, "SPLIT": tile.split}, p.target.early(p.m)
     warps, stages, grid = tile.warps, tile.stages, (columns, tile.split, tiles)
     yield launch(
@@ -234,28 +197,16 @@ def _codes(p: Problem) -> Iterator[Launch]:
 def _widened(p: Problem) -> Iterator[Launch | Problem]:
     """Products of bf16, for what takes no codes."""
     x = Scratch(p.x.shape, bfloat16)
-    args: dict[str, Arg] = {
-        "out": x,
-        "codes": p.x,
-        "scales": _tensor(p.x_scales),
-        "width": Aligned(p.x.shape[1]),
-    }
-    yield _by_rows(p.target, "widen_rows", x.shape, args)
+    args: dict[str, Arg] = {"out": x, "codes": p.x, "scales": _tensor(p.x_scales)}
+    yield _by_rows(p.target, "widen_rows", x.shape, args | {"width": Aligned(p.x.shape[1])})
     yield dataclasses.replace(p, x=x, x_scales=None)
 
 
 def _dequantized(p: Problem, out: Scratch, first: int) -> Launch:
     """Some rows of a float8 weight made bf16."""
     (n, k), scales = out.shape, _tensor(p.weight.scales)
-    args: dict[str, Arg] = {
-        "out": out,
-        "weight": p.weight.weight,
-        "scales": scales,
-        "first": first,
-        "N": n,
-        "K": Aligned(k),
-        "scale_blocks": scales.shape[1],
-    }
+    args: dict[str, Arg] = {"out": out, "weight": p.weight.weight, "scales": scales, "first": first}
+    args |= {"N": n, "K": Aligned(k), "scale_blocks": scales.shape[1]}
     constants = {"BN": 32, "SCALE_ROWS": _scale_rows(p)}
     return launch(_DEVICE, "dequantize", (-(-n // 32), -(-k // 128)), args, constants)
 
@@ -282,9 +233,8 @@ def _by_rows(
 
 def launch_code_rows(target: Target, out: Coded[Tensor], x: Operand) -> Launch:
     """out = x through q8; rows of x at any stride."""
-    stride = x.shape[1] if isinstance(x, Scratch) else x.strides[0]
     args: dict[str, Arg] = {"codes": out.codes, "scales": out.scales, "x": x}
-    args |= {"width": aligned(x.shape[1]), "x_stride": aligned(stride)}
+    args |= {"width": aligned(x.shape[1]), "x_stride": aligned(x.strides[0])}
     return _by_rows(target, "code_rows", x.shape, args)
 
 
@@ -299,13 +249,7 @@ def launch_norm_rows(
 ) -> Launch:
     """out = the RMS norm of x."""
     rows, width = x.shape
-    args: dict[str, Arg] = {
-        **code_args(out),
-        "x": x,
-        "norm_weight": norm_weight,
-        "width": aligned(width),
-        "eps": eps,
-    }
+    args = {**code_args(out), "x": x, "norm_weight": norm_weight, "width": aligned(width), "eps": eps}
     constants = {"BLOCKS": power_of_two(-(-width // 128)), "CODED": isinstance(out, Coded)}
     warps, early = 8 if width > 2048 else 4, target.early(rows)
     return launch(_DEVICE, "norm_rows", (rows,), args, constants, num_warps=warps, early=early)

@@ -9,7 +9,18 @@ from openinfer.kernels.linear.choices import planned
 from openinfer.kernels.linear.int4 import int4_choice
 from openinfer.kernels.linear.problem import Kernel, Operand, Problem, sums_of_parts
 from openinfer.kernels.norms import launch_silu_mul, norm
-from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, TensorMap, launch, launch_cuda
+from openinfer.kernels.op.launch import (
+    Aligned,
+    Arg,
+    Command,
+    Launch,
+    Scratch,
+    TensorMap,
+    aligned,
+    launch,
+    launch_cuda,
+    power_of_two,
+)
 from openinfer.kernels.op.rounding import SCALE_BLOCK
 from openinfer.kernels.op.target import shared_bytes
 from openinfer.tensor import bfloat16
@@ -48,24 +59,10 @@ def _gemv_takes(p: Problem) -> bool:
 def _gemv(p: Problem) -> Iterator[Command]:
     c, form = planned(p), p.form
     gain, eps = p.norm or (p.x_scales or p.x, 0.0)
-    args: dict[str, Arg] = {
-        "out": p.out,
-        "x": p.x,
-        "gain": gain,
-        "weight": p.weight.weight,
-        "scales": _scales(p),
-        "N": Aligned(p.n),
-        "K": Aligned(p.k),
-        "eps": eps,
-    }
-    constants = {
-        "BN": c.bn,
-        "STAGES": c.stages,
-        "NORM": 1 << (p.k - 1).bit_length() if p.norm else 0,
-        "ADD": p.add,
-        "GATED": p.gated,
-        "CODED": p.x_scales is not None,
-    }
+    args: dict[str, Arg] = {"out": p.out, "x": p.x, "gain": gain, "weight": p.weight.weight}
+    args |= {"scales": _scales(p), "N": Aligned(p.n), "K": Aligned(p.k), "eps": eps}
+    constants = {"BN": c.bn, "STAGES": c.stages, "NORM": power_of_two(p.k) if p.norm else 0}
+    constants |= {"ADD": p.add, "GATED": p.gated, "CODED": p.x_scales is not None}
     name = "gemv"
     if form == Fp8(by_row=False) and c.bk % SCALE_BLOCK == 0:
         name, more = "gemv_scaled", {"BLOCKS": c.bk // SCALE_BLOCK}
@@ -97,14 +94,8 @@ def _widened(p: Problem) -> Iterator[Command | Problem]:
 def _small(p: Problem) -> Iterator[Command]:
     c = planned(p)
     tiles = -(-p.n // c.bn)
-    args: dict[str, Arg] = {
-        "out": p.out,
-        "x": p.x,
-        "weight": p.weight.weight,
-        "scales": _scales(p),
-        **sums_of_parts(c.split, ((2 if p.gated else 1) * c.split, c.bm, p.n), tiles),
-        **p.sizes,
-    }
+    sums = sums_of_parts(c.split, ((2 if p.gated else 1) * c.split, c.bm, p.n), tiles)
+    args: dict[str, Arg] = {**p.operands, "scales": _scales(p), **sums, **p.sizes}
     constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split}
     constants |= {"ADD": p.add, "GATED": p.gated, "SCALED": _scaled(p.form)}
     grid = (tiles, c.split)
@@ -127,28 +118,16 @@ def _gemm(p: Problem) -> Launch:
     if c.kind == "pointer":
         args: dict[str, Arg] = {"out": p.out, "x": p.x, "weight": weight, **p.sizes}
         return launch(_DEVICE, "gemm", (tiles,), args, constants, num_warps=c.warps, num_stages=c.stages)
-    args = {
-        "out": TensorMap(p.out, (c.bm, c.bn)),
-        "old": p.out,
-        "x": TensorMap(p.x, (c.bm, c.bk)),
-        "weight": TensorMap(weight, (c.bn, c.bk)),
-        **p.sizes,
-    }
+    args = {"out": TensorMap(p.out, (c.bm, c.bn)), "old": p.out, "x": TensorMap(p.x, (c.bm, c.bk))}
+    args |= {"weight": TensorMap(weight, (c.bn, c.bk)), **p.sizes}
     grid = (min(tiles, p.target.num_sms),)
     return launch(_DEVICE, "gemm_tma", grid, args, constants, num_warps=c.warps, num_stages=c.stages)
 
 
 def _gated_takes(p: Problem) -> bool:
-    return (
-        p.gated
-        and p.target.nvrtc
-        and p.target.arch == 90
-        and not p.target.interpreted
-        and not p.target.batch_invariant
-        and p.m >= GATED_TOKENS
-        and p.k % GATED_DEPTH == 0
-        and p.n % 8 == 0
-    )
+    known = p.target.nvrtc and p.target.arch == 90 and not p.target.interpreted
+    fits = p.m >= GATED_TOKENS and p.k % GATED_DEPTH == 0 and p.n % 8 == 0
+    return p.gated and known and not p.target.batch_invariant and fits
 
 
 def _gated(p: Problem) -> Iterable[Command]:
@@ -156,23 +135,15 @@ def _gated(p: Problem) -> Iterable[Command]:
     results = GATED_TILE * GATED_COLUMNS * 2
     stage = (GATED_TILE + 2 * GATED_COLUMNS) * GATED_DEPTH * 2
     stages = (shared_bytes(p.target.arch) - results) // (stage + 16)
-    yield launch_cuda(
-        "openinfer.kernels.device",
-        "gated_product.cu",
-        "gated_product",
-        (p.target.num_sms // 2 * 2,),
-        {
-            "out": TensorMap(p.out, (64, GATED_COLUMNS)),
-            "x": TensorMap(p.x, (GATED_TILE, GATED_DEPTH)),
-            "weight": TensorMap(p.weight.weight, (GATED_COLUMNS, GATED_DEPTH)),
-            "M": p.m,
-            "I": Aligned(p.n) if p.n % 16 == 0 else p.n,
-            "K": Aligned(p.k),
-        },
-        {"STAGES": stages},
-        threads=384,
-        shared=results + stages * (stage + 16),
-    )
+    args: dict[str, Arg] = {
+        "out": TensorMap(p.out, (64, GATED_COLUMNS)),
+        "x": TensorMap(p.x, (GATED_TILE, GATED_DEPTH)),
+        "weight": TensorMap(p.weight.weight, (GATED_COLUMNS, GATED_DEPTH)),
+    }
+    args |= {"M": p.m, "I": aligned(p.n), "K": Aligned(p.k)}
+    kernel = "openinfer.kernels.device", "gated_product.cu", "gated_product", (p.target.num_sms // 2 * 2,)
+    shared = results + stages * (stage + 16)
+    yield launch_cuda(*kernel, args, {"STAGES": stages}, threads=384, shared=shared)
 
 
 GEMV = Kernel("gemv", _gemv_takes, _gemv)

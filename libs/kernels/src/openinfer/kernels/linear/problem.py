@@ -61,6 +61,13 @@ class Problem:
         return self.weight.columns
 
     @property
+    def operands(self) -> dict[str, Arg]:
+        """The operands with those of their scales that there are, as arguments of a kernel."""
+        x, weight = {"x": self.x, "x_scales": self.x_scales}, self.weight
+        given = {"out": self.out, **x, "weight": weight.weight, "scales": weight.scales}
+        return {name: one for name, one in given.items() if one is not None}
+
+    @property
     def sizes(self) -> dict[str, Arg]:
         """M, N and K as arguments of a kernel."""
         return {"M": self.m, "N": Aligned(self.n), "K": Aligned(self.k)}

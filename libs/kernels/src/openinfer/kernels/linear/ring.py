@@ -49,30 +49,14 @@ def _ring(
     programs, rows = min(p.target.num_sms, p.n), c.bn // 2 if p.gated else c.bn
     most = -(-p.n // programs)
     turns = -(-most // rows)
-    shared = {
-        "WARPS": c.warps,
-        "ROWS": c.bn,
-        "STAGES": c.stages,
-        "UNDER_WAY": most_under_way,
-        "TURNS": turns,
-        "NORM": p.norm is not None,
-        "WIDE": gain.dtype == float32,
-        "ADD": p.add,
-        "GATED": p.gated,
-        "FLOAT": p.out.dtype == float32,
-    }
+    args = {"out": p.out, "x": p.x, "gain": gain, **weights, "N": Aligned(p.n), "eps": eps}
+    own = {"WARPS": c.warps, "ROWS": c.bn, "STAGES": c.stages, "UNDER_WAY": most_under_way, "TURNS": turns}
+    own |= {"NORM": p.norm is not None, "WIDE": gain.dtype == float32, "ADD": p.add, "GATED": p.gated}
+    own |= {"FLOAT": p.out.dtype == float32, **constants}
     numbers = turns * c.bn * sums[0] + sums[1]
-    return launch_cuda(
-        "openinfer.kernels.device",
-        f"{kernel}.cu",
-        f"gemv_{kernel}",
-        (programs,),
-        {"out": p.out, "x": p.x, "gain": gain, **weights, "N": Aligned(p.n), "eps": eps},
-        {**shared, **constants},
-        threads=32 * c.warps + 32,
-        shared=c.stages * (stage + 16) + -(-numbers // 4) * 16,
-        early=True,
-    )
+    threads, shared = 32 * c.warps + 32, c.stages * (stage + 16) + -(-numbers // 4) * 16
+    spec = "openinfer.kernels.device", f"{kernel}.cu", f"gemv_{kernel}", (programs,)
+    return launch_cuda(*spec, args, own, threads=threads, shared=shared, early=True)
 
 
 def group_choice(p: Problem) -> ProductChoice | None:
@@ -97,12 +81,9 @@ def _of_codes(p: Problem) -> Iterator[Command]:
     assert c is not None
     assert scales is not None
     words, groups = _words(p), p.k // SCALE_BLOCK
-    constants = {
-        "COLUMNS": p.k,
-        "GROUP_BYTES": SCALE_BLOCK // 2 if words else SCALE_BLOCK,
-        "CODING": 4 if isinstance(p.form, Fp4) else _CODINGS[p.weight.coding],
-        "BY_ROW": p.form == Fp8(by_row=True),
-    }
+    constants = {"COLUMNS": p.k, "GROUP_BYTES": SCALE_BLOCK // 2 if words else SCALE_BLOCK}
+    constants["CODING"] = 4 if isinstance(p.form, Fp4) else _CODINGS[p.weight.coding]
+    constants["BY_ROW"] = p.form == Fp8(by_row=True)
     x_scale = scales if p.weight.x_scale is None else p.weight.x_scale
     weights: dict[str, Arg] = {"x_scale": x_scale, "weight": weight, "scales": scales}
     stage = c.bn * (weight.shape[1] + words)

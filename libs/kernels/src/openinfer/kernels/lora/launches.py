@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from openinfer.kernels.lora.low_rank import MOST_PARTS, Lora
+from openinfer.kernels.lora.low_rank import Lora
 from openinfer.kernels.norms import Norm, norm
 from openinfer.kernels.op.launch import Arg, Command, Scratch, aligned, launch, power_of_two
+from openinfer.kernels.op.op import tensors
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, float32, int32
 
@@ -59,14 +60,9 @@ def many(
     tile, block, width = (16, 16, 64) if few else (64, min(64, power_of_two(rows)), 64 if both else 128)
     tiles, splits, blocks = -(-tokens // tile), -(-columns // SPLIT), -(-rows // block)
     low = Scratch((tokens, rows), x.dtype)
-    args: dict[str, Arg] = {
-        "low": low,
-        "partial": Scratch((splits, tokens, rows), float32),
-        "counter": Scratch((tiles * blocks,), int32, zeroed=True),
-        "x": x,
-        **_of_a(x, lora),
-        "places": places,
-    }
+    args: dict[str, Arg] = {"low": low, "partial": Scratch((splits, tokens, rows), float32)}
+    args["counter"] = Scratch((tiles * blocks,), int32, zeroed=True)
+    args |= {"x": x, **_of_a(x, lora), "places": places}
     constants = {"BM": tile, "BR": block, "BK": 128, "SPLIT": SPLIT}
     yield launch(_DEVICE, "lora_shrink", (tiles, splits, blocks), args, constants)
     args = {"out": out, "both": both or out, "low": low, **_of_b(out, lora), "places": places}
@@ -77,30 +73,16 @@ def many(
 
 
 def _of_a(x: Tensor | Scratch, lora: Lora[Tensor]) -> dict[str, Arg]:
-    tokens, columns = x.shape
-    return {
-        "a": lora.a,
-        "adapters": lora.adapters,
-        "token_slots": lora.token_slots,
-        "tokens": tokens,
-        "x_stride": aligned(columns),
-        "a_stride": aligned(lora.a.strides[0]),
-        "K": aligned(columns),
-        "rows": aligned(lora.a.shape[1]),
-    }
+    (tokens, columns), (_, rows, _) = x.shape, lora.a.shape
+    args: dict[str, Arg] = {**tensors(lora, "a", "adapters", "token_slots"), "tokens": tokens}
+    args |= {"x_stride": aligned(columns), "a_stride": aligned(lora.a.strides[0])}
+    return args | {"K": aligned(columns), "rows": aligned(rows)}
 
 
 def _of_b(out: Tensor | Scratch, lora: Lora[Tensor]) -> dict[str, Arg]:
-    parts = lora.parts
-    return {
-        "b": lora.b,
-        "adapters": lora.adapters,
-        "token_slots": lora.token_slots,
-        "tokens": out.shape[0],
-        "out_stride": aligned(out.strides[0]),
-        "b_stride": aligned(lora.b.strides[0]),
-        **{f"size{n}": parts[n] if n < len(parts) else 0 for n in range(MOST_PARTS)},
-    }
+    args: dict[str, Arg] = {**tensors(lora, "b", "adapters", "token_slots"), "tokens": out.shape[0]}
+    args |= {"out_stride": aligned(out.strides[0]), "b_stride": aligned(lora.b.strides[0])}
+    return args | lora.sizes
 
 
 def _few(
@@ -112,31 +94,15 @@ def _few(
     width = 256 if columns <= 4096 else 512  # columns of a program
     tiles, splits = -(-tokens // FEW_TILE), -(-columns // width)
     partial, squares = Scratch((splits, tokens, rows), float32), Scratch((splits, tokens), float32)
-    args: dict[str, Arg] = {
-        "partial": partial,
-        "squares": squares,
-        "x": x,
-        "gain": x if normed is None else normed.weight,
-        **_of_a(x, lora),
-        "tiles": tiles,
-    }
+    gain, eps = normed or (x, 0.0)
+    args: dict[str, Arg] = {"partial": partial, "squares": squares, "x": x, "gain": gain}
+    args |= {**_of_a(x, lora), "tiles": tiles}
     constants = {"BM": FEW_TILE, "BR": 16, "BK": 256, "SPLIT": width, "NORM": normed is not None}
     yield launch(_DEVICE, "lora_shrink_few", (places * tiles, splits, rows // 16), args, constants)
     block = 256 if max(parts) > 8192 else 128
-    more: dict[str, Arg] = {
-        "tiles": tiles,
-        "places": places,
-        "K": columns,
-        "eps": 0.0 if normed is None else normed.eps,
-    }
-    args = {"out": out, "partial": partial, "squares": squares, **_of_b(out, lora), "splits": splits, **more}
-    constants = {
-        "BM": FEW_TILE,
-        "BN": block,
-        "RANK": rank,
-        "SPLITS": power_of_two(splits),
-        "PARTS": len(parts),
-    }
-    constants |= {"ADD": add, "NORM": normed is not None}
+    args = {"out": out, "partial": partial, "squares": squares, **_of_b(out, lora), "splits": splits}
+    args |= {"tiles": tiles, "places": places, "K": columns, "eps": eps}
+    constants = {"BM": FEW_TILE, "BN": block, "RANK": rank, "SPLITS": power_of_two(splits)}
+    constants |= {"PARTS": len(parts), "ADD": add, "NORM": normed is not None}
     grid = (tiles * (places + (not add)), -(-max(parts) // block), len(parts))
     yield launch(_DEVICE, "lora_expand_few", grid, args, constants)

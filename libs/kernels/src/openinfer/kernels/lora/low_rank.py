@@ -34,6 +34,12 @@ class Lora(Generic[T]):
     token_slots: T
     """int32 [T]"""
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The parts as arguments of a kernel, which takes MOST_PARTS."""
+        rest = (0,) * (MOST_PARTS - len(self.parts))
+        return {f"size{n}": size for n, size in enumerate((*self.parts, *rest))}
+
 
 def expect_lora(x: Tensor, columns: int, lora: Lora[Tensor] | None) -> None:
     """Raise ContractError unless the adapters fit a product of x [T, K] with that many columns."""
