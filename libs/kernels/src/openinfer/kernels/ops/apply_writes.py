@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Generic
 
 from openinfer.kernels.op.contract import expect, expect_each, require
-from openinfer.kernels.op.launch import Command, launch
-from openinfer.kernels.op.op import Cost, Op, T, Workload
+from openinfer.kernels.op.launch import Arg, Command, launch
+from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
+
+_DEVICE = "openinfer.kernels.device.rows"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +40,8 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     capacity, block = (a.writes.shape[0] - 1) // 2, 256
-    yield launch(
-        "openinfer.kernels.device.rows",
-        "scatter_words",
-        (max(-(-capacity // block), 1),),
-        {"words": a.words, "writes": a.writes, "capacity": capacity},
-        {"BLOCK": block},
-    )
+    args: dict[str, Arg] = {**tensors(a), "capacity": capacity}
+    yield launch(_DEVICE, "scatter_words", (max(-(-capacity // block), 1),), args, {"BLOCK": block})
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
@@ -73,14 +70,9 @@ def _copy_reference(a: _CopyArgs[Array]) -> None:
 
 
 def _copy_launches(target: Target, a: _CopyArgs[Tensor]) -> Iterator[Command]:
-    block = 1024
-    yield launch(
-        "openinfer.kernels.device.rows",
-        "copy_words",
-        (-(-a.x.shape[0] // block),),
-        {"out": a.out, "x": a.x, "count": a.x.shape[0]},
-        {"BLOCK": block},
-    )
+    count, block = a.x.shape[0], 1024
+    args: dict[str, Arg] = {**tensors(a), "count": count}
+    yield launch(_DEVICE, "copy_words", (-(-count // block),), args, {"BLOCK": block})
 
 
 def _copy_cost(workload: Workload, a: _CopyArgs[Tensor]) -> Cost:

@@ -7,11 +7,13 @@ from typing import Generic
 import numpy as np
 
 from openinfer.kernels.op.contract import FLOATS, expect, expect_each, expect_rows, require
-from openinfer.kernels.op.launch import Command, aligned, launch
+from openinfer.kernels.op.launch import Arg, Command, aligned, launch
 from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, int32
+
+_DEVICE = "openinfer.kernels.device.rows"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +86,7 @@ def _gather(kernel: str, out: Tensor, sources: dict[str, Tensor]) -> Command:
     """A launch that copies rows."""
     (rows, width), block = out.shape, 1024
     args = {"out": out, **sources, "width": aligned(width)}
-    return launch("openinfer.kernels.device.rows", kernel, (rows, -(-width // block)), args, {"BLOCK": block})
+    return launch(_DEVICE, kernel, (rows, -(-width // block)), args, {"BLOCK": block})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,19 +141,10 @@ def _expand_reference(a: _ExpandArgs[Array]) -> None:
 
 def _expand_launches(target: Target, a: _ExpandArgs[Tensor]) -> Iterator[Command]:
     tokens, rows, block = a.token_ids.shape[0], a.slots.shape[0], 128
-    yield launch(
-        "openinfer.kernels.device.rows",
-        "expand_rows",
-        (-(-tokens // block),),
-        {
-            **tensors(a),
-            "drafts": a.last_tokens if a.drafts is None else a.drafts,
-            "tokens": tokens,
-            "rows": rows,
-            "steps": (rows - 1).bit_length(),
-        },
-        {"BLOCK": block, "DRAFTS": 0 if a.drafts is None else a.drafts.shape[1]},
-    )
+    args: dict[str, Arg] = {**tensors(a), "drafts": a.last_tokens if a.drafts is None else a.drafts}
+    args |= {"tokens": tokens, "rows": rows, "steps": (rows - 1).bit_length()}
+    constants = {"BLOCK": block, "DRAFTS": 0 if a.drafts is None else a.drafts.shape[1]}
+    yield launch(_DEVICE, "expand_rows", (-(-tokens // block),), args, constants)
 
 
 def _expand_cost(workload: Workload, a: _ExpandArgs[Tensor]) -> Cost:

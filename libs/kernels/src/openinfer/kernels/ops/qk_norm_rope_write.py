@@ -9,7 +9,7 @@ import numpy as np
 from openinfer.kernels.attention.kv_cache import cached_bytes, expect_cache
 from openinfer.kernels.linear.choices import releases
 from openinfer.kernels.op.contract import FLOATS, expect, expect_cos_sin, expect_each, require
-from openinfer.kernels.op.launch import Aligned, Command, Launch, launch, power_of_two
+from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, launch, power_of_two
 from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array, f32, rms_norm
 from openinfer.kernels.op.rounding import q8_codes
@@ -54,12 +54,8 @@ def _check(a: WriteArgs[Tensor]) -> None:
     expect_cache(a.kv, a.kv_scales, dim, a.qkv.dtype)
     kv_heads, page_size = a.kv.shape[2:4]
     gated = heads > 0 and a.qkv.shape[-1] == 2 * (heads + kv_heads) * dim
-    expect(
-        "qkv",
-        a.qkv,
-        (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim),
-        a.qkv.dtype if a.q is None else a.q.dtype,
-    )
+    width, dtype = ((1 + gated) * heads + 2 * kv_heads) * dim, (a.qkv if a.q is None else a.q).dtype
+    expect("qkv", a.qkv, (tokens, width), dtype)
     expect_norms(a.q_norm, a.k_norm, dim, a.qkv.dtype, float32)
     expect_cos_sin(a.cos_sin, dim)
     expect_each(a, (tokens,), int32, "positions", "token_slots")
@@ -129,34 +125,17 @@ def write_launch(target: Target, a: WriteArgs[Any], *, early_behind: bool = Fals
     # Heads a program: many small programs hide latency, large ones cost less. Sums are ordered by it.
     block = 4 if tokens <= 128 and not target.batch_invariant else 16
     rotary = 2 * a.cos_sin.shape[2]
-    release = early_behind or releases(target, tokens)
-    parts = [power_of_two(rotary // 2), power_of_two(dim - rotary) if rotary < dim else 0]
-    return launch(
-        "openinfer.kernels.device.qk_norm_rope_write",
-        "qk_norm_rope_write",
-        (tokens, -(-(heads + 2 * kv_heads) // block)),
-        {
-            "q": a.qkv if a.q is None else a.q,  # with no query heads nothing is written to it
-            **tensors(a),
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "table_width": a.block_tables.shape[1],
-            "page_stride": Aligned(a.kv.strides[0]),
-            "eps": a.eps,
-        },
-        {
-            "DIM": dim,
-            "ROTARY": rotary,
-            "HALF_BLOCK": parts[0],
-            "REST_BLOCK": parts[1],
-            "HEADS": block,
-            "PAGE": page_size,
-            "GATED": a.qkv.shape[1] != (heads + 2 * kv_heads) * dim,
-            **left_out(a, "q_norm", "k_norm", "kv_scales"),
-        },
-        num_warps=max(1, block * power_of_two(dim) // 512),
-        early=release,
-    )
+    # With no query heads nothing is written to q.
+    args: dict[str, Arg] = {"q": a.qkv if a.q is None else a.q, **tensors(a), "heads": heads}
+    args |= {"kv_heads": kv_heads, "table_width": a.block_tables.shape[1]}
+    args |= {"page_stride": Aligned(a.kv.strides[0]), "eps": a.eps}
+    constants = {"DIM": dim, "ROTARY": rotary, "HALF_BLOCK": power_of_two(rotary // 2)}
+    constants |= {"REST_BLOCK": power_of_two(dim - rotary) if rotary < dim else 0, "HEADS": block}
+    constants |= {"PAGE": page_size, "GATED": a.qkv.shape[1] != (heads + 2 * kv_heads) * dim}
+    without, early = left_out(a, "q_norm", "k_norm", "kv_scales"), early_behind or releases(target, tokens)
+    grid, warps = (tokens, -(-(heads + 2 * kv_heads) // block)), max(1, block * power_of_two(dim) // 512)
+    kernel = "openinfer.kernels.device.qk_norm_rope_write", "qk_norm_rope_write", grid
+    return launch(*kernel, args, {**constants, **without}, num_warps=warps, early=early)
 
 
 def _launches(target: Target, a: WriteArgs[Tensor]) -> Iterator[Command]:

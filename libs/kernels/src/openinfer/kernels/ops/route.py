@@ -8,11 +8,13 @@ import numpy as np
 
 from openinfer.kernels.op.cases import Memory, OpCase
 from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, expect_each, require
-from openinfer.kernels.op.launch import Command, aligned, launch, power_of_two
+from openinfer.kernels.op.launch import Arg, Command, aligned, launch, power_of_two
 from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array, f32, rounded
 from openinfer.kernels.op.target import Target
 from openinfer.tensor import Tensor, float32, int32
+
+_DEVICE = "openinfer.kernels.device.route"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,34 +112,16 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         a.groups == 1 or (experts == power_of_two(experts) and a.groups == power_of_two(a.groups)),
         f"{experts} experts in {a.groups} groups; on a GPU both are powers of two",
     )
-    yield launch(
-        "openinfer.kernels.device.route",
-        "route",
-        (tokens,),
-        {
-            **tensors(a, "expert_ids", "expert_weights", "logits"),
-            "bias": a.logits if a.bias is None else a.bias,
-            "table": a.expert_ids if a.table is None else a.table,
-            "token_ids": a.token_ids,
-            "token_slots": a.token_slots,
-            "logits_stride": aligned(a.logits.strides[0]),
-            "experts": experts,
-            "scaling": a.scaling,
-            "first_expert": a.first_expert,
-            "num_experts": a.num_experts,
-        },
-        {
-            "K": chosen,
-            "K_BLOCK": power_of_two(chosen),
-            "BLOCK": power_of_two(experts),
-            "LEARNED": a.bias is not None,
-            "SIGMOID": a.sigmoid,
-            "GROUPS": a.groups,
-            "TOP_GROUPS": a.top_groups,
-        },
-        num_warps=1,
-        early=target.starts_early,
-    )
+    args: dict[str, Arg] = {**tensors(a, "expert_ids", "expert_weights", "logits")}
+    args["bias"] = a.logits if a.bias is None else a.bias
+    args["table"] = a.expert_ids if a.table is None else a.table
+    args |= {**tensors(a, "token_ids", "token_slots"), "logits_stride": aligned(a.logits.strides[0])}
+    args |= {"experts": experts, "scaling": a.scaling}
+    args |= {"first_expert": a.first_expert, "num_experts": a.num_experts}
+    constants = {"K": chosen, "K_BLOCK": power_of_two(chosen), "BLOCK": power_of_two(experts)}
+    constants |= {"LEARNED": a.bias is not None, "SIGMOID": a.sigmoid}
+    constants |= {"GROUPS": a.groups, "TOP_GROUPS": a.top_groups}
+    yield launch(_DEVICE, "route", (tokens,), args, constants, num_warps=1, early=target.starts_early)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
@@ -225,26 +209,20 @@ def _topk_reference(a: _TopkArgs[Array]) -> None:
 def _topk_launches(target: Target, a: _TopkArgs[Tensor]) -> Iterator[Command]:
     (tokens, experts), chosen = a.logits.shape, a.expert_ids.shape[1]
     shared, gate = a.logits if a.shared is None else a.shared, a.logits if a.gate is None else a.gate
-    block = min(1024, power_of_two(shared.shape[1]))
-    yield launch(
-        "openinfer.kernels.device.route",
-        "route_topk",
-        (tokens, 1 if a.shared is None else 1 + -(-shared.shape[1] // block)),
-        {
-            **tensors(a, "expert_ids", "expert_weights", "logits", "token_slots"),
-            "shared": shared,
-            "gate": gate,
-            "logits_stride": aligned(a.logits.strides[0]),
-            "gate_stride": aligned(gate.strides[0]),
-            "width": aligned(shared.shape[1]),
-            "experts": experts,
-            "first_expert": a.first_expert,
-            "num_experts": a.num_experts,
-        },
-        {"K": chosen, "K_BLOCK": power_of_two(chosen), "BLOCK": power_of_two(experts), "COLUMNS": block},
-        num_warps=1,
-        early=target.starts_early,
-    )
+    width, early = shared.shape[1], target.starts_early
+    block = min(1024, power_of_two(width))
+    args: dict[str, Arg] = {**tensors(a, "expert_ids", "expert_weights", "logits", "token_slots")}
+    args |= {"shared": shared, "gate": gate, "logits_stride": aligned(a.logits.strides[0])}
+    args |= {"gate_stride": aligned(gate.strides[0]), "width": aligned(width), "experts": experts}
+    args |= {"first_expert": a.first_expert, "num_experts": a.num_experts}
+    grid = (tokens, 1 if a.shared is None else 1 + -(-width // block))
+    constants = {
+        "K": chosen,
+        "K_BLOCK": power_of_two(chosen),
+        "BLOCK": power_of_two(experts),
+        "COLUMNS": block,
+    }
+    yield launch(_DEVICE, "route_topk", grid, args, constants, num_warps=1, early=early)
 
 
 def _topk_cost(workload: Workload, a: _TopkArgs[Tensor]) -> Cost:

@@ -144,13 +144,8 @@ def pushed_rows(target: Target, ranks: int, rows: int, width: int, warps: int) -
 def _pushed(
     target: Target, ranks: int, rows: int, nbytes: int, at_once: int, peers: PeerTable, base: int, counts: int
 ) -> Iterator[PushedRows]:
-    constants = {
-        "WIDTH": nbytes // 2,
-        "RANKS": ranks,
-        "SLOT": PROGRAMS * nbytes,
-        "BASE": base,
-        "COUNTS": counts,
-    }
+    constants = {"WIDTH": nbytes // 2, "RANKS": ranks, "SLOT": PROGRAMS * nbytes}
+    constants |= {"BASE": base, "COUNTS": counts}
     for first in range(0, rows, at_once):
         args: dict[str, Arg] = {"peers": peers, "rank": target.rank, "first": first}
         yield PushedRows(args, constants, (min(rows - first, at_once),))
@@ -173,13 +168,8 @@ def columns_of_ranks(target: Target, out: Tensor, x: Tensor, ranks: int) -> Iter
     if not target.interpreted and part % 16 == 0 and ranks * x.nbytes < MOST_COLUMNS:
         count = -(-x.nbytes // COLUMNS_BYTES)
         for pushed in _pushed(target, ranks, count, COLUMNS_BYTES, PROGRAMS, PeerTable(None), 0, 0):
-            own: dict[str, Arg] = {
-                "out": out,
-                "x": x,
-                **pushed.args,
-                "nbytes": x.nbytes,
-                "part": Aligned(part),
-            }
+            own: dict[str, Arg] = {"out": out, "x": x, **pushed.args, "nbytes": x.nbytes}
+            own["part"] = Aligned(part)
             yield launch(_DEVICE, "push_columns", pushed.grid, own, pushed.constants, num_warps=8)
         return
     if rows == 1:
