@@ -33,15 +33,7 @@ from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
 from openinfer.recipes.deepseek_v4.ops.queries import place_vectors, q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
-from openinfer.recipes.deepseek_v4.weights import (
-    Attention,
-    Compressor,
-    Heavy,
-    Layer,
-    Mixing,
-    Sparse,
-    Weights,
-)
+from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Heavy, Layer, Mixing, Sparse, Weights
 from openinfer.recipes.engine.limits import Limits
 from openinfer.tensor import Arena, Stream, Tensor, float32, int32
 

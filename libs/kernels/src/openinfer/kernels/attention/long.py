@@ -143,12 +143,7 @@ def _split(
 
 
 def _by_hopper(
-    call: AttentionCall,
-    tile: HopperTile,
-    page_rows: int,
-    num_sms: int,
-    short: int,
-    own: Mapping[str, Arg],
+    call: AttentionCall, tile: HopperTile, page_rows: int, num_sms: int, short: int, own: Mapping[str, Arg]
 ) -> Launch:
     """`own`: what replaces the call's arguments: the pages as a matrix, and what widened pages change besides."""
     items = call.kv_heads * _tiles(call, tile)

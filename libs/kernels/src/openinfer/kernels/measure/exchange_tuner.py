@@ -23,13 +23,7 @@ from openinfer.kernels.store.cubins import Store
 from openinfer.kernels.store.tables import Exchange
 from openinfer.tensor import Arena, Device, Event, NcclRanks, Stream, Tensor, bfloat16, check, driver, uint8
 
-WAYS = (
-    Exchange("push", 16),
-    Exchange("push", 8),
-    Exchange("two_shot", 16),
-    Exchange("two_shot", 8),
-    NCCL,
-)
+WAYS = (Exchange("push", 16), Exchange("push", 8), Exchange("two_shot", 16), Exchange("two_shot", 8), NCCL)
 CALLS, REPEATS, EPS = 100, 9, 1e-6
 _ARENA_BYTES = 2 << 30
 _SCRATCH_BYTES = 256 << 20

@@ -50,12 +50,7 @@ class Session:
         self.engine = engine
         self.outcomes: dict[int, Outcome] = {}
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        **asked: Any,
-    ) -> int:
+    def submit(self, prompt: Sequence[int], max_tokens: int, **asked: Any) -> int:
         """Queue a request, greedy unless it asks for something else. asked: fields of the request, and of its sampling
         parameters. Its id."""
         request_id = len(self.outcomes)
