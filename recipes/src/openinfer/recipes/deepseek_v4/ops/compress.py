@@ -239,28 +239,17 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     single = a.max_q_len == 1 and not alike
     expect_bf16(a.entries, "entries")
     require(dim == power_of_two(dim), f"entries of {dim}; on a GPU a power of two")
-    args: dict[str, Arg] = {
-        **tensors(a, "entries", "state", "az", "ape", "norm_weight", "cos_sin"),
-        **tensors(a, "slots", "q_starts", "seq_lens", "alive", "state_tables", "entry_tables"),
-        "recent": a.state if a.recent is None else a.recent,
-        "recent_stride": Aligned(0 if a.recent is None else a.recent.strides[0]),
-        "az_stride": aligned(a.az.strides[0]),
-        "state_stride": Aligned(a.state.strides[0]),
-        "entry_stride": Aligned(a.entries.strides[0]),
-        "state_width": a.state_tables.shape[1],
-        "entry_width": a.entry_tables.shape[1],
-        "rows": rows,
-        "eps": a.eps,
-    }
+    args: dict[str, Arg] = {**tensors(a, "entries", "state", "az", "ape", "norm_weight", "cos_sin")}
+    args |= tensors(a, "slots", "q_starts", "seq_lens", "alive", "state_tables", "entry_tables")
+    args["recent"] = a.state if a.recent is None else a.recent
+    args["recent_stride"] = Aligned(0 if a.recent is None else a.recent.strides[0])
+    args |= {"az_stride": aligned(a.az.strides[0]), "state_stride": Aligned(a.state.strides[0])}
+    args |= {"entry_stride": Aligned(a.entries.strides[0]), "state_width": a.state_tables.shape[1]}
+    args |= {"entry_width": a.entry_tables.shape[1], "rows": rows, "eps": a.eps}
     window, overlap, early = a.ape.shape[0], a.state.shape[1] == 3, target.early(a.az.shape[0])
-    constants = {
-        "D": dim,
-        "ROTARY": 2 * a.cos_sin.shape[2],
-        "WINDOW": window,
-        "PAGE": PAGE,
-        "ROUNDING": a.rounding,
-        "RING": 0 if a.recent is None else a.recent.shape[1],
-    }
+    constants: dict[str, int | str] = {"D": dim, "ROTARY": 2 * a.cos_sin.shape[2], "WINDOW": window}
+    ring = 0 if a.recent is None else a.recent.shape[1]
+    constants |= {"PAGE": PAGE, "ROUNDING": a.rounding, "RING": ring}
     if overlap and not single and not alike:
         windows = 16 if a.rounding == "hadamard_q4" else min(16, max(1, 2048 // dim))
         grid = (a.az.shape[0] // (windows * window) + 2 * rows,)

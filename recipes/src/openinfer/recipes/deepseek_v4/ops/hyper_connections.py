@@ -84,26 +84,18 @@ def _mixed(target: Target, a: _MixingArgs[Tensor]) -> Iterator[Launch]:
         split *= 2
     partial = Scratch((split, tokens, 32), float32)
     own, early = {"NUMBERS": a.fn.shape[0], "SPLIT": split}, target.early(tokens)
-    yield launch(
-        _DEVICE, "hc_numbers", (split, tiles),
-        {"partial": partial, **tensors(a, "streams", "fn"), "tokens": tokens, "K": Aligned(columns)},
-        {**own, "BT": bt, "BK": bk, "STEPS": -(-columns // (bk * split))}, early=early,
-    )  # fmt: skip
-    yield launch(
-        _DEVICE, "hc_collapse", (tokens,),
-        {
-            "out": a.out, "codes": a.out if coded is None else coded.codes,
-            "scales": a.out if coded is None else coded.scales, "mix": a.base if pre is None else pre.mix,
-            "streams": a.streams, "partial": partial, **tensors(a, "base", "scale"),
-            "norm_weight": a.base if pre is None else pre.norm_weight,
-            "tokens": tokens, "width": Aligned(width), "eps": a.eps, "hc_eps": a.hc_eps,
-        },
-        {
-            **own, "BLOCKS": power_of_two(-(-width // 128)),
-            "NORM": pre is not None, "CODED": coded is not None,
-        },
-        num_warps=8 if width > 2048 else 4, early=early,
-    )  # fmt: skip
+    args: dict[str, Arg] = {"partial": partial, **tensors(a, "streams", "fn"), "tokens": tokens}
+    constants = own | {"BT": bt, "BK": bk, "STEPS": -(-columns // (bk * split))}
+    grid = (split, tiles)
+    yield launch(_DEVICE, "hc_numbers", grid, args | {"K": Aligned(columns)}, constants, early=early)
+    codes, scales = (a.out, a.out) if coded is None else (coded.codes, coded.scales)
+    mix, norm_weight = (a.base, a.base) if pre is None else (pre.mix, pre.norm_weight)
+    args = {"out": a.out, "codes": codes, "scales": scales, "mix": mix, "streams": a.streams}
+    args |= {"partial": partial, **tensors(a, "base", "scale"), "norm_weight": norm_weight}
+    args |= {"tokens": tokens, "width": Aligned(width), "eps": a.eps, "hc_eps": a.hc_eps}
+    constants = own | {"BLOCKS": power_of_two(-(-width // 128)), "NORM": pre is not None}
+    constants["CODED"], warps = coded is not None, 8 if width > 2048 else 4
+    yield launch(_DEVICE, "hc_collapse", (tokens,), args, constants, num_warps=warps, early=early)
 
 
 def _expect_mixing(a: _MixingArgs[Tensor], numbers: int, scales: int) -> None:

@@ -118,15 +118,10 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     (tokens, width), dim, tables = a.qr.shape, a.kv.shape[-1], a.block_tables
     expect_bf16(a.kv, "kv")
     require(dim == power_of_two(dim), f"kv has vectors of {dim}; on a GPU a power of two")
-    args: dict[str, Arg] = {
-        **code_args(a.qr),
-        **tensors(a, "kv", "qkv", "q_norm", "kv_norm", "cos_sin", "positions", "token_slots"),
-        "block_tables": a.token_slots if tables is None else tables,
-        "width": aligned(width),
-        "table_width": 0 if tables is None else tables.shape[1],
-        "page_stride": Aligned(a.kv.strides[0]),
-        "eps": a.eps,
-    }
+    args = {**code_args(a.qr), **tensors(a, "kv", "qkv", "q_norm", "kv_norm", "cos_sin", "positions")}
+    args |= {"token_slots": a.token_slots, "block_tables": a.token_slots if tables is None else tables}
+    args |= {"width": aligned(width), "table_width": 0 if tables is None else tables.shape[1]}
+    args |= {"page_stride": Aligned(a.kv.strides[0]), "eps": a.eps}
     constants = {"BLOCK": power_of_two(width), "D": dim, "ROTARY": 2 * a.cos_sin.shape[2]}
     constants |= {"PAGE": 0 if tables is None else PAGE, "CODED": isinstance(a.qr, Coded)}
     constants |= {"QUANTIZED": a.quantized}

@@ -183,35 +183,22 @@ class SparseAttendArgs(Generic[T]):
         partial = Scratch((tokens, splits, heads, dim), float16) if splits > 1 else self.out
         weight = Scratch((tokens, splits, heads), float32) if splits > 1 else self.sinks
         entries = self.entries or self.kv
+        every = replace(self, entries=entries, selected=self.selected or self.token_slots)
         sees: dict[str, Arg] = {"heads": aligned(heads), "window": self.window, "most": aligned(self.most)}
-        constants = {
-            "D": dim,
-            "PAGE_BITS": PAGE.bit_length() - 1,
-            "ENTRY_BITS": -1 if self.most == self.block else entries.shape[1].bit_length() - 1,
-            "BN": tuning.block,
-            "SPLITS": splits,
-        }
+        args: dict[str, Arg] = {**tensors(every), "partial": partial, "weight": weight}
+        args |= {"kv_width": self.kv_tables.shape[1], "entry_width": self.entry_tables.shape[1]}
+        args |= {"kv_stride": Aligned(self.kv.strides[0]), "entry_stride": Aligned(entries.strides[0])}
+        args |= {**sees, "scale": self.scale * math.log2(math.e), "eps": self.eps}
+        constants = {"D": dim, "PAGE_BITS": PAGE.bit_length() - 1, "BN": tuning.block, "SPLITS": splits}
+        constants["ENTRY_BITS"] = -1 if self.most == self.block else entries.shape[1].bit_length() - 1
         rotary = {"ROTARY": 2 * self.cos_sin.shape[2], "BLOCK": self.block}
-        args: dict[str, Arg] = {
-            **tensors(replace(self, entries=entries, selected=self.selected or self.token_slots)),
-            "partial": partial,
-            "weight": weight,
-            "kv_width": self.kv_tables.shape[1],
-            "entry_width": self.entry_tables.shape[1],
-            "kv_stride": Aligned(self.kv.strides[0]),
-            "entry_stride": Aligned(entries.strides[0]),
-            **sees,
-            "scale": self.scale * math.log2(math.e),
-            "eps": self.eps,
-        }
-        chosen = {"SELECTED": self.selected is not None}
+        own = constants | {"SELECTED": self.selected is not None}
         if isinstance(tuning, HopperTuning):
-            own = constants | chosen | {"STAGES": tuning.stages}
-            grid = (splits, tokens, heads // 64)
+            own, grid = own | {"STAGES": tuning.stages}, (splits, tokens, heads // 64)
             yield launch(_HOPPER, "sparse_attend_hopper", grid, args, own, num_warps=4, early=early)
         else:
-            own, stages = constants | rotary | chosen | {"BM": tuning.heads}, tuning.stages
-            grid = (splits, tokens, -(-heads // tuning.heads))
+            grid, stages = (splits, tokens, -(-heads // tuning.heads)), tuning.stages
+            own |= {**rotary, "BM": tuning.heads}
             yield launch(
                 _ATTEND, "sparse_attend", grid, args, own, num_warps=8, num_stages=stages, early=early
             )
@@ -236,10 +223,8 @@ def _check(a: SparseAttendArgs[Tensor]) -> None:
     elif a.entries is not None:
         expect("entries", a.entries, (-1, -1, dim), a.q.dtype, dense=False)
         expect("entries[0]", a.entries[0], a.entries.shape[1:])
-        require(
-            PAGE % a.entries.shape[1] == 0,
-            f"entries has {a.entries.shape[1]} a page; that must divide {PAGE}",
-        )
+        per_page = a.entries.shape[1]
+        require(PAGE % per_page == 0, f"entries has {per_page} a page; that must divide {PAGE}")
     if a.selected is not None:
         require(a.entries is not None, "selected is given, and no entries to select from")
         expect("selected", a.selected, (tokens, -1), int32)
