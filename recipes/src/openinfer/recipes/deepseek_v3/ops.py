@@ -51,8 +51,7 @@ MOST_PARTS = 128
 def expect_latents(kv: Tensor, block_tables: Tensor) -> None:
     """Raise ContractError unless kv [pages, page_size, C + r] is a layer of pages, dense within a page, pages at any
     stride, and block_tables int32 [S, B] names them."""
-    expect("kv", kv, (-1, -1, -1), *FLOATS, dense=False)
-    expect("kv[0]", kv[0], kv.shape[1:])
+    expect_columns("kv", kv, (-1, -1, -1), *FLOATS)
     expect("block_tables", block_tables, (-1, -1), int32)
     size = kv.shape[1]
     require(size == power_of_two(size), f"pages have {size} tokens; it must be a power of two")
@@ -110,8 +109,7 @@ def _write_check(a: _WriteArgs[Tensor]) -> None:
     dim = a.index_norm.shape[-1]
     expect("index_norm", a.index_norm, (2, dim), float32)
     expect_columns("index_key", a.index_key, (tokens, dim), a.kv.dtype)
-    expect("index_pages", a.index_pages, (*a.kv.shape[:2], dim), a.kv.dtype, dense=False)
-    expect("index_pages[0]", a.index_pages[0], (a.kv.shape[1], dim))
+    expect_columns("index_pages", a.index_pages, (*a.kv.shape[:2], dim), a.kv.dtype)
     require(dim >= rotary, f"an indexer's keys have {dim} numbers, of which {rotary} rotate")
 
 

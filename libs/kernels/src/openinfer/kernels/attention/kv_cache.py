@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.op.contract import expect, require
+from openinfer.kernels.op.contract import expect_columns, require
 from openinfer.tensor import Arena, Stream, Tensor, float8_e4m3fn, uint8
 
 PUBLISHED_SCALES = ("*.k_scale", "*.v_scale")
@@ -118,11 +118,9 @@ def expect_cache(kv: Tensor, kv_scales: Tensor | None, dim: int, dtype: np.dtype
     token is the factor 2^(b - 127) of its d codes. Pages then have a multiple of 4 tokens.
     """
     form = CacheForm(dtype) if kv_scales is None else FP8_CACHE
-    expect("kv", kv, (-1, 2, -1, -1, dim), form.dtype, dense=False)
-    expect("kv[0]", kv[0], kv.shape[1:])
+    expect_columns("kv", kv, (-1, 2, -1, -1, dim), form.dtype)
     if kv_scales is not None:
-        expect("kv_scales", kv_scales, kv.shape[:4], uint8, dense=False)
-        expect("kv_scales[0]", kv_scales[0], kv.shape[1:4])
+        expect_columns("kv_scales", kv_scales, kv.shape[:4], uint8)
         strides = kv.strides[0], kv_scales.strides[0]
         require(
             strides[0] == strides[1] and strides[0] % 16 == 0,

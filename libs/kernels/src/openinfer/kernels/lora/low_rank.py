@@ -5,7 +5,7 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.op.contract import expect, require
+from openinfer.kernels.op.contract import expect, expect_columns, require
 from openinfer.kernels.op.op import T
 from openinfer.kernels.op.reference import Array, matmul_nt, rounded
 from openinfer.tensor import Tensor, int32
@@ -47,10 +47,8 @@ def expect_lora(x: Tensor, columns: int, lora: Lora[Tensor] | None) -> None:
         return
     a, b, parts = lora.a, lora.b, lora.parts
     (tokens, width), rank = x.shape, b.shape[-1]
-    expect("lora.a", a, (-1, -1, width), x.dtype, dense=False)
-    expect("lora.b", b, (a.shape[0], sum(parts), -1), x.dtype, dense=False)
-    for name, matrix in (("lora.a[0]", a[0]), ("lora.b[0]", b[0])):
-        expect(name, matrix, matrix.shape)
+    expect_columns("lora.a", a, (-1, -1, width), x.dtype)
+    expect_columns("lora.b", b, (a.shape[0], sum(parts), -1), x.dtype)
     require(1 <= len(parts) <= MOST_PARTS, f"{len(parts)} parts; 1 to {MOST_PARTS} are possible")
     require(
         rank >= 16 and rank & (rank - 1) == 0, f"the rank is {rank}; it must be a power of two from 16 on"

@@ -82,7 +82,7 @@ def expect_cos_sin(cos_sin: Tensor, dim: int) -> None:
 
 
 def expect_columns(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> None:
-    """Like `expect`, for columns of a wider tensor: rows may be at any stride, the elements of a row lie together."""
+    """Like `expect`, for columns of a wider tensor: rows, or pages, may be at any stride, and each is dense."""
     expect(name, tensor, shape, *dtypes, dense=False)
-    if tensor.shape[0] > 1:
+    if tensor.shape[0] > 0:
         expect(f"{name}[0]", tensor[0], tensor.shape[1:])

@@ -141,8 +141,7 @@ def _check(a: _Args[Tensor]) -> None:
     expect("q", a.q, (-1, -1, -1), *FLOATS)
     tokens, heads, dim = a.q.shape
     expect_columns("weights", a.weights, (tokens, heads), float32)
-    expect("keys", a.keys, (-1, -1, dim), a.q.dtype, dense=False)
-    expect("keys[0]", a.keys[0], a.keys.shape[1:])
+    expect_columns("keys", a.keys, (-1, -1, dim), a.q.dtype)
     expect("selected", a.selected, (tokens, -1), int32)
     expect_cos_sin(a.cos_sin, dim)
     expect_each(a, (tokens,), int32, "positions", "token_slots")

@@ -111,8 +111,7 @@ class _Args(Generic[T]):
 
 
 def _check(a: _Args[Tensor]) -> None:
-    expect("state", a.state, (-1, -1, 3, -1), float32, dense=False)
-    expect("state[0]", a.state[0], a.state.shape[1:])
+    expect_columns("state", a.state, (-1, -1, 3, -1), float32)
     dim, kinds, window = a.state.shape[3], a.state.shape[1], a.ape.shape[0]
     require(kinds in (1, 3), f"state has {kinds} accumulations; it must be 1, or 3 where windows overlap")
     columns = dim * (2 if kinds == 3 else 1)
@@ -121,8 +120,7 @@ def _check(a: _Args[Tensor]) -> None:
     )
     expect("ape", a.ape, (window, columns), float32)
     expect_columns("az", a.az, (-1, 2 * columns), float32)
-    expect("entries", a.entries, (-1, PAGE // window, dim), *FLOATS, dense=False)
-    expect("entries[0]", a.entries[0], a.entries.shape[1:])
+    expect_columns("entries", a.entries, (-1, PAGE // window, dim), *FLOATS)
     expect("norm_weight", a.norm_weight, (dim,), float32)
     expect_cos_sin(a.cos_sin, dim)
     _, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, alive=a.alive)

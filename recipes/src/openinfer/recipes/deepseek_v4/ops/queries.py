@@ -25,6 +25,7 @@ from openinfer.kernels.authoring import (
     code_args,
     expect,
     expect_bf16,
+    expect_columns,
     expect_cos_sin,
     expect_each,
     expect_values,
@@ -84,8 +85,7 @@ def _check(a: _Args[Tensor]) -> None:
     if a.block_tables is None:
         expect("kv", a.kv, (tokens, dim), *FLOATS)
     else:
-        expect("kv", a.kv, (-1, PAGE, -1), *FLOATS, dense=False)
-        expect("kv[0]", a.kv[0], a.kv.shape[1:])
+        expect_columns("kv", a.kv, (-1, PAGE, -1), *FLOATS)
         expect("block_tables", a.block_tables, (-1, -1), int32)
     expect_values("qr", a.qr, (tokens, -1), a.kv.dtype)
     width = a.qr.shape[1]
@@ -150,8 +150,7 @@ class _PlaceArgs(Generic[T]):
 def _place_check(a: _PlaceArgs[Tensor]) -> None:
     tokens, dim = a.positions.shape[0], a.kv.shape[-1]
     expect("x", a.x, (tokens, dim), *FLOATS)
-    expect("kv", a.kv, (-1, PAGE, -1), a.x.dtype, dense=False)
-    expect("kv[0]", a.kv[0], a.kv.shape[1:])
+    expect_columns("kv", a.kv, (-1, PAGE, -1), a.x.dtype)
     expect("block_tables", a.block_tables, (-1, -1), int32)
     expect_each(a, (tokens,), int32, "positions", "token_slots")
 

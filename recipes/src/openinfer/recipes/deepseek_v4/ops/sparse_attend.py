@@ -24,6 +24,7 @@ from openinfer.kernels.authoring import (
     aligned,
     expect,
     expect_bf16,
+    expect_columns,
     expect_cos_sin,
     expect_each,
     f32,
@@ -214,15 +215,13 @@ def _check(a: SparseAttendArgs[Tensor]) -> None:
     expect("q", a.q, (-1, -1, -1), *FLOATS)
     tokens, heads, dim = a.q.shape
     expect("out", a.out, (tokens, heads * dim), a.q.dtype)
-    expect("kv", a.kv, (-1, PAGE, dim), a.q.dtype, dense=False)
-    expect("kv[0]", a.kv[0], a.kv.shape[1:])
+    expect_columns("kv", a.kv, (-1, PAGE, dim), a.q.dtype)
     if a.block and a.entries is not None:
         require(a.selected is None, "a block has its entries, of which none are selected")
         require(tokens % a.block == 0, f"{tokens} tokens cannot be divided into blocks of {a.block}")
         expect("entries", a.entries, (tokens, dim), a.q.dtype)
     elif a.entries is not None:
-        expect("entries", a.entries, (-1, -1, dim), a.q.dtype, dense=False)
-        expect("entries[0]", a.entries[0], a.entries.shape[1:])
+        expect_columns("entries", a.entries, (-1, -1, dim), a.q.dtype)
         per_page = a.entries.shape[1]
         require(PAGE % per_page == 0, f"entries has {per_page} a page; that must divide {PAGE}")
     if a.selected is not None:

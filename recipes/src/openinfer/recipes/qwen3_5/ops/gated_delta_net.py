@@ -26,6 +26,7 @@ from openinfer.kernels.authoring import (
     beside,
     expect,
     expect_bf16,
+    expect_columns,
     expect_each,
     expect_max_q_len,
     expect_rows,
@@ -327,10 +328,9 @@ L2_EPS = 1e-6
 
 
 def _check(a: DeltaArgs[Tensor]) -> None:
-    expect("state", a.state, (-1, -1, -1, -1), float32, bfloat16, dense=False)
-    expect("state[0]", a.state[0], a.state.shape[1:])
+    expect_columns("state", a.state, (-1, -1, -1, -1), float32, bfloat16)
     _, heads, key_dim, value_dim = a.state.shape
-    expect("qkv", a.qkv, (-1, -1), *FLOATS, dense=False)
+    expect_columns("qkv", a.qkv, (-1, -1), *FLOATS)
     tokens, width = a.qkv.shape
     dtype = a.qkv.dtype
     key_width = width - heads * value_dim
@@ -339,16 +339,13 @@ def _check(a: DeltaArgs[Tensor]) -> None:
         f"qkv has {width} columns: {heads} value heads of {value_dim} leave {key_width} for queries and keys, which "
         f"must be heads of {key_dim} that divide the value heads",
     )
-    expect("z", a.z, (tokens, heads * value_dim), dtype, dense=False)
-    expect("ba", a.ba, (tokens, 2 * heads), dtype, dense=False)
-    for name, tensor in (("qkv", a.qkv), ("z", a.z), ("ba", a.ba)):
-        require(tokens <= 1 or tensor.strides[1] == 1, f"the columns of {name} must be next to each other")
+    expect_columns("z", a.z, (tokens, heads * value_dim), dtype)
+    expect_columns("ba", a.ba, (tokens, 2 * heads), dtype)
     expect("out", a.out, (tokens, heads * value_dim), dtype)
     expect("conv_weight", a.conv_weight, (width, -1), dtype)
     expect_each(a, (heads,), float32, "decay", "dt_bias")
     expect("norm_weight", a.norm_weight, (value_dim,), float32)
-    expect("conv_state", a.conv_state, (a.state.shape[0], a.conv_weight.shape[1], width), dtype, dense=False)
-    expect("conv_state[0]", a.conv_state[0], a.conv_state.shape[1:])
+    expect_columns("conv_state", a.conv_state, (a.state.shape[0], a.conv_weight.shape[1], width), dtype)
     by_slot = {"seq_lens": a.seq_lens, "alive": a.alive, "state_from": a.state_from, "state_to": a.state_to}
     rows, size = expect_rows(a.slots, a.q_starts, **by_slot)
     expect("snapshot_ends", a.snapshot_ends, (rows, -1), int32)
