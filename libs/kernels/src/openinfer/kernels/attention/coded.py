@@ -15,17 +15,9 @@ MOST_GROUP = 8
 
 def takes_codes(target: Target, call: AttentionCall) -> bool:
     """Whether the kernel takes a decode step: all of its rows have one token, and each sees the whole context."""
-    return (
-        target.nvrtc
-        and target.arch == 90
-        and not target.interpreted
-        and not target.batch_invariant
-        and call.form.scaled
-        and not call.windowed
-        and call.dim in (128, 256)
-        and call.group <= MOST_GROUP
-        and call.page_size % 16 == 0
-    )
+    known = target.nvrtc and target.arch == 90 and not target.interpreted and not target.batch_invariant
+    fits = call.dim in (128, 256) and call.group <= MOST_GROUP and call.page_size % 16 == 0
+    return known and fits and call.form.scaled and not call.windowed
 
 
 def attend_codes(target: Target, call: AttentionCall) -> Launch:

@@ -32,13 +32,8 @@ _SPLIT = "openinfer.kernels.device.split_attention"
 
 def hopper_tile(target: Target, call: AttentionCall) -> HopperTile | None:
     """The tile for rows of many tokens where the kernel for Hopper takes the call, else None."""
-    if (
-        not _is_matrix(target, call)
-        or target.batch_invariant
-        or call.tokens < SPLIT_TOKENS
-        or call.dim not in (64, 128, 256)
-        or call.group > HopperTile.bm
-    ):
+    fits = call.tokens >= SPLIT_TOKENS and call.dim in (64, 128, 256) and call.group <= HopperTile.bm
+    if target.batch_invariant or not fits or not _is_matrix(target, call):
         return None
     return HopperTile(128 if call.dim <= 128 else 64)
 

@@ -39,9 +39,8 @@ class Fp4(CodedForm):
     def of(cls, weight: Any, scales: Any) -> "Fp4 | None":
         """The form of these tensors or arrays, None for another format's."""
         words = 2 * weight.shape[-1] // FP4_BLOCK + FP4_TAIL
-        return (
-            cls() if weight.dtype == uint8 and scales.dtype == int32 and scales.shape[-1] == words else None
-        )
+        fits = weight.dtype == uint8 and scales.dtype == int32 and scales.shape[-1] == words
+        return cls() if fits else None
 
     def __str__(self) -> str:
         return "FP4"
@@ -54,11 +53,9 @@ class Fp4(CodedForm):
 
     def values(self, weight: Array, scales: Array, parts: int) -> Array:
         halves = np.ascontiguousarray(scales[..., :-FP4_TAIL]).view(bfloat16).astype(np.float32)
-        factors = np.ascontiguousarray(scales[..., -FP4_TAIL, None]).view(np.float32) * np.float32(
-            2.0 ** (SHIFT - 126)
-        )
+        factors = np.ascontiguousarray(scales[..., -FP4_TAIL, None]).view(np.float32)
         wide = np.repeat(halves * np.float32(2.0**-SHIFT), FP4_BLOCK // 2, axis=-1)
-        return np.asarray(FP4_VALUES[unpack(weight)] * wide * factors)
+        return np.asarray(FP4_VALUES[unpack(weight)] * wide * (factors * np.float32(2.0 ** (SHIFT - 126))))
 
 
 def fp4_words(scales: Array, factors: Array | float) -> Array:

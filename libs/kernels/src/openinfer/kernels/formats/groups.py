@@ -167,9 +167,8 @@ class Grouped:
 
     def _values(self, part: WeightPart, codes: Array, *scales: Array) -> Array:
         assert self.to_scales is not None
-        return self.form.values(
-            codes if self.to_codes is None else self.to_codes(codes), self.to_scales(part, *scales), 1
-        )
+        ours = codes if self.to_codes is None else self.to_codes(codes)
+        return self.form.values(ours, self.to_scales(part, *scales), 1)
 
 
 def _elements(module: str, span: slice, size: int) -> slice:

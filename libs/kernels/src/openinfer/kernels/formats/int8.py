@@ -70,17 +70,8 @@ def int8_packing(group: int, *, packed: bool, whole: bool = False, coding: Codin
     with one scale for all rows."""
     codes = Stored(".weight_packed", 1, 4, int32) if packed else Stored(".weight", 1, 1, int8)
     scales = Stored(".weight_scale", None if whole else 1, None if whole else group)
-    ignored = (".weight_shape",) if packed else ()
-    return Grouped(
-        "INT8",
-        Int8(group),
-        codes,
-        (scales,),
-        of_words if packed else None,
-        _scales,
-        ignored=ignored,
-        coding=coding,
-    )
+    to_codes, ignored = (of_words, (".weight_shape",)) if packed else (None, ())
+    return Grouped("INT8", Int8(group), codes, (scales,), to_codes, _scales, ignored=ignored, coding=coding)
 
 
 def _scales(part: WeightPart, weight_scale: Array) -> Array:

@@ -164,15 +164,9 @@ def _link_s(call: Call, cost: Cost, figures: Figures, ranks: int) -> float:
 def _line(call: Call, tokens: int, rows: int, speed: Speed) -> _Varying:
     """The cost as a line through four places."""
     far = ((1, 0, 0), (rows, 0, 0), (1, _FAR, 0), (1, 0, _FAR))
-    none, row, token, pair = (call.cost(Workload(tokens, *sizes)) for sizes in far)
-    return _Varying(
-        call.times,
-        speed,
-        none,
-        _slope(none, row, max(1, rows - 1)),
-        _slope(none, token, _FAR),
-        _slope(none, pair, _FAR),
-    )
+    none, *others = (call.cost(Workload(tokens, *sizes)) for sizes in far)
+    slopes = (_slope(none, *one) for one in zip(others, (max(1, rows - 1), _FAR, _FAR), strict=True))
+    return _Varying(call.times, speed, none, *slopes)
 
 
 def _slope(none: Cost, far: Cost, steps: int) -> tuple[float, float]:

@@ -117,14 +117,10 @@ def _cached(kv: Array, kv_scales: Array | None, pages: Array, part: int, length:
 def require_attention(dtype: np.dtype[Any], dim: int, page_size: int) -> None:
     """Raise ContractError for sizes that the kernels of attention do not support."""
     require(dtype == bfloat16, f"q is {dtype.name}; attention on a GPU is bfloat16 (float32: the cpu pack)")
-    require(
-        dim >= 16 and dim & (dim - 1) == 0,
-        f"head size is {dim}; attention on a GPU takes powers of two from 16",
-    )
-    require(
-        page_size >= 1 and page_size & (page_size - 1) == 0,
-        f"page size is {page_size}; it must be a power of two",
-    )
+    fits = dim >= 16 and dim & (dim - 1) == 0
+    require(fits, f"head size is {dim}; attention on a GPU takes powers of two from 16")
+    even = page_size >= 1 and page_size & (page_size - 1) == 0
+    require(even, f"page size is {page_size}; it must be a power of two")
 
 
 def _launches(target: Target, a: AttendArgs[Tensor]) -> Iterator[Command]:
@@ -135,10 +131,9 @@ def _launches(target: Target, a: AttendArgs[Tensor]) -> Iterator[Command]:
 
 def _cost(workload: Workload, a: AttendArgs[Tensor]) -> Cost:
     _, heads, dim = a.q.shape
-    cached = workload.kv_tokens * cached_bytes(a.kv, a.kv_scales)
-    return Cost(
-        cached + 2 * workload.tokens * heads * dim * a.q.itemsize, 4 * workload.qk_pairs * heads * dim
-    )
+    moved = workload.kv_tokens * cached_bytes(a.kv, a.kv_scales)
+    moved += 2 * workload.tokens * heads * dim * a.q.itemsize
+    return Cost(moved, 4 * workload.qk_pairs * heads * dim)
 
 
 attend = Op("attend", AttendArgs[Tensor], _check, _reference, _launches, _cost)

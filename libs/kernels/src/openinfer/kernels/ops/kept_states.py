@@ -101,12 +101,8 @@ def _take_reference(a: _TakeArgs[Array]) -> None:
     position = length - width + np.tile(np.arange(width, dtype=np.int32), len(a.slots))
     at, behind = (slot, position % width), (slot, (position + 1) % width)
     last = position + 1 == length
-    kept = (
-        (slot > 0)
-        & (position >= 0)
-        & (a.places[at] == position)
-        & (last | (a.places[behind] == position + 1))
-    )
+    kept = (slot > 0) & (position >= 0) & (a.places[at] == position)
+    kept &= last | (a.places[behind] == position + 1)
     a.x[:] = np.where(kept[:, None], a.states[at], np.zeros((), a.x.dtype))
     a.next_ids[:] = np.where(kept, np.where(last, a.last_tokens[slot], a.ids[behind]), 0)
     a.positions[:], a.token_slots[:] = np.where(kept, position, 0), np.where(kept, slot, 0)

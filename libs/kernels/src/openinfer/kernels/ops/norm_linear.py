@@ -49,20 +49,21 @@ class LinearArgs(Generic[T]):
 
 
 def _check(a: LinearArgs[Tensor]) -> None:
+    expect("out", a.out, (a.x.shape[0], _expect_product(a)), a.x.dtype, float32)
+    alike = a.lora is None or a.out.dtype == a.x.dtype
+    require(alike, f"out is {a.out.dtype.name}; with adapters it is {a.x.dtype.name}")
+
+
+def _expect_product(a: LinearArgs[Tensor], parts: int = 1) -> int:
+    """The weight's rows. Raises ContractError unless it fits x, the norm and adapters, with multiples of 16 a part."""
     expect("x", a.x, (-1, -1), *FLOATS)
-    tokens, hidden = a.x.shape
+    hidden, weight = a.x.shape[1], linear_of(a.weight)
     expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
-    expect_linear("weight", linear_of(a.weight), (-1, hidden), a.x.dtype, *DENSE)
-    expect("out", a.out, (tokens, a.weight.shape[0]), a.x.dtype, float32)
-    require(
-        hidden % 16 == 0 and a.weight.shape[0] % 16 == 0,
-        f"weight is {a.weight.shape}; sizes must be multiples of 16",
-    )
-    expect_lora(a.x, a.weight.shape[0], a.lora)
-    require(
-        a.lora is None or a.out.dtype == a.x.dtype,
-        f"out is {a.out.dtype.name}; with adapters it is {a.x.dtype.name}",
-    )
+    expect_linear("weight", weight, (-1, hidden), a.x.dtype, *DENSE, parts=parts)
+    even = hidden % 16 == 0 and weight.shape[0] % (16 * parts) == 0
+    require(even, f"weight is {weight.shape}; sizes must be multiples of 16")
+    expect_lora(a.x, weight.shape[0], a.lora)
+    return weight.shape[0]
 
 
 def _reference(a: LinearArgs[Array]) -> None:
@@ -80,11 +81,8 @@ def _reference(a: LinearArgs[Array]) -> None:
 
 
 def _launches(target: Target, a: LinearArgs[Tensor]) -> Iterator[Command]:
-    op = "norm_linear" if a.out.dtype == a.x.dtype else "logits"
-    norm = Norm.of(a.norm_weight, a.eps)
-    yield from linear.launches(
-        Problem(target, op, a.out, a.x, linear_of(a.weight), norm=norm, adapter=a.lora)
-    )
+    op, norm = "norm_linear" if a.out.dtype == a.x.dtype else "logits", Norm.of(a.norm_weight, a.eps)
+    yield from linear.launches(Problem(target, op, a.out, a.x, linear_of(a.weight), "none", norm, a.lora))
 
 
 def _cost(workload: Workload, a: LinearArgs[Tensor]) -> Cost:
@@ -116,21 +114,12 @@ class _GateArgs(LinearArgs[T], Generic[T]):
 
 
 def _gate_check(a: _GateArgs[Tensor]) -> None:
-    expect("x", a.x, (-1, -1), *FLOATS)
-    tokens, hidden = a.x.shape
-    expect_norm(a.norm_weight, a.eps, hidden, a.x.dtype)
-    expect("out", a.out, (tokens, -1), a.x.dtype)
-    shape = 2 * a.out.shape[1], hidden
-    expect_linear("weight", linear_of(a.weight), shape, a.x.dtype, *DENSE, parts=2)
-    require(
-        hidden % 16 == 0 and a.out.shape[1] % 16 == 0,
-        f"weight is {a.weight.shape}; sizes must be multiples of 16",
-    )
-    expect_lora(a.x, a.weight.shape[0], a.lora)
+    inter = _expect_product(a, parts=2) // 2
+    expect("out", a.out, (a.x.shape[0], inter), a.x.dtype)
     if a.lora is not None:
-        require(a.lora.parts == a.out.shape[1:] * 2, f"two parts of {a.out.shape[1]} columns are possible")
+        require(a.lora.parts == (inter, inter), f"two parts of {inter} columns are possible")
         require(
-            linear_of(a.weight).form != Fp8(by_row=False) or a.out.shape[1] % SCALE_BLOCK == 0,
+            linear_of(a.weight).form != Fp8(by_row=False) or inter % SCALE_BLOCK == 0,
             f"weight is {a.weight.shape} in float8; adapters are possible where each half is of whole blocks",
         )
 
@@ -151,10 +140,8 @@ def _gate_reference(a: _GateArgs[Array]) -> None:
 
 
 def _gate_launches(target: Target, a: _GateArgs[Tensor]) -> Iterator[Command]:
-    norm = Norm.of(a.norm_weight, a.eps)
-    yield from linear.launches(
-        Problem(target, "gate_up_silu", a.out, a.x, linear_of(a.weight), "gated", norm, a.lora)
-    )
+    norm, weight = Norm.of(a.norm_weight, a.eps), linear_of(a.weight)
+    yield from linear.launches(Problem(target, "gate_up_silu", a.out, a.x, weight, "gated", norm, a.lora))
 
 
 gate_up_silu = Op("gate_up_silu", _GateArgs[Tensor], _gate_check, _gate_reference, _gate_launches, _cost)

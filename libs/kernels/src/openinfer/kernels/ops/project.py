@@ -45,12 +45,9 @@ def _project_check(a: _ProjectArgs[Tensor]) -> None:
         require(a.groups == 1, f"x is codes in {a.groups} groups; codes are of one")
     else:
         expect_columns("x", a.x, (-1, -1), *FLOATS)
-    tokens, width = a.x.shape
-    require(
-        a.groups >= 1 and width % a.groups == 0,
-        f"x has {width} columns, which {a.groups} groups cannot share",
-    )
-    expect_linear("weight", linear_of(a.weight), (-1, width // a.groups), a.x.dtype, Plain, Mx)
+    (tokens, width), groups = a.x.shape, a.groups
+    require(groups >= 1 and width % groups == 0, f"x has {width} columns, which {groups} groups cannot share")
+    expect_linear("weight", linear_of(a.weight), (-1, width // groups), a.x.dtype, Plain, Mx)
     rows = a.weight.shape[0]
     expect_values("out", a.out, (tokens, rows), a.x.dtype, float32)
     require(
@@ -117,14 +114,11 @@ class _GateUpClampedArgs(Generic[T]):
 def _gate_check(a: _GateUpClampedArgs[Tensor]) -> None:
     expect_values("x", a.x, (-1, -1), *FLOATS)
     expect_values("out", a.out, (a.x.shape[0], -1), a.x.dtype)
-    expect_linear(
-        "weight", linear_of(a.weight), (2 * a.out.shape[1], a.x.shape[1]), a.x.dtype, Plain, Mx, parts=2
-    )
-    require(a.x.shape[1] % 16 == 0, f"x has {a.x.shape[1]} columns; it must be a multiple of 16")
-    require(
-        a.out.shape[1] % 16 == 0 and in_blocks(a.out.shape[1]),
-        f"out has {a.out.shape[1]} columns; it must be a multiple of {SCALE_BLOCK}",
-    )
+    inter, width = a.out.shape[1], a.x.shape[1]
+    expect_linear("weight", linear_of(a.weight), (2 * inter, width), a.x.dtype, Plain, Mx, parts=2)
+    require(width % 16 == 0, f"x has {width} columns; it must be a multiple of 16")
+    whole = inter % 16 == 0 and in_blocks(inter)
+    require(whole, f"out has {inter} columns; it must be a multiple of {SCALE_BLOCK}")
     require(a.limit > 0, f"limit is {a.limit}; it must be positive")
 
 
@@ -136,11 +130,9 @@ def _gate_reference(a: _GateUpClampedArgs[Array]) -> None:
 
 def _gate_launches(target: Target, a: _GateUpClampedArgs[Tensor]) -> Iterator[Command]:
     expect_q8(target, isinstance(a.x, Coded) or isinstance(a.out, Coded))
-    both = Scratch((a.x.shape[0], a.weight.shape[0]), bfloat16)
+    both, weight = Scratch((a.x.shape[0], a.weight.shape[0]), bfloat16), linear_of(a.weight)
     x, scales = _codes(a.x)
-    yield from linear.launches(
-        Problem(target, "project", both, x, linear_of(a.weight), x_scales=scales, parts=2)
-    )
+    yield from linear.launches(Problem(target, "project", both, x, weight, x_scales=scales, parts=2))
     yield mx.launch_clamped_gate(target, a.out, both, a.limit)
 
 
@@ -176,10 +168,8 @@ def _norm_launches(target: Target, a: _NormRowsArgs[Tensor]) -> Iterator[Command
 
 
 def _norm_cost(workload: Workload, a: _NormRowsArgs[Tensor]) -> Cost:
-    return Cost(
-        4 * a.x.shape[1] + 2 * workload.tokens * a.x.shape[1] * a.x.itemsize,
-        4 * workload.tokens * a.x.shape[1],
-    )
+    numbers = workload.tokens * a.x.shape[1]
+    return Cost(4 * a.x.shape[1] + 2 * numbers * a.x.itemsize, 4 * numbers)
 
 
 norm_rows = Op("norm_rows", _NormRowsArgs[Tensor], _norm_check, _norm_reference, _norm_launches, _norm_cost)

@@ -179,11 +179,8 @@ class CublasLt:
         kind = DATA_TYPES["float8_e4m3fn" if key.modes else "bfloat16"]
         self._call("cublasLtMatmulDescCreate", byref(plan.desc), COMPUTE_F32, DATA_TYPES["float32"])
         set_attribute = "cublasLtMatmulDescSetAttribute"
-        for attribute, value in (
-            (DESC_TRANSA, 1),
-            (DESC_TRANSB, 0),
-            *zip(DESC_SCALE_MODES, key.modes, strict=False),
-        ):
+        modes = zip(DESC_SCALE_MODES, key.modes, strict=False)
+        for attribute, value in ((DESC_TRANSA, 1), (DESC_TRANSB, 0), *modes):
             self._call(set_attribute, plan.desc, attribute, byref(c_int32(value)), 4)
         self._point(plan, scales)
         for layout, dtype, rows, columns, stride, offset in (

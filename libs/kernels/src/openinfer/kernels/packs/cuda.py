@@ -78,11 +78,9 @@ class LaunchPack:
     ) -> None:
         self.target = target
         self.driver = driver
-        self._scratch_bytes, self._scratch_ptr = (
-            (scratch.nbytes, scratch.ptr) if scratch is not None else (0, 0)
-        )
-        self._zeroed_bytes, self._zeroed_ptr = (zeroed.nbytes, zeroed.ptr) if zeroed is not None else (0, 0)
         self._workspace = (scratch, zeroed)  # keeps the memory alive
+        self._areas = [(0, 0) if one is None else (one.nbytes, one.ptr) for one in self._workspace]
+        """Bytes and address of ordinary scratch memory, and of the zeroed."""
         self._parameters: dict[Spec, Parameters] = {}
         self._known: dict[Any, _Prepared] = {}
         """Calls by what their commands depend on."""
@@ -129,11 +127,12 @@ class LaunchPack:
         placement: Placement,
         address_of: Callable[[Tensor], int],
     ) -> None:
-        offsets, plain, zeroed = placement
-        if plain > self._scratch_bytes or zeroed > self._zeroed_bytes:
+        offsets, *needed = placement
+        have = [size for size, _ in self._areas]
+        if needed[0] > have[0] or needed[1] > have[1]:
             raise LaunchError(
-                f"{name} needs {plain} bytes of scratch and {zeroed} of zeroed scratch; the pack has "
-                f"{self._scratch_bytes} and {self._zeroed_bytes}: make them as large as the null pack's workspace_bytes"
+                f"{name} needs {needed[0]} bytes of scratch and {needed[1]} of zeroed scratch; the pack has {have[0]} "
+                f"and {have[1]}: make them as large as the null pack's workspace_bytes"
             )
 
         def address(tensor: Tensor | Scratch | PeerTable) -> int:
@@ -141,11 +140,7 @@ class LaunchPack:
                 return address_of(tensor)
             if isinstance(tensor, PeerTable):
                 return self.driver.peers(tensor)
-            at, size, used = (
-                (self._zeroed_ptr, self._zeroed_bytes, zeroed)
-                if tensor.zeroed
-                else (self._scratch_ptr, self._scratch_bytes, plain)
-            )
+            (size, at), used = self._areas[tensor.zeroed], needed[tensor.zeroed]
             return offsets[tensor] + at + ((size - used) // ALIGNMENT * ALIGNMENT if self._branch == 2 else 0)
 
         if self._branch:  # the branches of a call run one after the other there

@@ -103,10 +103,8 @@ class NullPack:
         for branch, other, theirs in self._beside:
             if branch == self._branch:
                 continue
-            for written, used in (
-                (op.written(args), tensors_in(theirs)),
-                (other.written(theirs), tensors_in(args)),
-            ):
+            pairs = (op.written(args), tensors_in(theirs)), (other.written(theirs), tensors_in(args))
+            for written, used in pairs:
                 shared = next((a for a in written for b in used if may_share_memory(a, b)), None)
                 if shared is not None:
                     raise ContractError(
@@ -129,12 +127,8 @@ class NullPack:
 
     def link_bytes(self) -> int:
         """The least bytes that a rank sends to others in the recorded calls."""
-        return sum(
-            call.times * c.link_bytes
-            for call in self.calls
-            for c in call.commands
-            if isinstance(c, Collective)
-        )
+        commands = ((call.times, c) for call in self.calls for c in call.commands)
+        return sum(times * c.link_bytes for times, c in commands if isinstance(c, Collective))
 
     def peer_widths(self) -> set[int]:
         """Bytes of the rows that ranks push to each other in the recorded calls."""
