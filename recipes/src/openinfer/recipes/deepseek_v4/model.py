@@ -189,29 +189,19 @@ class Model:
     def read_streams(self, pack: Pack, mixing: Mixing, norm: Tensor, step: StepSize) -> None:
         """normed = the norm of a mixture of the streams; rounded = the same for products that round their input."""
         c, b, own = self.config, self.buffers, step.mine
+        rounded = b.rounded[own] if isinstance(b.rounded, Coded) else None
         hc_pre(
-            step.dealt(pack),
-            out=b.normed[own],
-            rounded_out=b.rounded[own] if isinstance(b.rounded, Coded) else None,
-            mix=b.mix[own],
-            streams=b.streams[own],
-            **mixing._asdict(),
-            norm_weight=norm,
-            eps=c.rms_norm_eps,
-            hc_eps=c.hc_eps,
-        )
+            step.dealt(pack), out=b.normed[own], rounded_out=rounded, mix=b.mix[own], streams=b.streams[own],
+            **mixing._asdict(), norm_weight=norm, eps=c.rms_norm_eps, hc_eps=c.hc_eps,
+        )  # fmt: skip
 
     def _write_streams(self, pack: Pack, step: StepSize) -> None:
         c, b, own = self.config, self.buffers, step.mine
+        ranks = c.part.ranks if step.own is None else 1
         hc_post(
-            step.dealt(pack),
-            streams=b.streams[own],
-            y=b.y[own],
-            mix=b.mix[own],
-            hc_eps=c.hc_eps,
-            iters=c.hc_iters,
-            ranks=c.part.ranks if step.own is None else 1,
-        )
+            step.dealt(pack), streams=b.streams[own], y=b.y[own], mix=b.mix[own], hc_eps=c.hc_eps,
+            iters=c.hc_iters, ranks=ranks,
+        )  # fmt: skip
 
     def write_keys(self, pack: Pack, layer: Layer, step: StepSize, vectors: Tensor | None = None) -> None:
         """The raw vectors of the step's tokens into the window's pages, or `vectors`; and qr = the low-rank vectors of
@@ -222,19 +212,12 @@ class Model:
         apart = vectors if step.own is None else _flat(b.shared, t, self.config.head_dim)
         self._project(mine, b.qkv[own], b.rounded[own], attention.into)
         q_kv_write(
-            mine,
-            qr=b.qr[own],
-            kv=pages if apart is None else apart[own],
-            qkv=b.qkv[own],
-            q_norm=attention.q_norm,
-            kv_norm=attention.kv_norm,
-            cos_sin=self._angles(attention),
-            positions=batch.positions[own],
-            token_slots=batch.token_slots[own],
-            block_tables=tables if apart is None else None,
-            eps=self.config.rms_norm_eps,
+            mine, qr=b.qr[own], kv=pages if apart is None else apart[own], qkv=b.qkv[own],
+            q_norm=attention.q_norm, kv_norm=attention.kv_norm, cos_sin=self._angles(attention),
+            positions=batch.positions[own], token_slots=batch.token_slots[own],
+            block_tables=tables if apart is None else None, eps=self.config.rms_norm_eps,
             quantized=self.quantized,
-        )
+        )  # fmt: skip
         if step.own is not None and apart is not None:
             self.share(pack, apart, step)
             positions, slots = batch.positions[:t], batch.token_slots[:t]
@@ -271,23 +254,13 @@ class Model:
                 self._project(step.dealt(side), flat, b.qr[own], w.q)
         out = _flat(b.heads, tokens, heads * c.head_dim)
         sparse_attend(
-            mine,
-            out=out,
-            q=flat.reshape(tokens, heads, c.head_dim),
-            kv=self.cache.window[:, layer.index],
-            entries=entries,
-            selected=b.selected[own] if sparse else None,
-            sinks=w.sinks,
-            cos_sin=self._angles(attention),
-            positions=batch.positions[own],
-            token_slots=batch.token_slots[own],
-            kv_tables=rows["window_tables"],
-            entry_tables=rows["entry_tables"],
-            scale=c.head_dim**-0.5,
-            eps=c.rms_norm_eps,
-            window=c.sliding_window,
-            block=0 if vectors is None else step.longest,
-        )
+            mine, out=out, q=flat.reshape(tokens, heads, c.head_dim), kv=self.cache.window[:, layer.index],
+            entries=entries, selected=b.selected[own] if sparse else None, sinks=w.sinks,
+            cos_sin=self._angles(attention), positions=batch.positions[own],
+            token_slots=batch.token_slots[own], kv_tables=rows["window_tables"],
+            entry_tables=rows["entry_tables"], scale=c.head_dim**-0.5, eps=c.rms_norm_eps,
+            window=c.sliding_window, block=0 if vectors is None else step.longest,
+        )  # fmt: skip
         grouped = _flat_read(b.groups, tokens, groups * c.o_lora_rank)
         project(mine, out=grouped, x=out, weight=w.out_a, groups=groups)
         self._project(mine, b.y[own], grouped, w.out_b)
@@ -324,43 +297,24 @@ class Model:
         """selected = the entries of a CSA layer that each own token attends to."""
         c, b, batch, own = self.config, self.buffers, self.batch, step.mine
         index_topk(
-            pack,
-            selected=b.selected[own],
-            q=b.index_q[own],
-            weights=self._wide(step)[own, -c.index_heads :],
-            keys=self.cache.index_keys[:, place],
-            cos_sin=self.compress_cos_sin,
-            positions=batch.positions[own],
-            token_slots=batch.token_slots[own],
-            block_tables=batch.rows["entry_tables"],
-            scale=(c.index_dim * c.index_heads) ** -0.5,
-            window=CSA,
+            pack, selected=b.selected[own], q=b.index_q[own], weights=self._wide(step)[own, -c.index_heads :],
+            keys=self.cache.index_keys[:, place], cos_sin=self.compress_cos_sin,
+            positions=batch.positions[own], token_slots=batch.token_slots[own],
+            block_tables=batch.rows["entry_tables"], scale=(c.index_dim * c.index_heads) ** -0.5, window=CSA,
             quantized=self.quantized,
-        )
+        )  # fmt: skip
 
     def _compress(
         self, pack: Pack, entries: Tensor, states: Carried, az: Tensor, own: Compressor, rounding: str, step: StepSize
     ) -> None:  # fmt: skip
         rows, r, (state, recent) = self.batch.rows, step.rows, states
         compress(
-            pack,
-            az=az,
-            entries=entries,
-            state=state,
-            ape=own.ape,
-            norm_weight=own.norm,
-            cos_sin=self.compress_cos_sin,
-            slots=rows["slots"][:r],
-            q_starts=rows["q_starts"][: r + 1],
-            seq_lens=rows["seq_lens"],
-            alive=rows["alive"],
-            state_tables=rows["window_tables"],
-            entry_tables=rows["entry_tables"],
-            eps=self.config.rms_norm_eps,
-            rounding=rounding if self.quantized else "none",
-            max_q_len=step.longest,
-            recent=recent,
-        )
+            pack, az=az, entries=entries, state=state, ape=own.ape, norm_weight=own.norm,
+            cos_sin=self.compress_cos_sin, slots=rows["slots"][:r], q_starts=rows["q_starts"][: r + 1],
+            seq_lens=rows["seq_lens"], alive=rows["alive"], state_tables=rows["window_tables"],
+            entry_tables=rows["entry_tables"], eps=self.config.rms_norm_eps,
+            rounding=rounding if self.quantized else "none", max_q_len=step.longest, recent=recent,
+        )  # fmt: skip
 
     def _mixture(self, pack: Pack, layer: Layer, step: StepSize) -> None:
         """y = a rank's part of the output of each token's experts plus that of the shared expert; of own tokens all."""
@@ -373,30 +327,15 @@ class Model:
             self._project(step.dealt(side), b.router[own], b.normed[own], Linear(m.router, None))
             self.share(side, b.router[:t], step)
             route(
-                side,
-                expert_ids=ids,
-                expert_weights=weights,
-                logits=b.router[:t, : c.num_experts],
-                bias=m.bias,
-                table=m.table,
-                token_ids=batch.token_ids[:t],
-                token_slots=batch.token_slots[:t],
-                scaling=c.routed_scaling_factor,
-                first_expert=c.part.first(c.num_experts),
+                side, expert_ids=ids, expert_weights=weights, logits=b.router[:t, : c.num_experts],
+                bias=m.bias, table=m.table, token_ids=batch.token_ids[:t], token_slots=batch.token_slots[:t],
+                scaling=c.routed_scaling_factor, first_expert=c.part.first(c.num_experts),
                 num_experts=c.part.of(c.num_experts),
-            )
+            )  # fmt: skip
         experts(
-            pack,
-            out=y,
-            x=x,
-            shared=b.shared[:t],
-            expert_ids=ids,
-            expert_weights=weights,
-            gate_up=m.gate_up,
-            down=m.down,
-            limit=c.swiglu_limit,
-            all_experts=c.num_experts,
-        )
+            pack, out=y, x=x, shared=b.shared[:t], expert_ids=ids, expert_weights=weights, gate_up=m.gate_up,
+            down=m.down, limit=c.swiglu_limit, all_experts=c.num_experts,
+        )  # fmt: skip
         if step.own is not None:
             reduce_scatter(pack, out=y[own], x=y, ranks=c.part.ranks)
 
@@ -406,16 +345,9 @@ class Model:
     def logits_of(self, pack: Pack, mixing: Mixing, norm: Tensor, streams: Tensor) -> None:
         """The first logits, of streams [r, n D] or [r, n, D]."""
         c, b, r = self.config, self.buffers, streams.shape[0]
-        hc_head(
-            pack,
-            out=b.collapsed[:r],
-            streams=streams.reshape(r, c.hc_mult, -1),
-            **mixing._asdict(),
-            eps=c.rms_norm_eps,
-            hc_eps=c.hc_eps,
-        )
-        lm_head, eps = self.weights.lm_head, c.rms_norm_eps
-        self.batch.head(pack, b.collapsed[:r], norm=norm, eps=eps, weight=lm_head)
+        out, eps, streams = b.collapsed[:r], c.rms_norm_eps, streams.reshape(r, c.hc_mult, -1)
+        hc_head(pack, out=out, streams=streams, **mixing._asdict(), eps=eps, hc_eps=c.hc_eps)
+        self.batch.head(pack, out, norm=norm, eps=eps, weight=self.weights.lm_head)
 
     def head(self, pack: Pack, num_rows: int) -> None:
         self.logits_of(pack, self.weights.head, self.weights.norm, self.batch.last[:num_rows])

@@ -191,19 +191,10 @@ class Model:
         assert isinstance(mixer, Attention)
         norm_linear(pack, out=qkv, **read, weight=mixer.qkv, lora=batch.adapted(mixer.qkv, t))
         gated_attention(
-            pack,
-            out=heads,
-            **self.kv.layer(index),
-            qkv=qkv,
-            q_norm=mixer.q_norm,
-            k_norm=mixer.k_norm,
-            cos_sin=self.cos_sin,
-            block_tables=batch.rows["block_tables"],
-            **step,
-            eps=c.rms_norm_eps,
-            scale=c.head_dim**-0.5,
-            max_q_len=max_q_len,
-        )
+            pack, out=heads, **self.kv.layer(index), qkv=qkv, q_norm=mixer.q_norm, k_norm=mixer.k_norm,
+            cos_sin=self.cos_sin, block_tables=batch.rows["block_tables"], **step, eps=c.rms_norm_eps,
+            scale=c.head_dim**-0.5, max_q_len=max_q_len,
+        )  # fmt: skip
         return self._add(pack, mixer.o, x, heads, layer.post_norm)
 
     def _delta_net(
@@ -222,28 +213,17 @@ class Model:
             ba_weight = mixer.ba.weight
             norm_linear(pack, out=b.ba[:t], **read, weight=ba_weight, lora=adapted(ba_weight, t))
         gated_delta_net(
-            pack,
-            out=b.values[:t],
-            qkv=mixed[:, : c.conv_size],
-            z=mixed[:, c.conv_size : width],
-            ba=mixed[:, width : width + ba] if mixer.ba is None else b.ba[:t, :ba],
-            conv_weight=mixer.conv,
-            decay=mixer.decay,
-            dt_bias=mixer.dt_bias,
-            norm_weight=mixer.norm,
-            conv_state=self.conv_state[:, index],
-            state=self.state[:, index],
-            slots=rows["slots"][:r],
+            pack, out=b.values[:t], qkv=mixed[:, : c.conv_size], z=mixed[:, c.conv_size : width],
+            ba=mixed[:, width : width + ba] if mixer.ba is None else b.ba[:t, :ba], conv_weight=mixer.conv,
+            decay=mixer.decay, dt_bias=mixer.dt_bias, norm_weight=mixer.norm,
+            conv_state=self.conv_state[:, index], state=self.state[:, index], slots=rows["slots"][:r],
             q_starts=rows["q_starts"][: r + 1],
             **{name: rows[name] for name in ("seq_lens", "alive", "state_from", "state_to")},
             snapshot_ends=rows["snapshot_ends"][: r * most].reshape(r, -1),
-            snapshot_blocks=rows["snapshot_blocks"][: r * most].reshape(r, -1),
-            eps=c.rms_norm_eps,
-            max_q_len=max_q_len,
-            recent=recent,
-            accepted=None if recent is None else rows["accepted"],
+            snapshot_blocks=rows["snapshot_blocks"][: r * most].reshape(r, -1), eps=c.rms_norm_eps,
+            max_q_len=max_q_len, recent=recent, accepted=None if recent is None else rows["accepted"],
             num_drafts=None if recent is None else rows["num_drafts"][:r],
-        )
+        )  # fmt: skip
         return self._add(pack, mixer.out, x, b.values[:t], layer.post_norm)
 
     def _mlp(self, pack: Pack, read: Read, layer: Layer, t: int) -> Read:
@@ -262,27 +242,14 @@ class Model:
             norm_linear(side, out=router, **read, weight=mlp.router)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
         route_topk(
-            pack,
-            expert_ids=ids,
-            expert_weights=weights,
-            logits=router[:, :count],
-            token_slots=self.batch.token_slots[:t],
-            first_expert=c.part.first(count),
-            num_experts=c.part.of(count),
-            shared=hidden,
-            gate=router[:, count : count + 1],
-        )
+            pack, expert_ids=ids, expert_weights=weights, logits=router[:, :count],
+            token_slots=self.batch.token_slots[:t], first_expert=c.part.first(count),
+            num_experts=c.part.of(count), shared=hidden, gate=router[:, count : count + 1],
+        )  # fmt: skip
         experts_add(
-            pack,
-            **read,
-            expert_ids=ids,
-            expert_weights=weights,
-            gate_up=mlp.gate_up,
-            down=mlp.down,
-            out=y,
-            adds=ranks == 1,
-            all_experts=count,
-        )
+            pack, **read, expert_ids=ids, expert_weights=weights, gate_up=mlp.gate_up, down=mlp.down, out=y,
+            adds=ranks == 1, all_experts=count,
+        )  # fmt: skip
         self.batch.add(pack, y, h=hidden, weight=mlp.shared.down)
         return self.batch.add_sum(pack, x, y=y, ranks=ranks, norm=layer.next_norm, eps=c.rms_norm_eps)
 
