@@ -64,12 +64,8 @@ class ApiError(RuntimeError):
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:
     """Add the flag of the server's key."""
-    parser.add_argument(
-        "--api-key",
-        type=flag_types.key,
-        metavar="KEY",
-        help="the server's API key; OPENINFER_API_KEY in the environment does not show in ps",
-    )
+    text = "the server's API key; OPENINFER_API_KEY in the environment does not show in ps"
+    parser.add_argument("--api-key", type=flag_types.key, metavar="KEY", help=text)
 
 
 def api_key(args: argparse.Namespace) -> str | None:

@@ -58,20 +58,14 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        PROG, usage=f"{PROG} [MODEL_DIR | URL] [flags] [-- SERVER FLAGS]", description=__doc__
-    )
-    parser.add_argument(
-        "model", nargs="?", default=LOCAL, metavar="MODEL_DIR | URL", help=f"default: {LOCAL}"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--temperature", type=float, metavar="T", help="default: the server's; /set has more")
-    parser.add_argument(
-        "--thinking",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="ask the model to think first, or not to; default: the template's choice",
-    )
+    usage = f"{PROG} [MODEL_DIR | URL] [flags] [-- SERVER FLAGS]"
+    parser = FlagParser(PROG, usage=usage, description=__doc__)
+    add = parser.add_argument
+    add("model", nargs="?", default=LOCAL, metavar="MODEL_DIR | URL", help=f"default: {LOCAL}")
+    add("--system", metavar="TEXT", help="the system message")
+    add("--temperature", type=float, metavar="T", help="default: the server's; /set has more")
+    add("--thinking", action=argparse.BooleanOptionalAction, default=None,
+        help="ask the model to think first, or not to; default: the template's choice")  # fmt: skip
     add_api_key(parser)
     return parser
 
@@ -154,9 +148,8 @@ def _set(words: list[str], settings: dict[str, float]) -> None:
             value = {name: json.loads(one) for name, one in [words] if one} if len(words) == 2 else {}
             settings.pop(words[0] if words else "", None)
             settings.update(value)
-            said = (
-                ", ".join(f"{name} {value}" for name, value in settings.items()) or "all as the server has it"
-            )
+            now = ", ".join(f"{name} {value}" for name, value in settings.items())
+            said = now or "all as the server has it"
     print(said, file=sys.stderr)
 
 
@@ -191,10 +184,8 @@ def _answer(api: Api, body: dict[str, Any], terminal: TextIO) -> str:
         terminal.write("\n")
     if tokens > 1:
         speed = (tokens - 1) / max(time.monotonic() - first, 1e-6)
-        print(
-            f"{DIM}{tokens} tokens, {speed:.1f} a second; first after {first - began:.2f} s{PLAIN}",
-            file=sys.stderr,
-        )
+        told = f"{tokens} tokens, {speed:.1f} a second; first after {first - began:.2f} s"
+        print(f"{DIM}{told}{PLAIN}", file=sys.stderr)
     return said
 
 

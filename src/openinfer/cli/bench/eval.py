@@ -98,10 +98,8 @@ def _run(api: Api, cases: list[eval_cases.EvalCase], args: argparse.Namespace) -
     outcomes, wrong = [], []
     for case, answer in zip(cases, answers, strict=True):
         message = answer["choices"][0]["message"]
-        calls = [
-            (call["function"]["name"], call["function"]["arguments"])
-            for call in message.get("tool_calls") or ()
-        ]
+        called = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [(one["name"], one["arguments"]) for one in called]
         right = eval_cases.passed(case.check, message.get("content") or "", calls)
         outcomes.append((case.kind, right))
         if not right:

@@ -45,9 +45,8 @@ def load_cases(path: Path) -> list[EvalCase]:
     for number, line in enumerate(lines, 1):
         try:
             raw = json.loads(line)
-            case = EvalCase(
-                raw["kind"], raw["messages"], raw.get("tools", []), raw.get("thinking", False), raw["check"]
-            )
+            tools, thinking = raw.get("tools", []), raw.get("thinking", False)
+            case = EvalCase(raw["kind"], raw["messages"], tools, thinking, raw["check"])
         except (ValueError, KeyError, TypeError) as error:
             raise CaseError(f"{path}, line {number} is no case: {error!r}") from None
         if not case.check or set(case.check) - CHECKS:

@@ -30,9 +30,8 @@ PACKAGES = ("openinfer.kernels.ops", "openinfer.sampler.gpu.ops")
 
 def main(argv: list[str]) -> int:
     """Measure or list; returns 0, 1 without a GPU, 2 for wrong arguments."""
-    parser = FlagParser(
-        "openinfer bench kernels", usage="openinfer bench kernels [OP ...] [flags]", description=__doc__
-    )
+    prog = "openinfer bench kernels"
+    parser = FlagParser(prog, usage=f"{prog} [OP ...] [flags]", description=__doc__)
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help="names of ops; default: all ops with cases")
     add("--variants", action="store_true", help="measure other launches of each case too")
@@ -66,9 +65,8 @@ def modules() -> Iterator[ModuleType]:
         if not hasattr(package, "__path__"):  # all ops of a recipe in one module
             found = [package]
         else:
-            found = [
-                importlib.import_module(m.name) for m in pkgutil.iter_modules(package.__path__, name + ".")
-            ]
+            inner = pkgutil.iter_modules(package.__path__, name + ".")
+            found = [importlib.import_module(module.name) for module in inner]
         yield from (module for module in found if hasattr(module, "cases"))
 
 
@@ -90,9 +88,8 @@ def _measure(args: argparse.Namespace) -> int:
     limits, results = machine(args), []
     try:
         for module, case in installed_cases(Memory(meter.device, meter.stream), args.ops):
-            others = (
-                module.variants(meter.target, case) if args.variants and hasattr(module, "variants") else ()
-            )
+            varied = args.variants and hasattr(module, "variants")
+            others = module.variants(meter.target, case) if varied else ()
             for found in measure(meter, case, others):
                 results.append(kernel_entry(case, found, limits))
                 print(kernel_line(results[-1]), flush=True)

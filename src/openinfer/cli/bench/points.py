@@ -7,6 +7,7 @@ A point is a name with numbers: `decode:ROWS,CONTEXT` (sequences, tokens of each
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,10 +118,8 @@ class StepBench:
         chunks = list(self._runner.buckets.chunks(tokens))
         found = [self._device(0, 0, count, start) for start, count in chunks]
         device = [sum(times) for times in zip(*found, strict=True)]
-        records = [
-            _record(times, 0, 0, count, start) for times, (start, count) in zip(found, chunks, strict=True)
-        ]
-        return _result(wall, device, records)
+        pairs = zip(found, chunks, strict=True)
+        return _result(wall, device, [_record(times, 0, 0, count, start) for times, (start, count) in pairs])
 
     def mixed(self, rows: int, context: int, tokens: int) -> Result:
         device = self._device(rows, context, tokens, 0)
@@ -204,17 +203,9 @@ def run_points(
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     adapters = [state.name for state in engine.stats().adapters] or [""]
     start = time.perf_counter()
+    asked = partial(Request, sampling=params, max_tokens=num_tokens, arrival=start)
     for n, prompt in enumerate(prompts, start=1):
-        engine.submit(
-            Request(
-                id=-n,
-                prompt_token_ids=list(prompt),
-                sampling=params,
-                max_tokens=num_tokens,
-                arrival=start,
-                adapter=adapters[n % len(adapters)],
-            )
-        )
+        engine.submit(asked(id=-n, prompt_token_ids=list(prompt), adapter=adapters[n % len(adapters)]))
     begun: set[int] = set()
     first, last, steps, terminals = 0.0, start, [], 0
     while terminals < len(prompts):

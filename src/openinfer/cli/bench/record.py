@@ -43,9 +43,8 @@ def record(kind: str, args: argparse.Namespace, results: list[dict[str, Any]], *
 def _shown(words: list[str]) -> list[str]:
     """The words of a command without API keys."""
     words = [re.sub(r"^(--api-key=).*", r"\1...", word, flags=re.S) for word in words]
-    return [
-        "..." if before == "--api-key" else word for before, word in zip(["", *words], words, strict=False)
-    ]
+    pairs = zip(["", *words], words, strict=False)
+    return ["..." if before == "--api-key" else word for before, word in pairs]
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

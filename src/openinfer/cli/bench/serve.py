@@ -123,14 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     one = "one, or one for each rate"
     add("--request-rate", "--rates", type=_rate, nargs="+", default=[math.inf], metavar="R",
         help="loads in requests/s, Poisson arrivals; inf (default): all at once")  # fmt: skip
-    add(
-        "--num-prompts",
-        type=int,
-        nargs="+",
-        default=[200],
-        metavar="N",
-        help=f"requests ({one}); default: 200",
-    )
+    add("--num-prompts", type=int, nargs="+", default=[200], metavar="N",
+        help=f"requests ({one}); default: 200")  # fmt: skip
     add("--seconds", type=float, metavar="S", help="send at the rate for this time, instead of --num-prompts")
     add("--max-concurrency", type=int, nargs="+", default=[0], metavar="N",
         help=f"requests at once ({one}); 0 (default): no limit")  # fmt: skip

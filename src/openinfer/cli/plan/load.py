@@ -83,9 +83,8 @@ class StepCost:
         steps = sum(total["steps"] for total in self._totals.values())
         seconds = {"host": self.prompt_steps * PROMPT_STEP_S + steps * self.figures.host_s}
         for shape, total in self._totals.items():
-            mean = Workload(
-                shape.tokens, *(total[one] // total["steps"] for one in ("rows", "tokens", "pairs"))
-            )
+            means = (total[one] // total["steps"] for one in ("rows", "tokens", "pairs"))
+            mean = Workload(shape.tokens, *means)
             for name, one in Parts.of(self.steps[shape], mean, self.figures, self.ranks).names.items():
                 seconds[name] = seconds.get(name, 0.0) + total["steps"] * one
         whole = sum(seconds.values())

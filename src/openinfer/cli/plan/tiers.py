@@ -61,15 +61,10 @@ def describe(options: Options, groups: Sequence[Group], parts: int, found: TierS
     tiers_of has them. Raises SetupError."""
     check_offload(options)
     groups, found = _whole(groups, parts), dataclasses.replace(found, host=parts * found.host)
-    needed = sum(
-        group.num_needed(PROMPT // group.block_size * group.block_size) * group.block_bytes
-        for group in groups
-    )
-    token = needed / PROMPT
-    sizes = (
-        ("host memory", options.kv_offload_gb, found.host),
-        ("disk", options.kv_offload_disk_gb, found.disk_read),
-    )
+    whole = [(group, PROMPT // group.block_size * group.block_size) for group in groups]
+    needed = sum(group.num_needed(tokens) * group.block_bytes for group, tokens in whole)
+    token, host, disk = needed / PROMPT, options.kv_offload_gb, options.kv_offload_disk_gb
+    sizes = (("host memory", host, found.host), ("disk", disk, found.disk_read))
     return [
         f"{name} {format_bytes(int(size * GB))}: {size * GB / token:,.0f} tokens, {rate / GB:g} GB/s, "
         f"{needed / rate:.3f} s for a prompt of {PROMPT:,} tokens"

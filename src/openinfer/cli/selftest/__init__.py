@@ -186,6 +186,7 @@ def long(work: Path) -> Result:
 QWEN3, HYBRID, DEEPSEEK = ("qwen3", "model"), ("qwen3_5", "hybrid"), ("deepseek_v4", "deepseek")
 """Recipes, and the folders of their checkpoints: the shapes of Qwen3-4B and Qwen3.5-4B, and five layers of V4-Flash's
 with packed weights, whose gates run without and with activations that are rounded as in the published code."""
+OTHER_TESTS = ("libs/tensor/tests", "libs/graph/tests", "recipes/tests", "tests")
 STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "device": (device, 5),
     "ops": (ops, 60),
@@ -197,10 +198,7 @@ STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "gates": (partial(_gates, *QWEN3), 120),
     "bench": (partial(_bench, *QWEN3), 60),
     "serve": (lambda work: check_server(work / "model", work / "serve.log"), 60),
-    "libraries": (
-        lambda work: _pytest("libs/tensor/tests", "libs/graph/tests", "recipes/tests", "tests"),
-        350,
-    ),
+    "libraries": (lambda work: _pytest(*OTHER_TESTS), 350),
     "long": (long, 150),
     "hybrid_reference": (partial(_reference, *HYBRID), 150),
     "hybrid_gates": (partial(_gates, *HYBRID), 120),

@@ -87,10 +87,8 @@ def sampled(engine: Engine, sequences: Sequence[Reference]) -> tuple[list[Refere
             if isinstance(event, Tokens):
                 _take(event, found, sequences)
     runner.masking.masks = kept
-    cut = [
-        Reference(s.tokens, s.top_ids[:, :COMPARED], s.bf16[:, :COMPARED], s.fp32[:, :COMPARED])
-        for s in sequences
-    ]
+    ours = np.s_[:, :COMPARED]
+    cut = [Reference(s.tokens, s.top_ids[ours], s.bf16[ours], s.fp32[ours]) for s in sequences]
     return cut, [np.stack(rows) for rows in found.values()]
 
 

@@ -30,11 +30,8 @@ WIDE = CONFIG | {
 """A model whose products of few tokens go to clusters of blocks (openinfer.kernels.linear.choices.cluster_choice)."""
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SHAPE_4B = WIDE | {
-    "hidden_size": 2560,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "intermediate_size": 9728,
-}
+    "hidden_size": 2560, "num_hidden_layers": 2, "num_attention_heads": 32, "intermediate_size": 9728,
+}  # fmt: skip
 """Two layers of Qwen3-4B."""
 
 
@@ -111,10 +108,8 @@ def adapters(folder: Path, device: str = "auto") -> tuple[list[Check], list[Chec
 
     def run(of: Sequence[str], where: str, dtype: str) -> list[np.ndarray[Any, Any]]:
         session = Session(build(recipe, model, device=where, dtype=dtype, **flags).engine)
-        ids = [
-            session.submit(prompt, 1, adapter=of[n % 2], prompt_logprobs=0, ignore_eos=True)
-            for n, prompt in enumerate(prompts)
-        ]
+        asked: dict[str, Any] = {"prompt_logprobs": 0, "ignore_eos": True}
+        ids = [session.submit(prompt, 1, adapter=of[n % 2], **asked) for n, prompt in enumerate(prompts)]
         session.finish()
         session.engine.close()
         return [np.array([[one.logprob] * 2 for one in session.outcomes[n].prompt_logprobs]) for n in ids]

@@ -113,11 +113,7 @@ def _points(outline: Outline, data: dict[str, Any]) -> Iterator[MeasuredStep]:
 def point_steps(outline: Outline, point: str) -> list[tuple[Sequence[Call], Workload]]:
     """The steps of a point of `bench step`, each as its calls and its workload."""
     kind, numbers = points.parse_points(point)
-    rows, context, tokens = {
-        "decode": lambda: (*numbers, 0),
-        "prefill": lambda: (0, 0, *numbers),
-        "mixed": lambda: numbers,
-    }[kind]()
+    rows, context, tokens = {"decode": (*numbers, 0), "prefill": (0, 0, *numbers), "mixed": numbers}[kind]
     found: list[tuple[Sequence[Call], Workload]] = []
     chunks = list(outline.buckets.chunks(tokens)) if not rows else [(0, tokens)]
     for start, new in chunks:
@@ -137,10 +133,8 @@ def fitted_figures(outline: Outline, paths: Sequence[Path]) -> tuple[Figures, st
     known = target_figures(outline.target)
     first = known.fitted
     starts = [first, *(Speed(first[0] * x, first[1] * x, first[2]) for x in SCALES if outline.target is CPU)]
-    best = min(
-        (known.at(fit_speed(found, known, one)) for one in starts),
-        key=lambda one: sum(e * e for e in errors(found, one)),
-    )
+    tried = (known.at(fit_speed(found, known, one)) for one in starts)
+    best = min(tried, key=lambda one: sum(e * e for e in errors(found, one)))
     speed = best.fitted
     text = (
         f"{len(found)} steps: {speed.bytes_per_s / 1e9:,.0f} GB/s, {speed.flops_per_s / 1e9:,.0f} GFLOP/s, "
