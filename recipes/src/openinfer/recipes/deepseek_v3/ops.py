@@ -134,9 +134,8 @@ def _write_launches(target: Target, a: _WriteArgs[Tensor]) -> Iterator[Command]:
     require(latent == power_of_two(latent), f"latents have {latent} numbers; on a GPU a power of two")
     key, pages = a.index_key or a.qkv, a.index_pages or a.kv
     dim = 0 if a.index_key is None else a.index_key.shape[1]
-    require(
-        dim == 0 or dim == power_of_two(dim), f"an indexer's keys have {dim} numbers; on a GPU a power of two"
-    )
+    fits = dim == 0 or dim == power_of_two(dim)
+    require(fits, f"an indexer's keys have {dim} numbers; on a GPU a power of two")
     yield launch(
         _DEVICE, "write_latents", (tokens, 3 if dim else 2),
         {
@@ -282,10 +281,8 @@ def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command
     (tokens, width), heads, size = a.q.shape, a.heads, a.kv.shape[1]
     latent, rotary = width // heads, a.turned.shape[1] // heads
     expect_bf16(a.kv, "kv")
-    sizes_fit = all(one == power_of_two(one) for one in (latent, rotary)) and latent >= 64 and rotary >= 16
-    require(
-        sizes_fit, f"latents of {latent} and keys of {rotary}; on a GPU powers of two from 64 and from 16"
-    )
+    fits = all(one == power_of_two(one) for one in (latent, rotary)) and latent >= 64 and rotary >= 16
+    require(fits, f"latents of {latent} and keys of {rotary}; on a GPU powers of two from 64 and from 16")
     most = 0 if a.selected is None else a.selected.shape[1]
     aligned_sizes = not (heads % 64 or latent % 128 or a.kv.strides[0] % 64) and rotary == 64
     hopper = target.arch == 90 and not target.interpreted and aligned_sizes

@@ -61,10 +61,8 @@ def _split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int)
 def choose_attention(target: Target, call: AttentionCall) -> AttentionChoice:
     """The choice for a call. The choice depends on static sizes, never on lengths. Raises ContractError for an FP8
     cache on a GPU that has no instructions for it."""
-    require(
-        target.arch >= call.form.arch,
-        f"the cache is FP8; that takes sm_{call.form.arch} or newer, and this is sm_{target.arch}",
-    )
+    able = target.arch >= call.form.arch
+    require(able, f"the cache is FP8; that takes sm_{call.form.arch} or newer, and this is sm_{target.arch}")
     of_short = coded_attention_tile if call.form.scaled else short_tile
     short = of_short(target, call.rows * call.kv_heads, call.group, call.dim)
     parts = _split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)

@@ -126,9 +126,8 @@ def expect_cache(kv: Tensor, kv_scales: Tensor | None, dim: int, dtype: np.dtype
             strides[0] == strides[1] and strides[0] % 16 == 0,
             f"pages of kv and kv_scales are {strides} bytes apart; both must be the same multiple of 16",
         )
-        require(
-            kv.shape[3] % 4 == 0, f"page size is {kv.shape[3]}; with kv_scales it must be a multiple of 4"
-        )
+        whole = kv.shape[3] % 4 == 0
+        require(whole, f"page size is {kv.shape[3]}; with kv_scales it must be a multiple of 4")
 
 
 def cached_bytes(kv: Tensor, kv_scales: Tensor | None) -> int:

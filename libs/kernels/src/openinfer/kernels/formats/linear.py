@@ -139,10 +139,8 @@ def expect_linear(
     require(type(form) in kinds, f"{name} is {form}; no product of this op takes that")
     one = kinds[type(form)]
     (form if isinstance(one, type) else one).expect(name, linear.weight, linear.scales, shape, dtype, parts)
-    require(
-        (linear.x_scale is not None) == (coding in BEFOREHAND),
-        f"coding is {coding!r} and x_scale is {linear.x_scale!r}; those of {BEFOREHAND} have one",
-    )
+    alike = (linear.x_scale is not None) == (coding in BEFOREHAND)
+    require(alike, f"coding is {coding!r} and x_scale is {linear.x_scale!r}; those of {BEFOREHAND} have one")
     if linear.x_scale is not None:
         expect("x_scale", linear.x_scale, (1,), float32)
     require(

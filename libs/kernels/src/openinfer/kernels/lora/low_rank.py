@@ -50,12 +50,10 @@ def expect_lora(x: Tensor, columns: int, lora: Lora[Tensor] | None) -> None:
     expect_columns("lora.a", a, (-1, -1, width), x.dtype)
     expect_columns("lora.b", b, (a.shape[0], sum(parts), -1), x.dtype)
     require(1 <= len(parts) <= MOST_PARTS, f"{len(parts)} parts; 1 to {MOST_PARTS} are possible")
-    require(
-        rank >= 16 and rank & (rank - 1) == 0, f"the rank is {rank}; it must be a power of two from 16 on"
-    )
-    require(
-        a.shape[1] == len(parts) * rank, f"lora.a is {a.shape}; {len(parts)} parts of rank {rank} were given"
-    )
+    possible = rank >= 16 and rank & (rank - 1) == 0
+    require(possible, f"the rank is {rank}; it must be a power of two from 16 on")
+    fits = a.shape[1] == len(parts) * rank
+    require(fits, f"lora.a is {a.shape}; {len(parts)} parts of rank {rank} were given")
     require(width % 16 == 0, f"x has {width} columns; they must be a multiple of 16")
     require(sum(parts) <= columns, f"the parts have {sum(parts)} columns, and the product {columns}")
     expect("lora.adapters", lora.adapters, (-1,), int32)

@@ -28,9 +28,8 @@ class _Args(Generic[T]):
 
 def _check(a: _Args[Tensor]) -> None:
     expect_each(a, (-1,), int32, "words", "writes")
-    require(
-        a.writes.shape[0] % 2 == 1, f"writes has {a.writes.shape[0]} words; it must have 1 + 2 * capacity"
-    )
+    paired = a.writes.shape[0] % 2 == 1
+    require(paired, f"writes has {a.writes.shape[0]} words; it must have 1 + 2 * capacity")
 
 
 def _reference(a: _Args[Array]) -> None:

@@ -41,14 +41,10 @@ def _check(a: ExpertsArgs[Tensor]) -> None:
     first, second = linear_of(a.gate_up), linear_of(a.down)
     expect_linear("gate_up", first, (count, 2 * inter, width), a.x.dtype, Plain, Mx, parts=2)
     expect_linear("down", second, (count, width, inter), a.x.dtype, Plain, Mx)
-    require(
-        first.weight.dtype == second.weight.dtype,
-        f"gate_up is {first.form} and down {second.form}; both must be one",
-    )
-    require(
-        width % SCALE_BLOCK == 0 and inter % SCALE_BLOCK == 0,
-        f"experts are {width} to {inter}; both must be multiples of {SCALE_BLOCK}",
-    )
+    alike = first.weight.dtype == second.weight.dtype
+    require(alike, f"gate_up is {first.form} and down {second.form}; both must be one")
+    whole = width % SCALE_BLOCK == 0 and inter % SCALE_BLOCK == 0
+    require(whole, f"experts are {width} to {inter}; both must be multiples of {SCALE_BLOCK}")
     require(a.limit > 0, f"limit is {a.limit}; it must be positive")
 
 

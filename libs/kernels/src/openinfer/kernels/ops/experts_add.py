@@ -77,17 +77,15 @@ def _check(a: _Args[Tensor]) -> None:
     require(a.norm_weight is not None or a.out is not None, "a normalised x cannot be added to; give an out")
     expect("expert_ids", a.expert_ids, (tokens, -1), int32)
     expect("expert_weights", a.expert_weights, a.expert_ids.shape, a.x.dtype)
-    require(
-        len(a.gate_up.shape) == 3, f"gate_up has shape {a.gate_up.shape}; it must be [experts, any, {hidden}]"
-    )
+    stacked = len(a.gate_up.shape) == 3
+    require(stacked, f"gate_up has shape {a.gate_up.shape}; it must be [experts, any, {hidden}]")
     require(len(a.down.shape) == 3, f"down has shape {a.down.shape}; it must be [experts, {hidden}, any]")
     experts, inter = a.down.shape[0], a.gate_up.shape[-2] // 2
     first, second, forms = *_weights(a), EXPERTS
     expect_linear("gate_up", first, (experts, 2 * inter, hidden), a.x.dtype, *forms, parts=2)
     expect_linear("down", second, (experts, hidden, inter), a.x.dtype, *forms)
-    require(
-        hidden % 16 == 0 and inter % 16 == 0, f"down is {a.down.shape}; its sizes must be multiples of 16"
-    )
+    even = hidden % 16 == 0 and inter % 16 == 0
+    require(even, f"down is {a.down.shape}; its sizes must be multiples of 16")
     require(a.out is not None or not a.adds, "adds is True, but there is no out to add to; give one")
     if a.out is not None:
         expect("out", a.out, a.x.shape, a.x.dtype)

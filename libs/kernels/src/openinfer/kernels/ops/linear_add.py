@@ -59,10 +59,8 @@ def _check(a: AddArgs[Tensor]) -> None:
     tokens, hidden = a.x.shape
     expect("h", a.h, (tokens, -1), a.x.dtype)
     expect_linear("weight", linear_of(a.weight), (hidden, a.h.shape[1]), a.x.dtype, *DENSE)
-    require(
-        hidden % 16 == 0 and a.h.shape[1] % 16 == 0,
-        f"weight is {a.weight.shape}; sizes must be multiples of 16",
-    )
+    even = hidden % 16 == 0 and a.h.shape[1] % 16 == 0
+    require(even, f"weight is {a.weight.shape}; sizes must be multiples of 16")
     expect_lora(a.h, hidden, a.lora)
     require(a.lora is None or a.lora.parts == (hidden,), f"one part of {hidden} columns is possible")
     expect_normed(a.normed, a.norm_weight, a.eps, a.x)

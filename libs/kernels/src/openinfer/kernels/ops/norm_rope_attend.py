@@ -69,10 +69,8 @@ class QkvAttentionArgs(Generic[T]):
         expect_cache(self.kv, self.kv_scales, -1, self.out.dtype)
         _, _, kv_heads, page_size, dim = self.kv.shape
         tokens, heads = self.out.shape[0], self.out.shape[1] // dim
-        require(
-            heads * dim == self.out.shape[1] and heads % kv_heads == 0,
-            f"out is {self.out.shape}: not a multiple of {kv_heads} heads of {dim}",
-        )
+        even = heads * dim == self.out.shape[1] and heads % kv_heads == 0
+        require(even, f"out is {self.out.shape}: not a multiple of {kv_heads} heads of {dim}")
         expect("qkv", self.qkv, (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim), self.out.dtype)
         expect_each(self, (tokens,), int32, "positions", "token_slots")
         rows, size = expect_rows(self.slots, self.q_starts, seq_lens=self.seq_lens, alive=self.alive)

@@ -74,10 +74,8 @@ def _check(a: _Args[Tensor]) -> None:
 def _expect_experts(a: "_Args[Tensor] | _TopkArgs[Tensor]", chosen: int, experts: int) -> None:
     """Raise ContractError unless a token can have so many experts, and the rank's are among all."""
     require(1 <= chosen <= experts, f"{chosen} experts a token are asked for; there are {experts}")
-    require(
-        a.first_expert >= 0 and 1 <= a.num_experts <= experts - a.first_expert,
-        f"this rank has {a.num_experts} experts from {a.first_expert} on; there are {experts}",
-    )
+    own = a.first_expert >= 0 and 1 <= a.num_experts <= experts - a.first_expert
+    require(own, f"this rank has {a.num_experts} experts from {a.first_expert} on; there are {experts}")
 
 
 def _reference(a: _Args[Array]) -> None:
@@ -108,10 +106,8 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     (tokens, experts), chosen = a.logits.shape, a.expert_ids.shape[1]
-    require(
-        a.groups == 1 or (experts == power_of_two(experts) and a.groups == power_of_two(a.groups)),
-        f"{experts} experts in {a.groups} groups; on a GPU both are powers of two",
-    )
+    fits = a.groups == 1 or (experts == power_of_two(experts) and a.groups == power_of_two(a.groups))
+    require(fits, f"{experts} experts in {a.groups} groups; on a GPU both are powers of two")
     args: dict[str, Arg] = {**tensors(a, "expert_ids", "expert_weights", "logits")}
     args["bias"] = a.logits if a.bias is None else a.bias
     args["table"] = a.expert_ids if a.table is None else a.table

@@ -115,9 +115,8 @@ def _check(a: _Args[Tensor]) -> None:
     dim, kinds, window = a.state.shape[3], a.state.shape[1], a.ape.shape[0]
     require(kinds in (1, 3), f"state has {kinds} accumulations; it must be 1, or 3 where windows overlap")
     columns = dim * (2 if kinds == 3 else 1)
-    require(
-        window >= 1 and PAGE % window == 0, f"ape is of windows of {window} tokens; that must divide {PAGE}"
-    )
+    fits = window >= 1 and PAGE % window == 0
+    require(fits, f"ape is of windows of {window} tokens; that must divide {PAGE}")
     expect("ape", a.ape, (window, columns), float32)
     expect_columns("az", a.az, (-1, 2 * columns), float32)
     expect_columns("entries", a.entries, (-1, PAGE // window, dim), *FLOATS)
@@ -129,21 +128,16 @@ def _check(a: _Args[Tensor]) -> None:
     require(a.eps > 0, f"eps is {a.eps}; it must be positive")
     require(a.rounding in ROUNDINGS, f"rounding is {a.rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
     plain = dim - 2 * a.cos_sin.shape[2]
-    require(
-        a.rounding != "q8" or plain % KV_BLOCK == 0,
-        f"{plain} channels are not rotated; q8 takes multiples of {KV_BLOCK}",
-    )
-    require(
-        a.rounding != "hadamard_q4" or (dim & (dim - 1) == 0 and dim >= 32),
-        f"entries of {dim}; a Hadamard transform takes powers of two from 32",
-    )
+    whole = a.rounding != "q8" or plain % KV_BLOCK == 0
+    require(whole, f"{plain} channels are not rotated; q8 takes multiples of {KV_BLOCK}")
+    fits = a.rounding != "hadamard_q4" or (dim & (dim - 1) == 0 and dim >= 32)
+    require(fits, f"entries of {dim}; a Hadamard transform takes powers of two from 32")
     if a.recent is not None:
         expect("recent", a.recent, (size, -1, *a.state.shape[1:]), float32, dense=False)
         ring = a.recent.shape[1]
         require(ring == power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two")
-    require(
-        1 <= a.max_q_len <= a.az.shape[0], f"max_q_len is {a.max_q_len}; it must be in [1, {a.az.shape[0]}]"
-    )
+    possible = 1 <= a.max_q_len <= a.az.shape[0]
+    require(possible, f"max_q_len is {a.max_q_len}; it must be in [1, {a.az.shape[0]}]")
 
 
 def _empty(windows: int, dim: int) -> Array:

@@ -51,9 +51,8 @@ def _gate_check(a: GateArgs[Tensor]) -> None:
     expect("out", a.out, (-1, -1, -1), *FLOATS)
     tokens, heads, dim = a.out.shape
     expect("gate", a.gate, (tokens, heads, -1), a.out.dtype, dense=False)
-    require(
-        a.gate.shape[2] in (1, dim), f"gate has {a.gate.shape[2]} columns a head; it must have 1 or {dim}"
-    )
+    fits = a.gate.shape[2] in (1, dim)
+    require(fits, f"gate has {a.gate.shape[2]} columns a head; it must have 1 or {dim}")
     require(a.gate.shape[2] == 1 or a.gate.strides[2] == 1, "the columns of gate must be next to each other")
 
 

@@ -357,9 +357,8 @@ def _check(a: DeltaArgs[Tensor]) -> None:
         ring = a.recent.shape[1]
         require(ring == power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two")
     else:
-        require(
-            a.recent is a.accepted is a.num_drafts, "recent, accepted and num_drafts must be given together"
-        )
+        together = a.recent is a.accepted is a.num_drafts
+        require(together, "recent, accepted and num_drafts must be given together")
     require(a.eps > 0, f"eps is {a.eps}; it must be positive")
     expect_max_q_len(a.max_q_len, tokens, rows)
 
@@ -455,10 +454,8 @@ def _launches(target: Target, a: DeltaArgs[Tensor]) -> Iterator[Command]:
     sizes, taps = a.sizes, a.conv_weight.shape[1]
     expect_bf16(a.qkv, "qkv")
     for name, size in (("key", sizes.key_dim), ("value", sizes.value_dim)):
-        require(
-            16 <= size == power_of_two(size),
-            f"{name} heads are of {size}; on a GPU they are powers of two from 16",
-        )
+        fits = 16 <= size == power_of_two(size)
+        require(fits, f"{name} heads are of {size}; on a GPU they are powers of two from 16")
     require(taps == power_of_two(taps), f"the convolution has {taps} taps; on a GPU it has a power of two")
     yield from delta_launches(a, choose_tuning(target, sizes.value_heads, a.slots.shape[0]))
 
