@@ -110,9 +110,8 @@ class Config(ModelConfig):
         dense = fields.count("first_k_dense_replace", default=0, most=layers)
         kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
         if fields.strings("mlp_layer_types", ("dense", "sparse"), layers) not in (None, kinds):
-            raise fields.wrong(
-                "mlp_layer_types", f"first_k_dense_replace says that the first {dense} are dense"
-            )
+            allowed = f"first_k_dense_replace says that the first {dense} are dense"
+            raise fields.wrong("mlp_layer_types", allowed)
         config = cls(
             **cls.common(fields, eos), num_layers=layers, dense_layers=dense,
             num_heads=fields.size("num_attention_heads"), q_lora_rank=fields.size("q_lora_rank"),
@@ -128,7 +127,7 @@ class Config(ModelConfig):
             unfused_experts=checkpoint is None or not any(".mlp.experts.gate_up_proj" in name for name in checkpoint),
             packing=packing(fields, quantization, coded, checkpoint),
         )  # fmt: skip
-        _check_sizes(config)
+        _check_sizes(fields, config)
         return config
 
 
@@ -138,9 +137,8 @@ def _refuse(fields: Fields) -> None:
     fields.is_all(WANTED, "every published model has")
     heads, plain, rotary = map(fields.size, ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     fields.is_all({"num_key_value_heads": heads}, "latents are of all heads, so it is num_attention_heads,")
-    fields.is_all(
-        {"qk_head_dim": plain + rotary}, "where it is given it is qk_nope_head_dim + qk_rope_head_dim,"
-    )
+    whole = "where it is given it is qk_nope_head_dim + qk_rope_head_dim,"
+    fields.is_all({"qk_head_dim": plain + rotary}, whole)
     if fields.get("model_type") != "glm_moe_dsa" or fields.get("head_dim") != plain:  # as GLM-5.2's is
         fields.is_all({"head_dim": rotary}, "where it is given it is qk_rope_head_dim,")
     quantization = fields.fields("quantization_config")
@@ -155,14 +153,12 @@ def _index(fields: Fields, layers: int) -> Indexing | None:
         fields.is_all({"index_topk": None}, "every published model of this type has")
         return None
     fields.strings("layer_types", ("indexed_attention",), layers)
-    types = fields.strings("indexer_types", ("full", "shared"), layers)
-    pattern = fields.get("index_topk_pattern")
+    types, key = fields.strings("indexer_types", ("full", "shared"), layers), "index_topk_pattern"
+    pattern = fields.get(key)
     if types is None and pattern is not None:
         letters = {"F": "full", "S": "shared"}
         spelt = [letters.get(one, one) for one in pattern] if isinstance(pattern, str | list) else pattern
-        types = Fields({"index_topk_pattern": spelt}).strings(
-            "index_topk_pattern", ("full", "shared"), layers
-        )
+        types = Fields({key: spelt}).strings(key, ("full", "shared"), layers)
     if types is None:
         every = fields.size("index_topk_freq", default=1)
         first = fields.count("index_skip_topk_offset", default=2, most=layers) - 1
@@ -178,7 +174,7 @@ def _index(fields: Fields, layers: int) -> Indexing | None:
     )  # fmt: skip
 
 
-def _check_sizes(c: Config) -> None:
+def _check_sizes(fields: Fields, c: Config) -> None:
     chosen, count = c.experts.chosen, c.experts.count
     size, rest = divmod(count, c.groups)
     if c.top_groups > c.groups or rest or (c.groups > 1 and size < 2) or chosen > c.top_groups * size:
@@ -187,9 +183,7 @@ def _check_sizes(c: Config) -> None:
             f"of n_group {c.groups}; groups have two experts or more, as many each, and all that a token takes"
         )
     if c.index is not None and (c.index.dim & (c.index.dim - 1) or c.index.dim < max(32, c.rope_dim)):
-        raise UnsupportedModel(
-            f"config.json: index_head_dim is {c.index.dim}; it must be a power of two from 32 and qk_rope_head_dim"
-        )
+        raise fields.wrong("index_head_dim", "it must be a power of two from 32 and qk_rope_head_dim")
     multiples = {
         "hidden_size": c.hidden_size, "q_lora_rank": c.q_lora_rank, "kv_lora_rank": c.kv_lora_rank,
         "qk_nope_head_dim": c.nope_dim, "qk_rope_head_dim": c.rope_dim, "v_head_dim": c.value_dim,

@@ -139,7 +139,7 @@ class Config(ModelConfig):
             mtp=not dspark and fields.count("num_nextn_predict_layers", default=0, most=64) == 1,
             dspark=dspark,
         )
-        _check_sizes(config)
+        _check_sizes(fields, config)
         return config
 
 
@@ -201,9 +201,8 @@ def _refuse(fields: Fields) -> None:
             f"config.json: quantization_config has quant_method {shown(method)}, weight_block_size {repr(block)[:80]} "
             f"and scale_fmt {shown(scales)}; this recipe runs 'fp8' in blocks of [128, 128] with 'ue8m0' scales"
         )
-    quantization.is_all(
-        {"moe_quant_algo": None}, "experts are run in FP4 with E8M0 scales and in FP8, which have"
-    )
+    experts = "experts are run in FP4 with E8M0 scales and in FP8, which have"
+    quantization.is_all({"moe_quant_algo": None}, experts)
     fields.is_all(WANTED, "every published model has")
 
 
@@ -215,9 +214,7 @@ def _ratios(fields: Fields) -> tuple[int, ...]:
             "config.json: layer_types without compress_ratios is a converted form; take the published config.json"
         )
     if not isinstance(ratios, list) or len(ratios) < layers:
-        raise UnsupportedModel(
-            f"config.json: compress_ratios is {shown(ratios)}; it must be a list of a ratio for each of {layers} layers"
-        )
+        raise fields.wrong("compress_ratios", f"it must be a list of a ratio for each of {layers} layers")
     if any(ratio not in (0, CSA, HCA) for ratio in ratios[:layers]):
         raise UnsupportedModel(
             f"config.json: compress_ratios is {repr(ratios)[:80]}; 0, {CSA} and {HCA} are possible"
@@ -230,15 +227,11 @@ def _ratios(fields: Fields) -> tuple[int, ...]:
     return tuple(ratios[:layers])
 
 
-def _check_sizes(c: Config) -> None:
+def _check_sizes(fields: Fields, c: Config) -> None:
     if c.sliding_window > PAGE:
-        raise UnsupportedModel(
-            f"config.json: sliding_window is {c.sliding_window}; a page holds at most {PAGE} tokens"
-        )
+        raise fields.wrong("sliding_window", f"a page holds at most {PAGE} tokens")
     if c.experts_per_token > c.num_experts:
-        raise UnsupportedModel(
-            f"config.json: num_experts_per_tok is {c.experts_per_token}; there are {c.num_experts} experts"
-        )
+        raise fields.wrong("num_experts_per_tok", f"there are {c.num_experts} experts")
     if c.num_heads % c.o_groups:
         raise UnsupportedModel(
             f"config.json: {c.num_heads} attention heads cannot be in {c.o_groups} o_groups of one size"
@@ -258,6 +251,4 @@ def _check_sizes(c: Config) -> None:
         if size < unit or size % unit:
             raise UnsupportedModel(f"config.json: {key} is {size}; it must be a multiple of {unit}")
     if c.index_dim & (c.index_dim - 1) or c.index_dim < max(32, c.rope_dim):
-        raise UnsupportedModel(
-            f"config.json: index_head_dim is {c.index_dim}; it must be a power of two from {max(32, c.rope_dim)}"
-        )
+        raise fields.wrong("index_head_dim", f"it must be a power of two from {max(32, c.rope_dim)}")

@@ -55,15 +55,9 @@ class Head:
         fields.is_all({"num_hidden_layers": 1}, "this recipe runs")
         inter = fields.size("intermediate_size")
         target.part.check({"num_attention_heads": (heads, 1), "intermediate_size": (inter, 16)})
-        return cls(
-            path,
-            heads,
-            inter,
-            fields.size("draft_vocab_size", default=target.vocab_size),
-            fields.number("rms_norm_eps", default=1e-6, most=1),
-            rope_of(fields, dim, default=1e4),
-            _layers(fields, target.num_layers),
-        )
+        drafts = fields.size("draft_vocab_size", default=target.vocab_size)
+        eps, rope = fields.number("rms_norm_eps", default=1e-6, most=1), rope_of(fields, dim, default=1e4)
+        return cls(path, heads, inter, drafts, eps, rope, _layers(fields, target.num_layers))
 
     def sizes(self, target: TargetConfig) -> tuple[int, int, int]:
         """Columns of queries, of keys and of the MLP that a rank has."""

@@ -63,18 +63,13 @@ class Reference:
 def load_reference(path: Path) -> list[Reference]:
     """Read a reference.npz of scripts/reference."""
     with np.load(path, allow_pickle=False) as data:
-        return [
-            Reference(
-                data[f"s{n}.tokens"].tolist(),
-                data[f"s{n}.top_ids"],
-                data[f"s{n}.bf16"],
-                data[f"s{n}.fp32"],
-                data.get(f"s{n}.actq"),
-                _parts(data, f"s{n}.experts_"),
-                _parts(data, f"s{n}.layer_"),
-            )
-            for n in range(int(data["count"]))
-        ]
+        return [_reference(data, f"s{n}.") for n in range(int(data["count"]))]
+
+
+def _reference(data: Mapping[str, Array], at: str) -> Reference:
+    tokens, ids, bf16, fp32 = (data[at + name] for name in ("tokens", "top_ids", "bf16", "fp32"))
+    experts, layers = _parts(data, at + "experts_"), _parts(data, at + "layer_")
+    return Reference(tokens.tolist(), ids, bf16, fp32, data.get(at + "actq"), experts, layers)
 
 
 def _parts(data: Mapping[str, Array], at: str) -> dict[str, Array]:
@@ -129,12 +124,8 @@ class Verdict:
         return all(value <= limit for value, limit in zip(self.found, self.limits, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "found": self.found._asdict(),
-            "limits": self.limits._asdict(),
-            "passed": self.passed,
-        }
+        parts = {"found": self.found._asdict(), "limits": self.limits._asdict()}
+        return {**asdict(self), **parts, "passed": self.passed}
 
     def __str__(self) -> str:
         deviations = ", ".join(
@@ -156,14 +147,9 @@ def judge(path: str, allowed: Deviation, sequences: Sequence[Reference], found: 
         for s, f in zip(sequences, found, strict=True)
         for row, choice in zip(s.bf16, f[:, -1], strict=True)
     ])  # fmt: skip
-    return Verdict(
-        path,
-        len(ours),
-        Deviation(float(regrets.max()), float(ours.mean()), float(np.quantile(ours, 0.99))),
-        allowed,
-        float(ours.max()),
-        int((regrets > REGRET_NAT).sum()),
-    )
+    deviation = Deviation(float(regrets.max()), float(ours.mean()), float(np.quantile(ours, 0.99)))
+    regretted = int((regrets > REGRET_NAT).sum())
+    return Verdict(path, len(ours), deviation, allowed, float(ours.max()), regretted)
 
 
 def read(logits: Array, top_ids: Array) -> Array:
