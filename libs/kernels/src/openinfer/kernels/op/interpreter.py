@@ -27,21 +27,12 @@ import triton.runtime.interpreter as interpreter
 from triton.language.semantic import TritonSemantic
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from openinfer.kernels.op.launch import DTYPES
+
 CUSTOM = {
     tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
     tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
     tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
-}
-DTYPES = {
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp16": np.dtype(np.float16),
-    "fp32": np.dtype(np.float32),
-    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
-    "i8": np.dtype(np.int8),
-    "u8": np.dtype(np.uint8),
-    "i32": np.dtype(np.int32),
-    "u32": np.dtype(np.uint32),
-    "i64": np.dtype(np.int64),
 }
 
 

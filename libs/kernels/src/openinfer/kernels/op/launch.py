@@ -29,7 +29,10 @@ TRITON_TYPES = {
 }
 """numpy's names of element types to Triton's."""
 
-_POINTERS: dict[np.dtype[Any], str] = {np.dtype(name): "*" + kind for name, kind in TRITON_TYPES.items()}
+DTYPES: dict[str, np.dtype[Any]] = {kind: np.dtype(name) for name, kind in TRITON_TYPES.items()}
+"""Element types by Triton's names."""
+
+_POINTERS = {dtype: "*" + kind for kind, dtype in DTYPES.items()}
 
 INT32_MAX = 2**31 - 1
 
@@ -114,9 +117,8 @@ class KernelSpec:
 
     def __post_init__(self) -> None:
         values = (self.module, self.function, self.signature, self.constants, self.divisible)
-        object.__setattr__(
-            self, "_hash", hash((*values, self.num_warps, self.num_stages, self.max_registers))
-        )
+        options = (self.num_warps, self.num_stages, self.max_registers)
+        object.__setattr__(self, "_hash", hash((*values, *options)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -126,10 +128,8 @@ class KernelSpec:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     def __str__(self) -> str:
-        consts = ",".join(f"{k}={v}" for k, v in self.constants)
-        return (
-            f"{self.module.rpartition('.')[2]}.{self.function}[{consts}]w{self.num_warps}s{self.num_stages}"
-        )
+        consts, module = ",".join(f"{k}={v}" for k, v in self.constants), self.module.rpartition(".")[2]
+        return f"{module}.{self.function}[{consts}]w{self.num_warps}s{self.num_stages}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,16 +293,9 @@ def launch(
         signature.append((name, kind))
         if aligned:
             divisible.append(name)
-    spec = _spec(
-        module,
-        function,
-        tuple(signature),
-        tuple(sorted((constants if early is None else {**constants, "EARLY": early}).items())),
-        tuple(divisible),
-        num_warps,
-        num_stages,
-        max_registers,
-    )
+    static = tuple(sorted((constants if early is None else {**constants, "EARLY": early}).items()))
+    types, aligned_args = tuple(signature), tuple(divisible)
+    spec = _spec(module, function, types, static, aligned_args, num_warps, num_stages, max_registers)
     x, y, z = (*grid, 1, 1)[:3]
     return Launch(spec, (x, y, z), tuple(args.values()), early=bool(early))
 

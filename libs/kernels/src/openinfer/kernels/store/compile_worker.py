@@ -14,10 +14,8 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
+from openinfer.kernels.op.launch import DTYPES
 from openinfer.kernels.store.cubins import cuda_source
-
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "u8": 1, "i32": 4}
-"""By Triton's names of a map's elements."""
 
 
 def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]]:
@@ -39,9 +37,8 @@ def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]
     options = {"num_warps": spec["num_warps"], "num_stages": spec["num_stages"], "enable_fp_fusion": True}
     options["maxnreg"] = spec["max_registers"] or None
     source = GluonASTSource if function.is_gluon() else ASTSource
-    compiled = triton.compile(
-        source(function, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options
-    )
+    made, target = source(function, signature, constants, attrs), GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(made, target=target, options=options)
     meta = compiled.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
         raise TypeError("the kernel wants scratch memory of its own; pass tensor maps from the host instead")
@@ -87,7 +84,7 @@ def tensor_maps(signature: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
         if kind.startswith("tensordesc<"):
             element, _, block = kind[len("tensordesc<") : -len("]>")].partition("[")
             sizes = [int(n) for n in block.split(",")]
-            swizzled = sizes[-1] * ELEMENT_BYTES[element] == 128
+            swizzled = sizes[-1] * DTYPES[element].itemsize == 128
             found.append({"swizzle": 3 if swizzled else 0, "block_size": sizes})
     return found
 
