@@ -92,9 +92,7 @@ def single_tokens(call: AttentionCall, choice: AttentionChoice) -> Launch:
     than most of its steps. So the tile is that of many rows."""
     tile = choice.short if call.dim > 128 or choice.short.stages < 5 else Tile(choice.short.bm, 128, 4, 3)
     room = max(1, 2 * choice.num_sms // call.kv_heads)
-    return _split(
-        call, tile, choice, over=0, most=1, room=room, least=256, tiles=call.rows, pairs=call.group, tokens=0
-    )
+    return _split(call, tile, choice, call.rows, call.group, tokens=0, over=0, most=1, room=room, least=256)
 
 
 def _in_parts(call: AttentionCall, tile: Tile, choice: AttentionChoice, short: int) -> Launch:
@@ -105,35 +103,23 @@ def _in_parts(call: AttentionCall, tile: Tile, choice: AttentionChoice, short: i
     room = max(1, choice.num_sms // call.kv_heads)
     tiles, tokens = call.tokens // (tile.bm // call.group), call.tokens
     tiles += min(call.rows, tokens // (short + 1))
-    return _split(
-        call, tile, choice, over=short, most=tokens, room=room, least=LEAST_KEYS, tiles=tiles, pairs=tile.bm,
-        tokens=tokens,
-    )  # fmt: skip
+    limits = {"tokens": tokens, "over": short, "most": tokens, "room": room, "least": LEAST_KEYS}
+    return _split(call, tile, choice, tiles, tile.bm, **limits)
 
 
 def _split(
-    call: AttentionCall,
-    tile: Tile,
-    choice: AttentionChoice,
-    *,
-    over: int,
-    most: int,
-    room: int,
-    least: int,
-    tiles: int,
-    pairs: int,
-    tokens: int,
+    call: AttentionCall, tile: Tile, choice: AttentionChoice, tiles: int, pairs: int, **limits: int
 ) -> Launch:
     """The launch that divides the keys of rows of more than `over` and at most `most` tokens: into `room` more items
-    than there are tiles, of at least `least` keys, at most MOST_PARTS of a tile. pairs: of a tile at most."""
-    places, pairs = (call.kv_heads, 2 * room), power_of_two(pairs)
-    args = {**call.args, **call.parts((*places, tile.bm), places), "rows": call.rows, "tokens": tokens}
-    args |= {"over": over, "most": most, "room": room}
-    args |= {"least": -(-least // tile.bn) * tile.bn, "most_parts": MOST_PARTS}
+    than there are tiles, of at least `least` keys, at most MOST_PARTS of a tile. pairs: of a tile at most. limits: the
+    kernel's tokens, over, most, room and least."""
+    places, pairs = (call.kv_heads, 2 * limits["room"]), power_of_two(pairs)
+    args = {**call.args, **call.parts((*places, tile.bm), places), "rows": call.rows, **limits}
+    args |= {"least": -(-limits["least"] // tile.bn) * tile.bn, "most_parts": MOST_PARTS}
     merge = max(1, MERGED_BY_WARP * tile.warps // (pairs * min(call.dim, 128)))
     constants = {**call.constants(tile), "MR": pairs, "MERGE": merge, "SEARCH": power_of_two(call.rows)}
     constants |= {**call.without, "PAIRS": choice.pairs}
-    grid, warps, stages = (call.kv_heads, tiles + room), tile.warps, tile.stages
+    grid, warps, stages = (call.kv_heads, tiles + limits["room"]), tile.warps, tile.stages
     return launch(_SPLIT, "attend_split", grid, args, constants, num_warps=warps, num_stages=stages)
 
 
