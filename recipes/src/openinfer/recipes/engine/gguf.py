@@ -277,12 +277,8 @@ def _tokenizer(meta: GgufMetadata, splits: Mapping[str, str | None]) -> dict[str
     whole = split is not None and r"\p{N}{1,3}" in split  # such vocabularies take whole words before merges
     begins = meta.get("tokenizer.ggml.add_bos_token", bool, whole)
     start = [tokens[bos]] if begins and bos is not None else []
-    levels: Json = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": split is None,
-    }
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    levels = {**decoder, "add_prefix_space": False, "use_regex": split is None}
     cuts: list[Json] = [{"type": "Digits", "individual_digits": True}] if pre == "smollm" else []
     if split:
         cuts = [{"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}]
@@ -296,7 +292,7 @@ def _tokenizer(meta: GgufMetadata, splits: Mapping[str, str | None]) -> dict[str
             "pair": [*first, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
             "special_tokens": {token: {"id": token, "ids": [bos], "tokens": [token]} for token in start},
         },
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "decoder": decoder,
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,

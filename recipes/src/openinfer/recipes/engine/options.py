@@ -28,15 +28,9 @@ def option(
     """A field of Options. text: its help. kind: the type of the command line's word, else that of the default, or str;
     bool makes a flag without a word, with `--no-` where the default is True. many: of one word or more. within: the
     least and the greatest number."""
-    given = {
-        "text": text,
-        "kind": kind or (type(default) if isinstance(default, bool | int | float) else str),
-        "choices": choices,
-        "metavar": metavar,
-        "many": many,
-        "within": within,
-    }
-    made: Any = dataclasses.field(default=default, metadata=given)
+    kind = kind or (type(default) if isinstance(default, bool | int | float) else str)
+    given = {"kind": kind, "choices": choices, "metavar": metavar, "many": many, "within": within}
+    made: Any = dataclasses.field(default=default, metadata={"text": text, **given})
     return cast(T, made)
 
 

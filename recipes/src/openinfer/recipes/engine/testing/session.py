@@ -56,16 +56,9 @@ class Session:
         request_id = len(self.outcomes)
         own = {name: asked.pop(name) for name in Request.__struct_fields__ if name in asked}
         self.outcomes[request_id] = Outcome([], [], [])
-        self.engine.submit(
-            Request(
-                id=request_id,
-                prompt_token_ids=list(prompt),
-                sampling=SamplingParams(**{"temperature": 0.0, **asked}),
-                max_tokens=max_tokens,
-                arrival=0.0,
-                **own,
-            )
-        )
+        own |= {"id": request_id, "prompt_token_ids": list(prompt), "max_tokens": max_tokens}
+        sampling = SamplingParams(**{"temperature": 0.0, **asked})
+        self.engine.submit(Request(sampling=sampling, arrival=0.0, **own))
         return request_id
 
     def step(self, wait_s: float = 0.0) -> StepOutputs:

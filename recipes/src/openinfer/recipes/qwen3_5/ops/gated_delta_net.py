@@ -223,15 +223,11 @@ def _step(a: DeltaArgs[Tensor], tuning: Tuning, tokens: int) -> Launch:
     """Rows of one token, and zeros for the tokens from the last row's end to `tokens`."""
     (_, heads, _, dv), rows = a.state.shape, a.slots.shape[0]
     columns = min(tuning.step_columns, dv)
-    args: dict[str, Arg] = {
-        **tensors(a, "out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state"),
-        **tensors(a, "state", *_OF_ROWS, "state_from", "state_to"),
-        "partial": Scratch((rows, heads, dv), float32),
-        "arrived": Scratch((rows, heads), int32, zeroed=True),
-        **_strides(a, "qkv", "z", "ba", "conv_state", "state"),
-        "eps": a.eps,
-        "tokens": tokens,
-    }
+    own = ("out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state", "state")
+    args: dict[str, Arg] = {**tensors(a, *own, *_OF_ROWS, "state_from", "state_to")}
+    args["partial"] = Scratch((rows, heads, dv), float32)
+    args["arrived"] = Scratch((rows, heads), int32, zeroed=True)
+    args |= {**_strides(a, "qkv", "z", "ba", "conv_state", "state"), "eps": a.eps, "tokens": tokens}
     grid, constants = (heads * (dv // columns), rows), _sizes(a) | _taps(a) | {"BV": columns}
     warps, registers = tuning.step_warps, tuning.step_registers
     name = "delta_step"
@@ -244,25 +240,20 @@ def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterat
     (_, heads, dk, dv), (rows, snapshots) = a.state.shape, a.snapshot_ends.shape
     width, ring = a.qkv.shape[1], a.recent.shape[1] if a.recent is not None else 0
     short, places = (tokens, tokens + rows * ring // 2) if alone else (ring // 2, rows * ring)
-    rest = tensors(a, *_OF_ROWS, "state_from", "state_to", "snapshot_ends", "snapshot_blocks") | {
-        "recent": a.recent or a.qkv,
-        "accepted": a.accepted or a.seq_lens,
-        "num_drafts": a.num_drafts or a.slots,
-    }
+    rest = tensors(a, *_OF_ROWS, "state_from", "state_to", "snapshot_ends", "snapshot_blocks")
+    rest |= {"recent": a.recent or a.qkv, "accepted": a.accepted or a.seq_lens}
+    rest["num_drafts"] = a.num_drafts or a.slots
     made: dict[str, Arg] = {
         "recent_stride": aligned(0 if a.recent is None else a.recent.strides[0]),
         "made": Scratch((places, width), float32), "snapshots": snapshots if a.max_q_len > 1 else 0,
         "short": short, "ring_size": ring,
     }  # fmt: skip
     tile, constants = TILE if alone else ring, {**_sizes(a), "BY_ROW": not alone}
-    yield launch(
-        _TOKENS,
-        "delta_token_inputs",
-        (2 * a.sizes.key_heads + heads + 1, rows, max(1, min(-(-short // tile), DEALT // rows))),
-        tensors(a, "qkv", "ba", "conv_weight", "conv_state")
-        | {**rest, **_strides(a, "qkv", "ba", "conv_state"), **made},
-        constants | _taps(a) | {"TILE": tile, "WIDE": max(dk, dv), "GATES": power_of_two(2 * heads)},
-    )
+    args: dict[str, Arg] = {**tensors(a, "qkv", "ba", "conv_weight", "conv_state"), **rest}
+    args |= {**_strides(a, "qkv", "ba", "conv_state"), **made}
+    inputs = constants | _taps(a) | {"TILE": tile, "WIDE": max(dk, dv), "GATES": power_of_two(2 * heads)}
+    programs = 2 * a.sizes.key_heads + heads + 1, rows, max(1, min(-(-short // tile), DEALT // rows))
+    yield launch(_TOKENS, "delta_token_inputs", programs, args, inputs)
     constants |= {"SNAPSHOTS": power_of_two(snapshots)}
     columns = min(ALONE_COLUMNS if alone else VERIFIED_COLUMNS, dv)
     out = Scratch((tokens, heads, dv), a.out.dtype) if alone else a.out
@@ -271,7 +262,7 @@ def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterat
         sums["partial"] = Scratch((rows, heads, short, dv), float32)
         sums["arrived"] = Scratch((rows, heads), int32, zeroed=True)
     own = tensors(a, "z", "ba", "decay", "dt_bias", "norm_weight", "state")
-    args: dict[str, Arg] = {"out": out, **own, **rest, **_strides(a, "z", "ba", "state"), **made, **sums}
+    args = {"out": out, **own, **rest, **_strides(a, "z", "ba", "state"), **made, **sums}
     args |= {"eps": a.eps, "tokens": tokens}
     grid = (heads * (dv // columns), rows)
     yield launch(_TOKENS, "delta_tokens", grid, args, constants | {"BV": columns, **without}, num_warps=1)
