@@ -207,9 +207,8 @@ class Disk:
                 self.used_bytes += file_bytes(self._sizes[group])
         while self.used_bytes > self._num_bytes and self._index:
             self.drop(*next(iter(self._index)))
-        log.info(
-            "KV offload: %d blocks (%.1f GB) are in %s", len(self._index), self.used_bytes / 1e9, self.folder
-        )
+        count, size = len(self._index), self.used_bytes / 1e9
+        log.info("KV offload: %d blocks (%.1f GB) are in %s", count, size, self.folder)
 
     def clear(self) -> None:
         """Remove all records."""

@@ -279,10 +279,8 @@ class HostMemory:
     def has_room(self) -> bool:
         """Whether every group has its first slots."""
         self._cut()
-        return all(
-            bool(free or index) or not wanted
-            for free, index, wanted in zip(self._free, self._index, self.num_slots, strict=True)
-        )
+        each = zip(self._free, self._index, self.num_slots, strict=True)
+        return all(bool(free or index) or not wanted for free, index, wanted in each)
 
     def close(self) -> None:
         """Stop to grow, and let go of the memory. No copy may be under way."""

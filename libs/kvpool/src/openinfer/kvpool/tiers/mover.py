@@ -253,11 +253,8 @@ class Copier:
             except TensorError as error:
                 log.warning(
                     "KV offload: rank %d could lock only %d of %d bytes of host memory (%s); other copies are slow",
-                    self._rank,
-                    start,
-                    len(records),
-                    error,
-                )
+                    self._rank, start, len(records), error,
+                )  # fmt: skip
                 return
 
     def close(self) -> None:

@@ -249,10 +249,8 @@ class Tiers:
         there = self._host.has(group, names)
         sources = [s for s in (None if self._behind else self._disk, self._peers) if s is not None]
         if sources and not all(there):
-            there = [
-                here or any(source.has(group, name) for source in sources)
-                for name, here in zip(names, there, strict=True)
-            ]
+            pairs = zip(names, there, strict=True)
+            there = [here or any(source.has(group, name) for source in sources) for name, here in pairs]
         return there
 
     def expect(self, group: int, names: Sequence[bytes]) -> None:
