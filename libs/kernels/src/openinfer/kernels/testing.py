@@ -268,9 +268,8 @@ class OpConformance:
         for case in self.cases:
             for name, array in leaves(case.args, np.ndarray):
                 for wrong in (np.zeros(array.shape, np.int16), np.zeros((*array.shape, 1), array.dtype)):
-                    _, tensors = copied(
-                        mapped(case.args, np.ndarray, functools.partial(_replaced, array, wrong))
-                    )
+                    changed = mapped(case.args, np.ndarray, functools.partial(_replaced, array, wrong))
+                    _, tensors = copied(changed)
                     try:
                         self.op.check(self.op.args(**tensors))
                     except ContractError:

@@ -58,10 +58,8 @@ def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
     if isinstance(form, Int8):
         assert scales is not None
         args: dict[str, Arg] = {"weight": weight.weight, "scales": scales}
-        constants: dict[str, int | bool] = {
-            "GROUP": form.group,
-            "CHUNK": _chunk(form.group or weight.columns),
-        }
+        chunk = _chunk(form.group or weight.columns)
+        constants: dict[str, int | bool] = {"GROUP": form.group, "CHUNK": chunk}
         return FormKernels("int8", "openinfer.kernels.device.int8", args, constants)
     if isinstance(form, Fp4):
         assert isinstance(scales, Tensor)

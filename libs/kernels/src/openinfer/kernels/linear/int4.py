@@ -122,10 +122,8 @@ def int4_cluster(c: Clusters, p: Problem) -> Launch:
     grid = (-(-p.n // c.columns) * c.split, -(-p.m // c.tokens))
     shared = ring + _held(rows, k, c.split, 16 if fp4 else 4) + 16 * (c.stages + 1)
     shared += sent_bytes(c.tokens, rows, c.split, _sent(c.tokens, rows))
-    kernel, threads = (
-        ("openinfer.kernels.device", "int4_cluster.cu", "int4_cluster"),
-        128 * (sides * parts + 1),
-    )
+    kernel = "openinfer.kernels.device", "int4_cluster.cu", "int4_cluster"
+    threads = 128 * (sides * parts + 1)
     return launch_cuda(*kernel, grid, args, constants, threads=threads, shared=shared, early=True)
 
 

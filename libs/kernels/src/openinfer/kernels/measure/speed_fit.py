@@ -65,12 +65,8 @@ class _Ops(NamedTuple):
     def columns(self, speed: Speed) -> tuple[float, float, float]:
         """Bytes of the ops that wait for memory, FLOPs of the others, and kernels."""
         memory = self.bytes / speed.bytes_per_s >= self.flops / speed.flops_per_s
-        weights = self.times
-        return (
-            float((weights * self.bytes)[memory].sum()),
-            float((weights * self.flops)[~memory].sum()),
-            self.kernels,
-        )
+        moved, computed = (self.times * self.bytes)[memory].sum(), (self.times * self.flops)[~memory].sum()
+        return float(moved), float(computed), self.kernels
 
 
 def fit_speed(steps: Iterable[MeasuredStep], figures: Figures, first: Speed | None = None) -> Speed:
@@ -98,9 +94,8 @@ def fit_lines(calls: Sequence[MeasuredCalls], usual: Speed) -> Lines:
     if not calls or any(one.seconds <= 0 for one in calls):
         raise ValueError(f"lines are fitted to calls of positive seconds; {len(calls)} were given")
     sizes = sorted({one.tokens for one in calls})
-    return tuple(
-        (tokens, _fit_line([one for one in calls if one.tokens == tokens], usual)) for tokens in sizes
-    )
+    alike = ([one for one in calls if one.tokens == tokens] for tokens in sizes)
+    return tuple((tokens, _fit_line(own, usual)) for tokens, own in zip(sizes, alike, strict=True))
 
 
 def _fit_line(calls: Sequence[MeasuredCalls], usual: Speed) -> Speed:

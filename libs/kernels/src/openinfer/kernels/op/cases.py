@@ -103,9 +103,8 @@ class Memory:
         """Values of bf16 that went through q8, or for an op to write."""
         scales = (tokens, -(-width // SCALE_BLOCK))
         if empty:
-            return Coded(
-                self.empty(tokens, width, dtype=float8_e4m3fn), self.empty(*scales, dtype=uint8), bfloat16
-            )
+            codes = self.empty(tokens, width, dtype=float8_e4m3fn)
+            return Coded(codes, self.empty(*scales, dtype=uint8), bfloat16)
         return Coded(self.float8(tokens, width), self.codes(*scales, low=126, high=129), bfloat16)
 
     def copies(self, args: Mapping[str, Any], *cold: str) -> list[Mapping[str, Any]]:

@@ -244,9 +244,8 @@ class Composite(Op[P]):
         whole: Callable[[Target, A], Command | None],
     ) -> None:
         collective = any(op.collective for op in parts.values())
-        super().__init__(
-            name, args, self._check_parts, self._refer, self._launch, self._sum, collective=collective
-        )
+        own = self._check_parts, self._refer, self._launch, self._sum
+        super().__init__(name, args, *own, collective=collective)
         self.parts = parts
         self.whole: Callable[[Target, Any], Command | None] = whole
         self._known: dict[Any, bool] = {}

@@ -72,12 +72,8 @@ def cases(memory: Memory) -> Iterator[OpCase]:
     b = memory.normal(4, sum(parts), rank, scale=0.1)
     for tokens in (1, 32, 256, 2048):
         slots = np.arange(tokens)
-        args = {
-            "out": memory.normal(tokens, sum(parts)),
-            "x": memory.normal(tokens, columns),
-            "lora": Lora(a, b, parts, memory.ints(1 + slots % 2), memory.ints(slots)),
-            "add": True,
-        }
-        yield OpCase(
-            f"{tokens} tokens", add_lora, memory.copies(args, "lora"), Workload(tokens, tokens, 0, 0)
-        )
+        out, x = memory.normal(tokens, sum(parts)), memory.normal(tokens, columns)
+        lora = Lora(a, b, parts, memory.ints(1 + slots % 2), memory.ints(slots))
+        args = {"out": out, "x": x, "lora": lora, "add": True}
+        workload = Workload(tokens, tokens, 0, 0)
+        yield OpCase(f"{tokens} tokens", add_lora, memory.copies(args, "lora"), workload)

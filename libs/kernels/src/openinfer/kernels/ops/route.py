@@ -211,12 +211,8 @@ def _topk_launches(target: Target, a: _TopkArgs[Tensor]) -> Iterator[Command]:
     args |= {"gate_stride": aligned(gate.strides[0]), "width": aligned(width), "experts": experts}
     args |= {"first_expert": a.first_expert, "num_experts": a.num_experts}
     grid = (tokens, 1 if a.shared is None else 1 + -(-width // block))
-    constants = {
-        "K": chosen,
-        "K_BLOCK": power_of_two(chosen),
-        "BLOCK": power_of_two(experts),
-        "COLUMNS": block,
-    }
+    constants = {"K": chosen, "K_BLOCK": power_of_two(chosen), "BLOCK": power_of_two(experts)}
+    constants["COLUMNS"] = block
     yield launch(_DEVICE, "route_topk", grid, args, constants, num_warps=1, early=early)
 
 

@@ -71,9 +71,8 @@ class InterpDriver:
     def collective(self, command: Collective, out: int, x: int) -> None:
         communicator = member(self._communicator, command.kind, command.ranks)
         host = Device("cpu")
-        to, source = (
-            Tensor(at, t.shape, t.dtype, host).numpy() for at, t in ((out, command.out), (x, command.x))
-        )
+        ends = (out, command.out), (x, command.x)
+        to, source = (Tensor(at, t.shape, t.dtype, host).numpy() for at, t in ends)
         combine(command.kind, to, source, communicator)
 
     def peers(self, table: PeerTable) -> int:

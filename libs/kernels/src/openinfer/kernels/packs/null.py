@@ -121,9 +121,8 @@ class NullPack:
 
     def specs(self) -> list[Spec]:
         """The distinct kernels of the recorded calls, in the order of first use."""
-        return list(
-            dict.fromkeys(c.spec for call in self.calls for c in call.commands if isinstance(c, Launch))
-        )
+        commands = (c for call in self.calls for c in call.commands)
+        return list(dict.fromkeys(c.spec for c in commands if isinstance(c, Launch)))
 
     def link_bytes(self) -> int:
         """The least bytes that a rank sends to others in the recorded calls."""
@@ -140,9 +139,8 @@ class NullPack:
         """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs, or those of the two
         branches of a fork that need most."""
         most = {at: sizes[zeroed] for at, sizes in self._bytes.items()}
-        return max(
-            (most.get((fork, min(branch, 1)), 0) + most.get((fork, 2), 0) for fork, branch in most), default=0
-        )
+        sums = (most.get((fork, min(branch, 1)), 0) + most.get((fork, 2), 0) for fork, branch in most)
+        return max(sums, default=0)
 
 
 class Repeated(tuple[T, ...]):

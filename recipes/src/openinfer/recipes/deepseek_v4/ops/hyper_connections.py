@@ -416,13 +416,8 @@ def cases(memory: Memory) -> Iterator[OpCase]:
             "norm_weight": memory.normal(hidden, dtype=float32), "eps": 1e-6, "hc_eps": 1e-6,
         }  # fmt: skip
         yield OpCase(f"V4-Flash, {tokens} tokens", hc_pre, memory.copies(pre, "streams", "fn"), workload)
-        post = {
-            "streams": both["streams"],
-            "y": memory.normal(tokens, hidden),
-            "mix": mix,
-            "hc_eps": 1e-6,
-            "iters": 20,
-        }
+        y = memory.normal(tokens, hidden)
+        post = {"streams": both["streams"], "y": y, "mix": mix, "hc_eps": 1e-6, "iters": 20}
         yield OpCase(f"V4-Flash, {tokens} tokens", hc_post, memory.copies(post, "streams"), workload)
         head = {"out": out, "streams": both["streams"], "fn": both["fn"][:n], "base": base[:n], "scale": scale[:1],
                 "eps": 1e-6, "hc_eps": 1e-6}  # fmt: skip
