@@ -211,14 +211,14 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (3982, 2991),
-    "kernels": (23393, 10690),
+    "kernels": (22867, 10690),
     "graph": (4277, 2747),
-    "kvpool": (6295, 5132),
+    "kvpool": (6287, 5132),
     "sampler": (4649, 3943),
     "scheduler": (4864, 3597),
     "frontend": (13025, 11753),
-    "recipes": (15281, 4028),
-    "cli": (6578, 0),
+    "recipes": (15040, 4028),
+    "cli": (6522, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 
