@@ -5,13 +5,13 @@ import math
 from collections.abc import Mapping
 
 from openinfer.kernels.attention.call import ROWS, AttentionCall, AttentionChoice
-from openinfer.kernels.attention.coded import attend_codes, takes_codes
 from openinfer.kernels.attention.long import hopper_tile, in_parts, long_rows, single_tokens
 from openinfer.kernels.attention.tiles import Tile, coded_attention_tile, long_tile, short_tile
 from openinfer.kernels.linear.choices import RING_TOKENS, releases
 from openinfer.kernels.op.contract import require
-from openinfer.kernels.op.launch import Arg, Launch, beside, launch, power_of_two
-from openinfer.kernels.op.target import Target
+from openinfer.kernels.op.launch import Arg, Launch, Scratch, beside, launch, launch_cuda, power_of_two
+from openinfer.kernels.op.target import Target, shared_bytes
+from openinfer.tensor import float32, int32
 
 SHORT_PAIRS = 64
 """A row of this many (token, query head) pairs or fewer is split over its keys. After a prefix hit, a prompt has few
@@ -26,6 +26,13 @@ RELEASING_STAGES = 3
 
 NEW_PAIRS = 64
 """Query heads that share a key head, at most, for the kernel that does a decode step's whole attention."""
+
+CODED_KEYS, CODED_WARPS, COPIERS = 128, 8, 4
+"""Keys of a block, warps that multiply and warps that copy, of device/attend_codes.cu, which has these numbers too."""
+CODED_ROWS = 256
+"""Rows that all steps of few rows have room for, so that they share a kernel."""
+CODED_GROUP = 8
+"""The most query heads that share a key head: columns of the tensor cores' operand."""
 
 _DEVICE = "openinfer.kernels.device.attention"
 _DECODE = "openinfer.kernels.device.decode_attention"
@@ -72,7 +79,7 @@ def choose_attention(target: Target, call: AttentionCall) -> AttentionChoice:
     assembly = target.arch >= 90 and target.arch // 10 != 10 and not target.interpreted
     pairs = call.form.scaled and assembly
     release = releases(target, call.tokens)
-    decode = attend_codes(target, call) if takes_codes(target, call) else None
+    decode = _attend_codes(target, call) if _takes_codes(target, call) else None
     return AttentionChoice(
         short, long, codes, *parts, target.num_sms, target.batch_invariant, pairs, release, decode
     )
@@ -151,3 +158,32 @@ def new_tokens(
     if (tile.bn, tile.stages) == (64, 5) and choice.splits == 1 and call.dim <= 128:
         warps = 2  # half of the threads are enough between one and two programs an SM (docs/lessons)
     return launch(_DECODE, "attend_new", grid, args, constants, num_warps=warps, num_stages=stages)
+
+
+def _takes_codes(target: Target, call: AttentionCall) -> bool:
+    """Whether attend_codes takes a decode step over an FP8 cache: one token a row, which sees all of it."""
+    known = target.nvrtc and target.arch == 90 and not target.interpreted and not target.batch_invariant
+    fits = call.dim in (128, 256) and call.group <= CODED_GROUP and call.page_size % 16 == 0
+    return known and fits and call.form.scaled and not call.windowed
+
+
+def _attend_codes(target: Target, call: AttentionCall) -> Launch:
+    """The launch of attend_codes. The kernel ahead puts the keys and values of the step's tokens into the cache. The
+    rest of the cache and the tensors of rows are read before that kernel ends. So they are written before the last
+    launch that is not early, or before the step."""
+    merged = CODED_WARPS * call.group * (call.dim + 2) * 4
+    rows = max(CODED_ROWS, power_of_two(call.rows))
+    stage = CODED_KEYS * (2 * call.dim + 2)
+    other = merged + (4 * rows + 3) * 4
+    stages = (shared_bytes(target.arch) - other) // (stage + 16)
+    programs, parts = target.num_sms, 2 * target.num_sms
+    args = {**call.some("out", "q"), **call.cache, **call.some(*ROWS)}
+    args["partial"] = Scratch((parts, call.group, call.dim), float32)
+    args["weights"] = Scratch((parts, call.group, 2), float32)
+    args["arrived"] = Scratch((call.rows * call.kv_heads,), int32, zeroed=True)
+    args |= call.some("table_width", "page_stride", "scale")
+    args |= {"rows": call.rows, "tokens": call.tokens, "heads": call.kv_heads}
+    constants = {"D": call.dim, "GROUP": call.group, "PAGE": call.page_size, "ROWS": rows, "STAGES": stages}
+    kernel = "openinfer.kernels.device", "attend_codes.cu", "attend_codes", (programs,)
+    threads, shared = 32 * (CODED_WARPS + COPIERS), stages * (stage + 16) + other
+    return launch_cuda(*kernel, args, constants, threads=threads, shared=shared, early=True)
