@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -568,32 +569,38 @@ def packed_table() -> str:
 
 
 class Mixture(NamedTuple):
-    """Microseconds of an evenly routed call of experts_add by its tokens. `few`: the most rows of an expert with tiles
-    for few; `places`: of the tiles for many."""
+    """Microseconds of an evenly routed call of experts_add by its tokens, or of its two products. `few`: the most rows
+    of an expert with tiles for few; `places`: of the tiles for many, 0 where chunks are as large as they are."""
 
     kind: str
     made: Outline
     few: int
     places: int
-    us: dict[int, float]
+    calls: dict[int, float]
+    products: dict[int, float]
 
 
-CODES = "codes-of-mixtures-v32-2026-11-29-h200.json"
+CODES, MANY_PAIRS = "codes-of-mixtures-v32-2026-11-29-h200.json", "many-pairs-2026-12-01-h200.json"
 LAUNCH_S = 1.2e-6
 """What a small kernel takes that starts early, as `spread` and `embed` do."""
 
 
 def mixtures() -> Iterator[Mixture]:
-    """What was measured of each format: in bf16 whole calls, of codes the two products."""
+    """What was measured of each format: in bf16 whole calls, of codes the two products, but for many rows in FP8."""
     whole, bf16 = json.loads((RESULTS / NEWEST).read_text())["experts_add_us"], dict[int, float]()
     for row in (*whole["few"], *whole["many"]):
         format, tokens, times = re.match(r"(\w+) (\d+) (.*)", row).groups()
         if format == "bf16":  # "now": tiles of three stages; few programs have five since
             bf16[int(tokens)] = min(float(us) for us in re.findall(r"(?:now|64/5): +([\d.]+)", times))
-    yield Mixture("experts_add", outline("qwen3_5-35B-A3B", 1, ()), 32, 128, bf16)
+    yield Mixture("experts_add", outline("qwen3_5-35B-A3B", 1, ()), 32, 128, bf16, {})
     fp8, fp4 = _two_products("35 kind 8", 3), _two_products("30 kind 4", 2)
-    yield Mixture("experts_add, FP8 experts", packed_outline("FP8", "qwen3_5-35B-A3B"), 8, 64, fp8)
-    yield Mixture("experts_add, FP4 experts", packed_outline("FP4", "qwen3-30B-A3B"), 8, 64, fp4)
+    few = {tokens: us for tokens, us in fp8.items() if tokens <= 256}  # 8 rows of an expert
+    many = json.loads((RESULTS / MANY_PAIRS).read_text())["experts_add"]
+    for model, sizes, own in (("qwen3_5-35B-A3B", (1024, 2048, 4096), few), ("qwen3-30B-A3B", (4096,), {})):
+        us = many[f"{model[-7:]} FP8, experts_many"][-len(sizes) :]
+        calls = dict(zip(sizes, us, strict=True))
+        yield Mixture("experts_add, FP8 experts", packed_outline("FP8", model), 8, 0, calls, own)
+    yield Mixture("experts_add, FP4 experts", packed_outline("FP4", "qwen3-30B-A3B"), 8, 64, {}, fp4)
 
 
 def _two_products(name: str, stages: int) -> dict[int, float]:
@@ -613,20 +620,26 @@ def mixture_calls(one: Mixture) -> Iterator[MeasuredCalls]:
     """The calls, each with its rows of an expert in place of the tokens."""
     call = next(call for step in one.made.steps.values() for call in step if call.op.name == "experts_add")
     chosen, (experts, hidden, _) = call.args.expert_ids.shape[1], call.args.down.shape
-    for tokens, us in one.us.items():
+    for tokens, us in (*one.calls.items(), *one.products.items()):
         seconds = us * 1e-6
-        if one.kind != "experts_add":  # the norm, the sort, columns arranged for large tiles, and the sum
+        if tokens in one.products:  # the norm, the sort, columns arranged for large tiles, and the sum
             moved = (chosen + 6) * tokens * hidden * 2
             seconds += 4 * LAUNCH_S + moved / GPUS[H200.gpu].fitted.bytes_per_s
         yield MeasuredCalls(tokens * chosen / experts, 1, call.cost(Workload(tokens, tokens, 0, 0)), seconds)
 
 
-def experts_lines(one: Mixture) -> Lines:
+def experts_lines(ones: Sequence[Mixture]) -> Lines:
     """Few rows: the bytes of the experts that are hit, at one speed, and the time of a call. Many: half a tile of each
-    expert is padding, in the mean, and the tiles are multiplied at one speed."""
-    calls = sorted(mixture_calls(one))
+    expert is padding, in the mean, and the tiles are multiplied at one speed; without tiles, at that of each call."""
+    one, calls = ones[0], sorted(call for one in ones for call in mixture_calls(one))
     few = [call._replace(tokens=one.few) for call in calls if call.tokens <= one.few]
     ((_, speed),) = fit_lines(few, GPUS[H200.gpu].fitted)
+    if not one.places:
+        rates = [
+            (call.tokens, call.cost.flops / (call.seconds - speed.kernel_s)) for call in calls[len(few) :]
+        ]
+        own = ((rows, speed._replace(flops_per_s=rate)) for rows, rate in rates)
+        return (calls[0].tokens, speed), (one.few, speed), *own
     many = [
         (1 + one.places / 2 / call.tokens) * call.cost.flops / (call.seconds - speed.kernel_s)
         for call in calls[len(few) :]
@@ -660,7 +673,8 @@ def latents_lines() -> dict[str, Lines]:
 
 def mixture_lines() -> dict[str, Lines]:
     """The lines of mixtures, and of attention to latents."""
-    return {**{one.kind: experts_lines(one) for one in mixtures()}, **latents_lines()}
+    kinds = itertools.groupby(mixtures(), key=lambda one: one.kind)
+    return {**{kind: experts_lines([*ones]) for kind, ones in kinds}, **latents_lines()}
 
 
 def mixtures_table() -> str:

@@ -217,7 +217,7 @@ LINES = {
     "sampler": (4649, 3943),
     "scheduler": (4864, 3597),
     "frontend": (13025, 11753),
-    "recipes": (15040, 4028),
+    "recipes": (15040, 4027),
     "cli": (6522, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -54,18 +54,17 @@ V32 = deepseek_v3.published.config_json("DeepSeek-V3.2") | {
     "num_nextn_predict_layers": 0,
 }
 MIXTURES: dict[str, tuple[Recipe[Any], Json, list[tuple[int, int, int, float, int]]]] = {
-    # Less the launches of 128 products a layer that are one since.
     "V3.2 of six layers": (deepseek_v3.RECIPE, V32, [
-        (1, 8192, 0, 2.119, 256), (16, 8192, 0, 4.596, 96), (32, 8192, 0, 5.638, 92), (0, 0, 2048, 45.91 - 4.7, 164),
+        (1, 8192, 0, 2.119, 256), (16, 8192, 0, 4.596, 96), (32, 8192, 0, 5.638, 92),
     ]),
     "35B-A3B FP8": (qwen3_5.RECIPE, {**qwen3_5.RECIPE.published()["35B-A3B"], "quantization_config": FORMATS["FP8"]}, [
-        (1, 8192, 0, 3.085, 256), (16, 8192, 0, 8.37, 256), (0, 0, 8192, 120.179, 256),
+        (1, 8192, 0, 3.085, 256), (16, 8192, 0, 8.37, 256), (0, 0, 4096, 51.339, 256), (0, 0, 8192, 102.650, 256),
     ]),
     **{f"30B-A3B {format}": (
         qwen3.RECIPE, {**qwen3.RECIPE.published()["30B-A3B"], "quantization_config": FORMATS.get(format)},
         [(1, 1024, 0, one, 128), (8, 1024, 0, eight, 128), (0, 0, 1024, short, hit), (0, 0, 4096, long, hit)],
     ) for format, one, eight, short, long, hit in (
-        ("bf16", 3.178, 7.999, 19.479, 65.968, 31), ("FP8", 2.781, 5.969, 19.679, 72.149, 31),
+        ("bf16", 3.178, 7.999, 19.479, 65.968, 31), ("FP8", 2.781, 5.969, 16.286, 56.340, 31),
         ("NVFP4", 2.836, 6.141, 26.826, 83.139, 53),
     )},
 }  # fmt: skip
@@ -142,7 +141,7 @@ def test_predictions_of_packed_weights_are_nearer(name: str, format: str) -> Non
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_predictions_of_mixtures_are_near_for_the_experts_that_were_hit(name: str) -> None:
-    """A control: with the line of all ops a long prompt is far off."""
+    """A control: with the line of all ops the longest step is too short."""
     recipe, config, points = MIXTURES[name]
     planned, own = Planned(recipe, config), GPUS[H200.gpu]
     ops = {op: found for op, found in own.ops.items() if not op.startswith(("experts_add", "latent_attend"))}
@@ -160,7 +159,7 @@ def test_predictions_of_mixtures_are_near_for_the_experts_that_were_hit(name: st
 
     for point in points:
         assert milliseconds(point, own) == pytest.approx(point[3], rel=0.15), point
-    assert milliseconds(points[-1], own._replace(ops=ops)) < 0.85 * points[-1][3]
+    assert milliseconds(points[-1], own._replace(ops=ops)) < 0.93 * points[-1][3]
 
 
 def among(call: Call, experts: int) -> Call:
