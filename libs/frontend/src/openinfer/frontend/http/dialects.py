@@ -63,7 +63,6 @@ class Dialects:
         self._kept = KeptItems()
 
     async def responses(self, request: Request) -> Response:
-        """POST /v1/responses."""
         arrival, service = time.monotonic(), self._service
         body = await read_json_body(request, ResponsesBody)
         asked = await self.prepare_response(request, body)
@@ -78,7 +77,6 @@ class Dialects:
         return await service.prepare_chat(request, chat, plan, "input", limit, body.max_output_tokens)
 
     async def messages(self, request: Request) -> Response:
-        """POST /v1/messages."""
         arrival, service = time.monotonic(), self._service
         body = await read_json_body(request, MessagesBody)
         if body.max_tokens is None:
@@ -87,7 +85,6 @@ class Dialects:
         return service.answer(request, asked, arrival, MessagesShape(asked.plan, service.tokenizer))
 
     async def count_tokens(self, request: Request) -> Response:
-        """POST /v1/messages/count_tokens."""
         body = await read_json_body(request, MessagesBody)
         asked = await self._prepare_messages(request, body, None)
         return json_response({"input_tokens": len(asked.prompts[0])})
@@ -101,7 +98,6 @@ class Dialects:
         return await service.prepare_chat(request, chat, plan, "messages", "max_tokens", max_tokens)
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize."""
         body = await read_json_body(request, TokenizeBody)
         self._service.known(body.model)
         tokenizer = self._tokenizer()
@@ -147,25 +143,21 @@ class Dialects:
         return json_response({**tokenizer.config, **tokenizer.special_tokens, "chat_template": template})
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
         body = await read_json_body(request, DetokenizeBody)
         self._service.known(body.model)
         ids = prompt_ids(body.tokens, self._service.client.info, "tokens") if body.tokens else []
         return json_response({"prompt": await asyncio.to_thread(self._tokenizer().decode, ids, False)})
 
     async def render_chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions/render."""
         body = await read_json_body(request, ChatBody)
         (rendered,) = _rendered("chatcmpl", await self._service.prepare_answer(request, body))
         return json_response(rendered)
 
     async def render_completions(self, request: Request) -> Response:
-        """POST /v1/completions/render: one for each prompt."""
         body = await read_json_body(request, CompletionBody)
         return json_response(_rendered("cmpl", await self._service.prepare_completions(request, body)))
 
     async def render_responses(self, request: Request) -> Response:
-        """POST /v1/responses/render."""
         body = await read_json_body(request, ResponsesBody)
         (rendered,) = _rendered("resp", await self.prepare_response(request, body))
         return json_response(rendered)

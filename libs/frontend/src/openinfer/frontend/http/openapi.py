@@ -56,7 +56,6 @@ class Endpoint(NamedTuple):
 
     @property
     def method(self) -> str:
-        """GET, or POST where there is a body."""
         return "POST" if self.body else "GET"
 
 

@@ -85,7 +85,6 @@ class Service:
         self._created = int(time.time())
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
         arrival = time.monotonic()
         body = await read_json_body(request, CompletionBody)
         asked = await self.prepare_completions(request, body)
@@ -94,7 +93,6 @@ class Service:
         return self.answer(request, asked, arrival, shape)
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
         arrival = time.monotonic()
         body = await read_json_body(request, ChatBody)
         asked = await self.prepare_answer(request, body)
@@ -191,18 +189,15 @@ class Service:
             await self.client.close()
 
     async def close(self) -> None:
-        """End the renderer."""
         if self.chat_format.renderer is not None:
             await self.chat_format.renderer.close()
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
         names = [*self.names(), *self.adapters()]
         pages = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # as Anthropic's clients page
         return json_response({"object": "list", "data": [self._model(name) for name in names], **pages})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/NAME."""
         return json_response(self._model(self.known(request.path_params["name"])))
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -223,12 +218,10 @@ class Service:
         }
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 503 when the engine is dead or hangs."""
         ok, detail = self.client.health()
         return json_response({"status": detail}, 200 if ok else 503)
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 503 also while shutting down."""
         if self.draining:
             return json_response({"status": "shutting down"}, 503)
         return await self.health(request)
@@ -238,11 +231,9 @@ class Service:
         return json_response({"server_load": len(self.active)})
 
     async def prometheus(self, request: Request) -> Response:
-        """GET /metrics."""
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self, request: Request) -> Response:
-        """GET /version."""
         return json_response({"version": package_version(), "contract_version": CONTRACT_VERSION})
 
     @property

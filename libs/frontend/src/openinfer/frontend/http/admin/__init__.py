@@ -107,7 +107,6 @@ class Admin:
         return json_response({"is_sleeping": False})
 
     async def is_sleeping(self, request: Request) -> Response:
-        """GET /is_sleeping."""
         return json_response({"is_sleeping": self._service.client.stats().asleep})
 
     async def load(self, request: Request) -> Response:

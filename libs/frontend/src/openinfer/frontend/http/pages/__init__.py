@@ -25,11 +25,9 @@ class WebPages:
         self._icon = _static("favicon.svg")
 
     async def chat(self, request: Request) -> Response:
-        """GET /."""
         return Response(*self._chat, "text/html; charset=utf-8")
 
     async def icon(self, request: Request) -> Response:
-        """GET /favicon.svg."""
         return Response(self._icon, 200, {"cache-control": "max-age=86400"}, "image/svg+xml")
 
     async def state(self, request: Request) -> Response:
@@ -59,11 +57,9 @@ class WebPages:
         )
 
     async def curves(self, request: Request) -> Response:
-        """GET /plan."""
         return Response(*self._curves, "text/html; charset=utf-8")
 
     async def plan(self, request: Request) -> Response:
-        """GET /plan.json: the plan that the server was started with."""
         if self._plan is None:
             raise APIError("this server has no plan; start it with --plan FILE", status=404, code="no_plan")
         return Response(self._plan, media_type="application/json")
