@@ -86,11 +86,9 @@ class EventLog:
             self._events.append(BlockRemoved(names, group_idx=group))
 
     def cleared(self) -> None:
-        """All cached blocks were dropped."""
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """All events since the last call."""
         taken, self._events = self._events, []
         return taken
 

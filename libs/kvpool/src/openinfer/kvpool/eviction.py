@@ -67,7 +67,6 @@ class _Leaves:
         raise NotImplementedError
 
     def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """Keep it, and queue it if it is a leaf."""
         self._parents[name] = parent
         if parent is not None:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
@@ -128,7 +127,6 @@ class Priority:
         self._size = 0
 
     def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """Append it as the most recent name of its priority."""
         priority = max(priority, self._priority.get(name, priority))
         self._priority[name] = priority
         if parent is not None:  # the parent is still in use, so no queue has it
@@ -175,7 +173,6 @@ class S3Fifo(_Leaves):
         self._max_ghosts = group.num_blocks
 
     def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """Keep it; a new name on probation."""
         if name not in self._uses:
             self._uses[name] = 0
             if name in self._ghosts:
@@ -185,7 +182,6 @@ class S3Fifo(_Leaves):
         super().add(name, parent, priority)
 
     def use(self, name: bytes) -> None:
-        """Drop it, and count the use."""
         self._uses[name] = min(3, self._uses[name] + 1)
         super().use(name)
 
@@ -218,7 +214,6 @@ class S3Fifo(_Leaves):
         return self._kept if name in self._proven else self._probation
 
     def remove(self, name: bytes) -> None:
-        """Drop it from the count of its queue too."""
         self._num_probation -= name not in self._proven
         super().remove(name)
 

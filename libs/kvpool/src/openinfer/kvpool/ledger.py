@@ -50,11 +50,9 @@ class Ledger:
 
     @property
     def num_in_use(self) -> int:
-        """Blocks that have a user."""
         return self.group.num_blocks - 1 - self.num_free
 
     def state(self, block: int) -> BlockState:
-        """Where a block is in its life."""
         name, used = self._name[block], self._users[block] > 0
         if block == 0:
             return BlockState.PADDING
@@ -67,7 +65,6 @@ class Ledger:
     # -- looking up --
 
     def find(self, name: bytes) -> int | None:
-        """The registered block of that name."""
         return self._index.get(name)
 
     def name(self, block: int) -> bytes | None:
@@ -226,7 +223,6 @@ class Ledger:
         return len(blocks)
 
     def drop_cached(self) -> None:
-        """Free all cached blocks."""
         while len(self._policy):
             name = self._policy.pop()
             block = self._index.pop(name)

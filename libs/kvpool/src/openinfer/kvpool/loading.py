@@ -170,6 +170,5 @@ class BlockLoads:
         return ended
 
     def held(self, group: int) -> Iterator[int]:
-        """Blocks of a group in use, for audits."""
         for _, parts in self._under_way.values():
             yield from parts[group].blocks

@@ -47,7 +47,6 @@ class Pages:
         self.ledger.share(blocks[self._first :])
 
     def held(self) -> Iterator[int]:
-        """Blocks in use, for audits."""
         yield from self.table[self._first :]
 
     def missing(self, num_tokens: int, kept_tokens: int) -> int:
@@ -66,7 +65,6 @@ class Pages:
         return (len(self.table) + max(0, self.room(leave))) * self._block_size
 
     def grow(self, count: int) -> list[int]:
-        """Append `count` new blocks."""
         blocks = self.ledger.allocate(count)
         self.table.extend(blocks)
         self.num_tokens = len(self.table) * self._block_size
@@ -96,7 +94,6 @@ class Pages:
         self._num_committed = last
 
     def release(self) -> None:
-        """Give everything back."""
         self.ledger.release(reversed(self.table[self._first :]), self._priority)
         self.table.clear()
         self._first = 0
@@ -122,7 +119,6 @@ class Snapshots:
         self.num_tokens = num_tokens
 
     def held(self) -> Iterator[int]:
-        """Blocks in use, for audits."""
         yield from self.table
         yield from self._pending.values()
         if self.source:
@@ -175,7 +171,6 @@ class Snapshots:
             self.source = 0
 
     def release(self) -> None:
-        """Give everything back."""
         self.drop_source()
         self.ledger.release([*self._pending.values(), *self.table], self._priority)
         self._pending.clear()

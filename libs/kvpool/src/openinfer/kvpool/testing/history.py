@@ -110,7 +110,6 @@ class History:
     # -- operations --
 
     def acquire(self, tokens: Sequence[int] | None = None) -> None:
-        """A new sequence."""
         if len(self.live) >= 6:
             return
         if tokens is None:
@@ -187,7 +186,6 @@ class History:
             self.check_sequence(seq)
 
     def snapshot(self) -> None:
-        """Ask for a snapshot of one sequence."""
         step = getattr(self.pool, "boundary_size", 0)
         ready = [
             seq
@@ -206,7 +204,6 @@ class History:
             self.loader.store(tokens, seq.salt if seq else b"", self.pool.hash_block_size)
 
     def load(self) -> None:
-        """Start a load for one sequence."""
         ready = [seq for seq in self.live if not seq.promised]
         if ready:
             self._load(self.random.choice(ready))
@@ -239,7 +236,6 @@ class History:
             seq.promised, seq.written = 0, lease.num_cached
 
     def release(self) -> None:
-        """Release one sequence."""
         if self.live:
             self.live.pop(self.random.randrange(len(self.live))).lease.release()
 
@@ -259,12 +255,10 @@ class History:
             self._keep(self.pool.hold(blocks, group), group, blocks)
 
     def pin(self) -> None:
-        """Pin a prefix."""
         if len(self.held) < 3:
             self._keep(self.pool.pin(self.random.choice(self.prompts)), 0, [])
 
     def let_go(self) -> None:
-        """End a hold."""
         if self.held:
             self.held.pop(self.random.randrange(len(self.held)))[0].release()
 

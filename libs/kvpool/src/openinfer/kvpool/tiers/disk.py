@@ -114,7 +114,6 @@ class Disk:
             thread.start()
 
     def has(self, group: int, name: bytes) -> bool:
-        """Whether the record is on the disk."""
         return (group, name) in self._index
 
     @property
@@ -145,7 +144,6 @@ class Disk:
         self._reads.put(lambda files: self._run(files, Files.read, slot, 0))
 
     def drop(self, group: int, name: bytes) -> None:
-        """Remove a record."""
         if (group, name) in self._index:
             del self._index[group, name]
             self.used_bytes -= file_bytes(self._sizes[group])
@@ -211,7 +209,6 @@ class Disk:
         log.info("KV offload: %d blocks (%.1f GB) are in %s", count, size, self.folder)
 
     def clear(self) -> None:
-        """Remove all records."""
         for group, name in list(self._index):
             self.drop(group, name)
         for group, _ in self._writing:

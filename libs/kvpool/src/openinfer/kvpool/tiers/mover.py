@@ -135,7 +135,6 @@ class Mover:
         self._number = 0
 
     def copy(self, kind: Kind, copies: Sequence[TierCopy]) -> Ticket:
-        """Begin a batch of copies."""
         stream = self._streams[kind]
         if self._stepped is not None:
             self._stepped.record(self._steps)

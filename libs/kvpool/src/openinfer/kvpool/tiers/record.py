@@ -60,12 +60,10 @@ class Files:
             raise Wrong(f"{path}: the checksum or the header is wrong")
 
     def close(self) -> None:
-        """Give the buffer back."""
         self._header.close()
 
 
 def file_bytes(nbytes: int) -> int:
-    """Bytes of the file of a record."""
     return ALIGNMENT + align_up(nbytes)
 
 

@@ -67,6 +67,5 @@ class Told:
         gone.clear()
 
     def take(self) -> list[BlockStored | BlockRemoved]:
-        """The events since the last call."""
         taken, self._events = self._events, []
         return taken

@@ -149,7 +149,6 @@ class PeerRange(NamedTuple):
     port: int
 
     def admits(self, address: Address) -> bool:
-        """Whether the address is of the range."""
         host, port = address
         if self.port not in (0, port):
             return False

@@ -241,7 +241,6 @@ class Lane:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
         return self._thread.is_alive()
 
     def close(self) -> None:

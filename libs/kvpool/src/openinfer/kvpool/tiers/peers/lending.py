@@ -59,7 +59,6 @@ class Lending:
             self._host.leave(slot)
 
     def expire(self) -> None:
-        """End the leases whose time is over."""
         now = self._clock()
         with self._lock:
             late = [lease for lease, kept in self._leases.items() if kept.until <= now]
@@ -83,10 +82,8 @@ class Lending:
         self._host.leave(slot)
 
     def clear(self) -> None:
-        """End all leases."""
         for lease in list(self._leases):
             self.end(lease)
 
     def __len__(self) -> int:
-        """Leases."""
         return len(self._leases)

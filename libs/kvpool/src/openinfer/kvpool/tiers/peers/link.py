@@ -55,7 +55,6 @@ class Link:
         self._until = (time.monotonic() if began is None else began) + timeout_s
 
     def say(self, **words: Any) -> None:
-        """Send an object."""
         data = json.dumps(words).encode()
         self.give([memoryview(_LENGTH.pack(len(data)) + data + self._tag(data, server=self.server))])
 
@@ -118,7 +117,6 @@ class Link:
         return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
 
     def give(self, parts: Sequence[memoryview]) -> None:
-        """Send bytes."""
         while parts:
             parts = _after(
                 parts,

@@ -150,7 +150,6 @@ class Sharing:
             self.lending.clear()
 
     def close(self) -> None:
-        """End all conversations."""
         self.peers.close()
         if self._server is not None:
             self._server.close()
