@@ -4,7 +4,7 @@ import importlib
 import os
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 __all__ = ["main"]
 
@@ -56,35 +56,26 @@ def _run(argv: Sequence[str] | None) -> int:
         return _unknown(name)
     # What OpenBLAS takes where OPENBLAS_NUM_THREADS is not set. Its threads wait by spinning, so an engine has its own.
     os.environ.setdefault("GOTO_NUM_THREADS", "1")
-    return COMMANDS[name][1](rest)
+    code: int = importlib.import_module(f"openinfer.cli.{name}").main(rest)
+    return code
 
 
-def _main_of(module: str) -> Callable[[list[str]], int]:
-    def main(argv: list[str]) -> int:
-        code: int = importlib.import_module(f"openinfer.cli.{module}").main(argv)
-        return code
-
-    return main
-
-
-COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
-    "serve": ("serve a checkpoint over an OpenAI-compatible HTTP API", _main_of("serve")),
-    "chat": ("talk to a model in the terminal", _main_of("chat")),
-    "compile": ("compile a checkpoint's kernels ahead of time; needs no GPU", _main_of("compile")),
-    "bench": ("measure: a server, steps, ops, the host, answers", _main_of("bench")),
-    "tune": ("measure which kernels are fastest for a checkpoint on this GPU", _main_of("tune")),
-    "plan": (
-        "a server's latencies and throughput over load, before there is one; needs no GPU",
-        _main_of("plan"),
-    ),
-    "check": ("what a checkpoint is, whether it loads, its memory; reads headers only", _main_of("check")),
-    "explain": ("a step op by op: floor, cost, memory plan; needs no GPU", _main_of("explain")),
-    "selftest": ("check this machine's GPU: tests, accuracy, speed", _main_of("selftest")),
+COMMANDS = {
+    "serve": "serve a checkpoint over an OpenAI-compatible HTTP API",
+    "chat": "talk to a model in the terminal",
+    "compile": "compile a checkpoint's kernels ahead of time; needs no GPU",
+    "bench": "measure: a server, steps, ops, the host, answers",
+    "tune": "measure which kernels are fastest for a checkpoint on this GPU",
+    "plan": "a server's latencies and throughput over load, before there is one; needs no GPU",
+    "check": "what a checkpoint is, whether it loads, its memory; reads headers only",
+    "explain": "a step op by op: floor, cost, memory plan; needs no GPU",
+    "selftest": "check this machine's GPU: tests, accuracy, speed",
 }
+"""Modules of this package by name, with what each does."""
 
 
 def _help() -> str:
-    lines = "\n".join(f"  {name:<10} {what}" for name, (what, _) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
     return f"""usage: openinfer COMMAND ...
 
 LLM inference without PyTorch.
