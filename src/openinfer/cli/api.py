@@ -63,7 +63,6 @@ class ApiError(RuntimeError):
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of the server's key."""
     text = "the server's API key; OPENINFER_API_KEY in the environment does not show in ps"
     parser.add_argument("--api-key", type=flag_types.key, metavar="KEY", help=text)
 
@@ -97,7 +96,6 @@ class Api:
         raise ApiError(f"{self._parts.geturl()} names no model at /v1/models; is it an OpenAI server?")
 
     def metrics(self) -> str:
-        """The text of /metrics."""
         return self.read("GET", "/metrics", None).decode(errors="replace")
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -118,6 +118,5 @@ def kernel_entry(case: OpCase, found: Measurement, limits: Machine) -> dict[str,
 
 
 def kernel_line(entry: dict[str, Any]) -> str:
-    """An entry as text."""
     what = f"{entry['op']} {entry['case']}: {entry['variant']}"
     return f"{what}\n{entry_figures(entry) if entry['us'] is not None else '    ' + entry['problem']}"

@@ -148,7 +148,6 @@ def _entry(
 
 
 def line(entry: dict[str, Any]) -> str:
-    """An entry as text."""
     return f"{entry['calls_a_step']:3} x {entry['key']}\n{entry_figures(entry)}"
 
 
@@ -169,7 +168,6 @@ class Change:
 
     @property
     def slower(self) -> bool:
-        """Whether it is a regression."""
         return self.after_us > self.before_us
 
     @property

@@ -128,7 +128,6 @@ def _times(steps: Sequence[Step], gaps_us: Sequence[float]) -> list[dict[str, An
 
 
 def gap_table(result: dict[str, Any]) -> str:
-    """A result as text."""
     head = (
         f"{result['point']} {result['how']}: {result['kernels_a_step']} kernels in {result['span_us']:.0f} us "
         f"({result['device_ms'] * 1e3:.0f} us when nothing is recorded),\n"

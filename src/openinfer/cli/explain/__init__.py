@@ -58,7 +58,6 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def memory_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --gpu-memory."""
     memory = GPUS[H200.gpu].memory_bytes / 1e9
     text = "memory of the GPU; default: %(default)s (H200)"
     parser.add_argument("--gpu-memory", type=float, default=memory, metavar="GB", help=text)
@@ -165,7 +164,6 @@ def table(lines: list[Line], with_measured: bool) -> str:
 
 
 def total(lines: list[Line]) -> Line:
-    """The sum of lines."""
     names = ("calls", "kernels", "bytes", "flops", "floor_us", "us", "link")
     return Line("sum", *(sum(getattr(line, name) for line in lines) for name in names))
 

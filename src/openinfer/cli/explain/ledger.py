@@ -35,8 +35,6 @@ class Machine:
 
 
 class OpCall(NamedTuple):
-    """An op with its arguments."""
-
     op: Op[Any]
     args: Any
 
@@ -138,5 +136,4 @@ def machine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def machine(args: argparse.Namespace) -> Machine:
-    """The machine that the flags describe."""
     return Machine(args.bandwidth * 1e12, args.tflops * 1e12)

@@ -176,7 +176,6 @@ class Placed:
         self._runner.upload()
 
     def leave(self) -> None:
-        """End all sequences."""
         rows = self._runner.model.batch.rows
         rows.write("emits", 0, np.zeros(rows["emits"].shape[0], np.int32))
         self._forced.leave()

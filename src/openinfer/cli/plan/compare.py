@@ -61,7 +61,6 @@ class Variant:
         return max((point.requests_per_s for point in self.rated if objectives.met(point)), default=0.0)
 
     def as_dict(self, objectives: Objectives) -> dict[str, Any]:
-        """For JSON."""
         return {
             "flags": self.flags,
             "score": self.score(objectives),

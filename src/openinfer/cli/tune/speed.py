@@ -171,7 +171,6 @@ def _spread(found: list[float]) -> str:
 
 
 def save_figures(path: Path, target: Target, figures: Figures) -> None:
-    """Write the speeds as JSON."""
     own = {"host_s": figures.host_s, "ops": json.loads(dump_lines(figures.ops))} if target is CPU else {}
     path.write_text(json.dumps({"gpu": target.gpu, **figures.fitted._asdict(), **own}, indent=1) + "\n")
 
