@@ -94,13 +94,10 @@ def _wait(process: subprocess.Popen[bytes], port: int, log_path: Path, began: fl
 
 def _healthy(port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
+    with contextlib.closing(connection), contextlib.suppress(OSError):
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
+    return False
 
 
 def cpu_seconds(pid: int) -> float:
