@@ -78,7 +78,6 @@ class AdapterQueue:
         self.waiting: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        """Sequences that wait."""
         return len(self._waiting)
 
     def wait(self, seq: Seq[Sampling]) -> None:

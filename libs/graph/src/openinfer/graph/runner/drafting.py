@@ -91,7 +91,6 @@ class NoDrafts:
     saw = book = spent = write
 
     def level(self, *args: Any, **kwargs: Any) -> int:
-        """See Drafting, as of the others."""
         return 0
 
     catches_up = launched = level
@@ -159,7 +158,6 @@ class Drafting:
 
     @property
     def max_drafts(self) -> int:
-        """The most drafts of a row."""
         return self.buckets.max_drafts
 
     def saw(self, counts: Mapping[tuple[int, int, int], int], adapter: bytes | None = None) -> None:

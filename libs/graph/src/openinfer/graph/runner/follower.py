@@ -73,7 +73,6 @@ class LoneLeader:
         """See Leader."""
 
     def tell(self, deltas: Iterator[Delta], following: tuple[Hashable, ...]) -> Iterator[Delta]:
-        """See Leader."""
         return deltas
 
 

@@ -43,7 +43,6 @@ class NoStates:
         """See States."""
 
     def snapshots(self, start: int, end: int, prompt: int) -> Sequence[int]:
-        """See States."""
         return ()
 
 

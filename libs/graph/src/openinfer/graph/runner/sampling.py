@@ -44,7 +44,6 @@ class Wishes:
         self._tops, self._more = np.zeros(slots, bool), np.zeros(slots, bool)
 
     def join(self, slot: int, sampling: Sampling) -> None:
-        """A sequence takes the slot."""
         params = sampling.params
         self._tops[slot] = bool(params.logprobs)
         self._more[slot] = (

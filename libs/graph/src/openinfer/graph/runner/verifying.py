@@ -136,7 +136,6 @@ class DraftCounts:
     by_position: list[int] = field(default_factory=list)
 
     def add(self, num_drafts: int, accepted: int, rows: int = 1) -> None:
-        """Some rows had drafts in a step."""
         self.drafts += rows
         self.draft_tokens += rows * num_drafts
         self.accepted_tokens += rows * accepted
