@@ -51,7 +51,6 @@ class Headroom:
         self.level = min(self._ceiling, self.level + 1 / 32)
 
     def on_finish(self) -> None:
-        """An admitted sequence ended."""
         self.level -= self.level / 32
 
 

@@ -84,7 +84,6 @@ class DecodeRows(Generic[Owner]):
             self.horizon = index - 1  # accepted drafts brought all rows closer to their ends
 
     def undraft(self, seq: Seq[Owner]) -> None:
-        """Take the drafts of a row away."""
         self.drafts = {other: count for other, count in self.drafts.items() if other is not seq}
         self.rows[seq] = Row(seq, 1, True, None)
         self.listed = None

@@ -35,7 +35,6 @@ class GuardedDrafters:
         return cls(make, num_tokens)
 
     def __call__(self) -> Drafter:
-        """A drafter for a sequence."""
         return _Guarded(self)
 
     def made(self) -> Drafter | None:

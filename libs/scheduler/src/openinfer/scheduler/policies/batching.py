@@ -183,7 +183,6 @@ class ArrivalQueue:
             self._seqs.move_to_end(seq, last=False)
 
     def discard(self, seq: Seq[Any]) -> None:
-        """Remove one, if it is here."""
         self._seqs.pop(seq, None)
 
     def __iter__(self) -> Iterator[Seq[Any]]:
@@ -209,7 +208,6 @@ class SortedQueue:
         insort(self._entries, (*key, seq))
 
     def discard(self, seq: Seq[Any]) -> None:
-        """Remove one, if it is here."""
         key = self._keys.pop(seq, None)
         if key is not None:
             del self._entries[bisect_left(self._entries, key)]

@@ -85,7 +85,6 @@ class Deadline(Batching):
             self._objectives.push(seq)
 
     def on_preempt(self, seq: Seq[Any]) -> None:
-        """Drop its objective."""
         super().on_preempt(seq)
         self._objectives.discard(seq)
 
