@@ -49,14 +49,12 @@ class Spending:
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
 
     def copy(self) -> "Spending":
-        """The same state, which goes its own way."""
         other = Spending(self._budget, self._vocabulary)
         other._spent, other._open, other._over = self._spent, self._open, self._over
         other._text.setstate(self._text.getstate())
         return other
 
     def accept(self, token: int) -> None:
-        """Count a token of the output."""
         if self._over:
             return
         self._spent += 1

@@ -203,5 +203,4 @@ class PendingGrammars(Generic[T]):
         return found
 
     def close(self) -> None:
-        """Stop the compiler."""
         self._compiler.close()
