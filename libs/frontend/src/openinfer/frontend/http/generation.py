@@ -77,7 +77,6 @@ class Choice:
 
     @property
     def done(self) -> bool:
-        """Nothing more will come."""
         return self.finish_reason is not None or self.error is not None
 
     def push(self, delta: OutputDelta) -> None:
@@ -327,7 +326,6 @@ class Generation:
         return any(choice.started or choice.done for choice in self.choices)
 
     def usage(self) -> Usage:
-        """Counts so far."""
         return Usage(self.choices, self.plan.n)
 
     def error(self) -> APIError | None:

@@ -17,7 +17,6 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_e
 
 @functools.cache
 def package_version() -> str:
-    """The version of this library."""
     try:
         return importlib.metadata.version("openinfer-frontend")
     except importlib.metadata.PackageNotFoundError:

@@ -80,12 +80,10 @@ class Histogram:
         self._own = self._cells.own
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self._own[bisect_left(self._bounds, value)] += 1
         self._own[-1] += value
 
     def total(self) -> float:
-        """The sum of all values."""
         return self._cells.sums()[-1]
 
     def collect(self, labels: Sequence[str]) -> Metric:
