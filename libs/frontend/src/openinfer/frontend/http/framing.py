@@ -35,7 +35,7 @@ class Framing:
         self._room = HEAD_BYTES  # of the head, of a chunk's line, or of trailers
         self._lines: list[bytes] = []
         self._count = 0  # lines of a head or of trailers
-        self._skip = 0  # bytes of a body, or of a chunk, still to come
+        self.body_left = 0  # bytes still to come, as far as its head or the chunk under way says
         self._chunks = self._chunk_bytes = 0  # of this body
         self._part = "head"  # head, body, size, data, after or trailers
 
@@ -44,21 +44,16 @@ class Framing:
         """Between messages, or within a head."""
         return self._part == "head"
 
-    @property
-    def body_left(self) -> int:
-        """Bytes of the body still to come, as far as its head or the chunk under way says."""
-        return self._skip
-
     def feed(self, data: bytes) -> tuple[int, Violation | None]:
         """How many bytes are sound, and what is wrong with the next one, if there is something."""
         at = 0
         try:
             while at < len(data):
-                if self._skip:
-                    step = min(self._skip, len(data) - at)
-                    self._skip -= step
+                if self.body_left:
+                    step = min(self.body_left, len(data) - at)
+                    self.body_left -= step
                     at += step
-                    if not self._skip:
+                    if not self.body_left:
                         self._begin("after" if self._part == "data" else "head")
                 elif self._part == "head" and not self._lines and not self._line:
                     whole = _WHOLE_HEAD.match(data, at, at + HEAD_BYTES)
@@ -164,8 +159,8 @@ class Framing:
         if lengths:
             if len(lengths) > 1 or not lengths[0].isdigit() or len(lengths[0]) > MAX_BODY_DIGITS:
                 raise Violation("Content-Length must be one number.")
-            self._skip = int(lengths[0])
-            self._part = "body" if self._skip else "head"
+            self.body_left = int(lengths[0])
+            self._part = "body" if self.body_left else "head"
         self.heads += 1
 
     def _begin_chunk(self, line: bytes) -> None:
@@ -184,4 +179,4 @@ class Framing:
         self._chunks += 1
         self._chunk_bytes += size
         self._begin("data" if size else "trailers")
-        self._skip = size
+        self.body_left = size

@@ -125,7 +125,7 @@ class Choice:
         if not self.done:
             self.error = error
             self._abort(self.request.id)
-            self._metrics.finished_early(self.request, self.num_tokens, self._times)
+            self._metrics.ended(self.request, "abort", self.num_tokens, self._times)
             self._wake()
 
     def _stopped(self, delta: OutputDelta) -> OutputDelta:

@@ -147,7 +147,7 @@ class Metrics:
     def finished(self, request: Request, reason: str, tokens: int, times: Times, cached: int) -> None:
         """A sequence ended in order; cached: of its prompt's tokens."""
         scheduled, first, last = times
-        self._ended(request, reason, tokens, times)
+        self.ended(request, reason, tokens, times)
         self._prompt.observe(len(request.prompt_token_ids))
         self._computed.observe(len(request.prompt_token_ids) - cached)
         self._generation.observe(tokens)
@@ -162,20 +162,16 @@ class Metrics:
         if tokens > 1:
             self._per_token.observe((last - first) / (tokens - 1))
 
-    def finished_early(self, request: Request, tokens: int, times: Times) -> None:
-        """The server aborted a sequence."""
-        self._ended(request, "abort", tokens, times)
-
     def rejected(self, terminal: Rejected | Failed, request: Request, tokens: int, times: Times) -> None:
         """The engine refused a sequence, or failed; where its own settings are the cause, it counts as refused."""
         problem = terminal.reason if isinstance(terminal, Rejected) else terminal.message
-        if terminal.code == "engine":
-            self._ended(request, "error", tokens, times, problem)
-        else:
-            self._ended(request, "rejected", tokens, times, problem)
+        refused = terminal.code != "engine"
+        self.ended(request, "rejected" if refused else "error", tokens, times, problem)
+        if refused:
             self._rejections.own[_REFUSALS.index(terminal.code)] += 1
 
-    def _ended(self, request: Request, reason: str, tokens: int, times: Times, problem: str = "") -> None:
+    def ended(self, request: Request, reason: str, tokens: int, times: Times, problem: str = "") -> None:
+        """Count a sequence by the reason of its end."""
         if self.tracing is not None:
             self.tracing.finished(request, reason, tokens, times, problem)
         if reason in _REASONS:
