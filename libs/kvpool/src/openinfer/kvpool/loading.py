@@ -74,13 +74,8 @@ class LoadPart:
         self.ledger.share([block for block in self.blocks if block])
 
     @property
-    def num_missing(self) -> int:
-        """Blocks to be filled."""
-        return self.blocks.count(0)
-
-    @property
     def missing(self) -> list[bytes]:
-        """Their names."""
+        """Names of the blocks to be filled."""
         return [name for name, block in zip(self.names, self.blocks, strict=True) if not block]
 
     def room(self, leave: float) -> int:
@@ -90,7 +85,7 @@ class LoadPart:
 
     def allocate(self) -> Iterator[tuple[bytes, int]]:
         """Allocate the missing blocks. Yields name and block of each. The caller has checked room()."""
-        fresh = iter(self.ledger.allocate(self.num_missing))
+        fresh = iter(self.ledger.allocate(self.blocks.count(0)))
         for index, block in enumerate(self.blocks):
             if not block:
                 self.blocks[index] = next(fresh)
@@ -131,12 +126,13 @@ class BlockLoads:
         parts = [self._part(ledger, tokens, chain, end) for ledger in self._index.ledgers]
         for part in parts:
             part.share()
-        if any(part.num_missing > part.room(leave) for part in parts if part.num_missing):
+        missing = [part.missing for part in parts]
+        if any(len(names) > part.room(leave) for part, names in zip(parts, missing, strict=True) if names):
             for part in parts:
                 part.release()
             return False
-        for group, part in enumerate(parts):
-            self._loader.expect(group, part.missing)
+        for group, names in enumerate(missing):
+            self._loader.expect(group, names)
         pieces = [Piece(group, *found) for group, part in enumerate(parts) for found in part.allocate()]
         load = Load(pieces)
         self._under_way[load] = lease, parts
