@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 MAX_HEAD = 1024
 """Characters in which an opening tag must have ended."""
 _SPACE = re.compile(r"\s*")
+_ENDS = {
+    "end_parameter": ("parameter", ("parameter", "closing", "end")),
+    "end_call": ("call", ("closing", "call", "opening", "end")),
+    "closing": ("opening", ("opening", "end")),
+}
+"""By a tag that may end a value: the tag that it ends where that is quoted, and what follows it where none is."""
 
 
 class TagReader:
@@ -180,19 +186,11 @@ class TagReader:
                 self._weak = tag.start()
             elif follows == "end_call":
                 self._weak = tag.start()
-            if quoted["parameter"]:
-                quoted["parameter"] -= 1
-                return False
-            return outside and follows in ("parameter", "closing", "end")
-        if kind == "end_call":
-            if quoted["call"]:
-                quoted["call"] -= 1
-                return False
-            return outside and follows in ("closing", "call", "opening", "end")
-        if quoted["opening"]:
-            quoted["opening"] -= 1
+        opening, ways_on = _ENDS[str(kind)]
+        if quoted[opening]:
+            quoted[opening] -= 1
             return False
-        return outside and follows in ("opening", "end")
+        return outside and follows in ways_on
 
     def _is_next(self, tag: str) -> bool:
         """Whether an opening tag is of a parameter of this tool that has no value yet."""
