@@ -212,13 +212,13 @@ CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (3982, 2991),
     "kernels": (22861, 10690),
-    "graph": (4277, 2747),
-    "kvpool": (6287, 5132),
-    "sampler": (4649, 3943),
-    "scheduler": (4864, 3597),
-    "frontend": (13025, 11753),
+    "graph": (4270, 2747),
+    "kvpool": (6245, 5132),
+    "sampler": (4646, 3943),
+    "scheduler": (4858, 3597),
+    "frontend": (12986, 11753),
     "recipes": (15040, 4027),
-    "cli": (6522, 0),
+    "cli": (6496, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
 
