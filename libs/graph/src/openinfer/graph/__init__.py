@@ -12,26 +12,7 @@ from openinfer.graph.watch.loads import SlowLoads
 from openinfer.graph.watch.trace import NoTrace, StepTrace
 
 __all__ = [
-    "Buckets",
-    "Delta",
-    "Field",
-    "FieldError",
-    "Finding",
-    "GraphError",
-    "MissingExtra",
-    "NoTrace",
-    "NoWatch",
-    "NotPossible",
-    "Readback",
-    "RingFull",
-    "Rows",
-    "Shape",
-    "SlowLoads",
-    "StepCosts",
-    "StepGraphs",
-    "StepPace",
-    "StepTrace",
-    "UnknownStep",
-    "Watch",
-    "bucket_for",
-]
+    "Buckets", "Delta", "Field", "FieldError", "Finding", "GraphError", "MissingExtra", "NoTrace", "NoWatch",
+    "NotPossible", "Readback", "RingFull", "Rows", "Shape", "SlowLoads", "StepCosts", "StepGraphs",
+    "StepPace", "StepTrace", "UnknownStep", "Watch", "bucket_for",
+]  # fmt: skip

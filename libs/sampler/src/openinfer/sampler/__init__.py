@@ -21,22 +21,10 @@ if TYPE_CHECKING:
     from openinfer.sampler.reference import Samples, sample, sample_arrays
 
 __all__ = [
-    "MAX_LOGPROBS",
-    "GrammarFailed",
-    "InvalidGrammar",
-    "InvalidLogits",
-    "InvalidParams",
-    "MissingExtra",
-    "SamplerError",
-    "Samples",
-    "SamplingParams",
-    "fresh_seed",
-    "gumbel",
-    "hash_u32",
-    "sample",
-    "sample_arrays",
-    "seed_words",
-]
+    "MAX_LOGPROBS", "GrammarFailed", "InvalidGrammar", "InvalidLogits", "InvalidParams", "MissingExtra",
+    "SamplerError", "Samples", "SamplingParams", "fresh_seed", "gumbel", "hash_u32", "sample",
+    "sample_arrays", "seed_words",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

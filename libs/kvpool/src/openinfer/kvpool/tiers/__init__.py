@@ -25,19 +25,6 @@ from .tiers import Tiers
 from .told import LoadTime, TierStats
 
 __all__ = [
-    "Copier",
-    "Disk",
-    "HostMemory",
-    "Kind",
-    "Layout",
-    "LoadTime",
-    "Others",
-    "Peers",
-    "SharedRecords",
-    "Sharing",
-    "Slot",
-    "TierStats",
-    "Tiers",
-    "TransferConfig",
-    "parse_peers",
-]
+    "Copier", "Disk", "HostMemory", "Kind", "Layout", "LoadTime", "Others", "Peers", "SharedRecords",
+    "Sharing", "Slot", "TierStats", "Tiers", "TransferConfig", "parse_peers",
+]  # fmt: skip

@@ -14,17 +14,9 @@ from .longest_prefix import LongestPrefix
 from .ranked import Deadline, Priority
 
 __all__ = [
-    "POLICIES",
-    "Batching",
-    "Deadline",
-    "FairShare",
-    "FirstCome",
-    "LongestPrefix",
-    "Pace",
-    "Priority",
-    "imported",
-    "make_policy",
-]
+    "POLICIES", "Batching", "Deadline", "FairShare", "FirstCome", "LongestPrefix", "Pace", "Priority",
+    "imported", "make_policy",
+]  # fmt: skip
 
 
 def imported(name: str, what: str) -> Callable[..., Any]:

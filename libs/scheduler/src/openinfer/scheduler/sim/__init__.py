@@ -9,23 +9,7 @@ from .tiers import SimTiers, SimTierStats, TierSpeeds
 from .workloads import Request, bursts, chats, poisson, read_trace
 
 __all__ = [
-    "CostModel",
-    "LinearCost",
-    "Percentiles",
-    "Record",
-    "Report",
-    "Request",
-    "SimLease",
-    "SimPool",
-    "SimRunner",
-    "SimTierStats",
-    "SimTiers",
-    "SteadyDrafts",
-    "StepWork",
-    "TierSpeeds",
-    "bursts",
-    "chats",
-    "poisson",
-    "read_trace",
-    "simulate",
-]
+    "CostModel", "LinearCost", "Percentiles", "Record", "Report", "Request", "SimLease", "SimPool",
+    "SimRunner", "SimTierStats", "SimTiers", "SteadyDrafts", "StepWork", "TierSpeeds", "bursts", "chats",
+    "poisson", "read_trace", "simulate",
+]  # fmt: skip

@@ -8,20 +8,7 @@ from .simple_pool import PoolShape, SimpleLease, SimplePool
 from .tier import FakeTier, TierLoad, TierPiece
 
 __all__ = [
-    "EOS",
-    "VOCABULARY",
-    "DeviceFault",
-    "DrafterConformance",
-    "FakeRunner",
-    "FakeTier",
-    "Mismatch",
-    "PolicyConformance",
-    "PoolShape",
-    "RandomDrafts",
-    "Schedule",
-    "SimpleLease",
-    "SimplePool",
-    "TierLoad",
-    "TierPiece",
-    "generate",
-]
+    "EOS", "VOCABULARY", "DeviceFault", "DrafterConformance", "FakeRunner", "FakeTier", "Mismatch",
+    "PolicyConformance", "PoolShape", "RandomDrafts", "Schedule", "SimpleLease", "SimplePool", "TierLoad",
+    "TierPiece", "generate",
+]  # fmt: skip

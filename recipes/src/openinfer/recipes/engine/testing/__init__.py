@@ -13,11 +13,5 @@ from openinfer.recipes.engine.testing.session import Golden, Outcome, Session
 from openinfer.recipes.engine.testing.suite import EngineConformance
 
 __all__ = [
-    "EngineConformance",
-    "Golden",
-    "Outcome",
-    "Planted",
-    "Restless",
-    "Session",
-    "write_random_checkpoint",
-]
+    "EngineConformance", "Golden", "Outcome", "Planted", "Restless", "Session", "write_random_checkpoint",
+]  # fmt: skip
