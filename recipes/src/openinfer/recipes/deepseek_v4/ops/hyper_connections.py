@@ -21,7 +21,6 @@ from openinfer.kernels.authoring import (
     Command,
     Communicator,
     Cost,
-    Launch,
     Memory,
     Op,
     OpCase,
@@ -68,11 +67,13 @@ class _MixingArgs(Generic[T]):
     hc_eps: float
 
 
-def _mixed(target: Target, a: _MixingArgs[Tensor]) -> Iterator[Launch]:
+def _mixing_launches(target: Target, a: _MixingArgs[Tensor]) -> Iterator[Command]:
     """The kernels that make one of the streams; for hc_pre its norm, and mix. The columns of few tokens are spread over
     SMs."""
     pre = a if isinstance(a, _PreArgs) else None
     coded = pre.rounded_out if pre is not None else None
+    expect_bf16(a.streams)
+    expect_q8(target, coded is not None)
     (tokens, width), columns, n = a.out.shape, a.fn.shape[1], a.streams.shape[1]
     require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
     bt = 16 if tokens <= 64 or target.batch_invariant else 64
@@ -98,8 +99,11 @@ def _mixed(target: Target, a: _MixingArgs[Tensor]) -> Iterator[Launch]:
     yield launch(_DEVICE, "hc_collapse", (tokens,), args, constants, num_warps=warps, early=early)
 
 
-def _expect_mixing(a: _MixingArgs[Tensor], numbers: int, scales: int) -> None:
-    _, n, width = a.streams.shape
+def _mixing_check(a: _MixingArgs[Tensor]) -> None:
+    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
+    tokens, n, width = a.streams.shape
+    numbers, scales = (2 * n + n * n, 3) if isinstance(a, _PreArgs) else (n, 1)
+    expect("out", a.out, (tokens, width), a.streams.dtype)
     expect("fn", a.fn, (numbers, n * width), float32)
     expect("base", a.base, (numbers,), float32)
     expect("scale", a.scale, (scales,), float32)
@@ -130,13 +134,11 @@ class _PreArgs(_MixingArgs[T], Generic[T]):
 
 
 def _pre_check(a: _PreArgs[Tensor]) -> None:
-    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
+    _mixing_check(a)
     tokens, n, width = a.streams.shape
-    expect("out", a.out, (tokens, width), a.streams.dtype)
     if a.rounded_out is not None:
         expect_values("rounded_out", a.rounded_out, (tokens, width), a.streams.dtype)
     expect("mix", a.mix, (tokens, n + n * n), float32)
-    _expect_mixing(a, 2 * n + n * n, 3)
     expect("norm_weight", a.norm_weight, (width,), float32)
     require(width % SCALE_BLOCK == 0, f"streams are {width} wide; it must be a multiple of {SCALE_BLOCK}")
 
@@ -166,12 +168,6 @@ def _pre_reference(a: _PreArgs[Array]) -> None:
         write_values(a.rounded_out, normed)
 
 
-def _pre_launches(target: Target, a: _PreArgs[Tensor]) -> Iterator[Command]:
-    expect_bf16(a.streams)
-    expect_q8(target, a.rounded_out is not None)
-    yield from _mixed(target, a)
-
-
 def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
     _, n, width = a.streams.shape
     numbers = (n + 1) * width * a.streams.itemsize + a.mix.shape[1] * 4
@@ -182,7 +178,7 @@ def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
 
 
 hc_pre = Op(
-    "hc_pre", _PreArgs[Tensor], _pre_check, _pre_reference, _pre_launches, _pre_cost,
+    "hc_pre", _PreArgs[Tensor], _pre_check, _pre_reference, _mixing_launches, _pre_cost,
     writes=("out", "rounded_out", "mix"),
 )  # fmt: skip
 
@@ -196,21 +192,9 @@ class _HeadArgs(_MixingArgs[T], Generic[T]):
     """
 
 
-def _head_check(a: _HeadArgs[Tensor]) -> None:
-    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
-    rows, n, width = a.streams.shape
-    expect("out", a.out, (rows, width), a.streams.dtype)
-    _expect_mixing(a, n, 1)
-
-
 def _head_reference(a: _HeadArgs[Array]) -> None:
     pre = sigmoid(_mixing(a.streams, a.fn, a.eps) * a.scale[0] + a.base) + np.float32(a.hc_eps)
     a.out[:] = _collapsed(a.streams, pre)
-
-
-def _head_launches(target: Target, a: _HeadArgs[Tensor]) -> Iterator[Command]:
-    expect_bf16(a.streams)
-    yield from _mixed(target, a)
 
 
 def _head_cost(workload: Workload, a: _HeadArgs[Tensor]) -> Cost:
@@ -219,7 +203,7 @@ def _head_cost(workload: Workload, a: _HeadArgs[Tensor]) -> Cost:
     return Cost(moved, workload.rows * 2 * (n + 2) * n * width)
 
 
-hc_head = Op("hc_head", _HeadArgs[Tensor], _head_check, _head_reference, _head_launches, _head_cost)
+hc_head = Op("hc_head", _HeadArgs[Tensor], _mixing_check, _head_reference, _mixing_launches, _head_cost)
 
 
 ONE_KERNEL = 1 << 20
