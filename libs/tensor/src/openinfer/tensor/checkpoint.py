@@ -20,6 +20,7 @@ from openinfer.tensor.device import Closing
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError, ClosedError
 from openinfer.tensor.headers import MAX_HEADER_BYTES, TensorInfo, read_header
+from openinfer.tensor.parts import TensorPart
 
 Expected = Mapping[str, tuple[tuple[int, ...], Collection[DType | type | str]]]
 """By name, a tensor's shape and the dtypes that it may have."""
@@ -37,6 +38,9 @@ class Checkpoint(Closing):
     shard, or to none, are left out. Data is read only when asked for.
     Raises CheckpointError naming the file and the tensor. Threads may share a Checkpoint.
     """
+
+    _in_files = True
+    """Whether the values are in files that can be mapped; else `read_into` alone has them."""
 
     def __init__(self, directory: str | os.PathLike[str], single: str = _SINGLE) -> None:
         self.directory = Path(directory)
@@ -80,8 +84,10 @@ class Checkpoint(Closing):
         """A read-only view of the mapped file: nothing is copied, pages are read on first touch.
 
         It stays valid after `close()`. Should someone truncate the file meanwhile, touching it kills the
-        process with SIGBUS; `read_into` fails politely.
+        process with SIGBUS; `read_into` fails politely. A new array where no file has the values.
         """
+        if not self._in_files:
+            return self.part(name, ())
         info = self.info(name)
         mapped = self._maps.get(info.file)
         if mapped is None:
@@ -91,8 +97,13 @@ class Checkpoint(Closing):
         return raw.view(info.dtype).reshape(info.shape)
 
     def part(self, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """The part `tensor[source]` of what `array` gives. Slices are for the leading axes."""
-        return self.array(name)[source]
+        """The part `tensor[source]` of what `array` gives, without the rest. Slices are for the leading axes."""
+        if self._in_files:
+            return self.array(name)[source]
+        part = TensorPart.of(self.info(name), source)
+        raw = np.empty(part.nbytes, np.uint8)
+        part.read_into(self, raw, 0)
+        return raw.view(part.info.dtype).reshape(part.shape)
 
     def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
         """Fill `out` (contiguous uint8) with the tensor's bytes from `start` on, by positional reads.

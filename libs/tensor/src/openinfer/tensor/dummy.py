@@ -15,7 +15,6 @@ from openinfer.tensor import dtypes
 from openinfer.tensor.checkpoint import Checkpoint, Expected, check_range
 from openinfer.tensor.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu
 from openinfer.tensor.headers import TensorInfo
-from openinfer.tensor.parts import copied_part
 
 _BLOCK = 1 << 22  # elements that repeat, about, so that a tensor of any size costs a copy
 _SPREAD = 0.02  # of a matrix' elements
@@ -30,6 +29,8 @@ class DummyCheckpoint(Checkpoint):
     (products of alike numbers take a GPU less power, and less time). No file is read. The name of a tensor
     seeds its values, because alike layers bring all tokens to the same experts of a mixture.
     """
+
+    _in_files = False
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -50,14 +51,6 @@ class DummyCheckpoint(Checkpoint):
         """SHA-256 of the names, dtypes and shapes, which decide on the values."""
         known = sorted((one.name, one.dtype.name, one.shape) for one in self._tensors.values())
         return sha256(json.dumps(["dummy", known]).encode()).digest()
-
-    def array(self, name: str) -> np.ndarray[Any, Any]:
-        """The tensor's values."""
-        return self.part(name, ())
-
-    def part(self, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """See Checkpoint. No more values are made."""
-        return copied_part(self, name, source)
 
     def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
         info = self.info(name)

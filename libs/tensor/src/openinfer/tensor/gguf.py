@@ -331,6 +331,8 @@ class GgufCheckpoint(Checkpoint):
     lacks, and for one of the file that no entry takes and `ignore` does not name.
     """
 
+    _in_files = False
+
     def __init__(self, file: GgufFile, entries: Mapping[str, GgufEntry], ignore: Sequence[str] = ()) -> None:
         self.directory, self._gguf, self._entries = file.path, file, dict(entries)
         self._files, self._maps, self._tensors = {}, {}, {}
@@ -345,13 +347,6 @@ class GgufCheckpoint(Checkpoint):
         taken = {entry.tensor for entry in entries.values()} | set(ignore)
         if left := [name for name in file.tensors if name not in taken]:
             raise CheckpointError(file.path, left[0], f"is not part of this architecture ({len(left)} such)")
-
-    def array(self, name: str) -> Array:
-        """The tensor's values, a new array."""
-        info = self.info(name)
-        out = np.empty(info.nbytes, np.uint8)
-        self.read_into(name, out)
-        return out.view(info.dtype).reshape(info.shape)
 
     def read_into(self, name: str, out: Array, start: int = 0) -> None:
         """See Checkpoint. Only the rows that hold these bytes are dequantised."""

@@ -1,13 +1,15 @@
 """Parts of a checkpoint's tensors: which bytes a slice takes, and how they are read."""
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.headers import TensorInfo
+
+if TYPE_CHECKING:
+    from openinfer.tensor.checkpoint import Checkpoint
 
 _GAP_BYTES = 64 << 10  # a shorter gap is read along: a system call for each run of bytes would take longer
 _SPAN_BYTES = 4 << 20  # the most that one read takes with its gaps
@@ -54,7 +56,7 @@ class TensorPart(NamedTuple):
         """Where the part begins in its file."""
         return self.info.offset + (int(self.offsets[0]) if len(self.offsets) else 0)
 
-    def read_into(self, checkpoint: Checkpoint, out: np.ndarray[Any, Any], start: int) -> None:
+    def read_into(self, checkpoint: "Checkpoint", out: np.ndarray[Any, Any], start: int) -> None:
         """Fill `out` (contiguous uint8) with the part's bytes from `start` on, as if the runs lay together.
 
         Threads may read different ranges at once. Raises what Checkpoint.read_into does.
@@ -83,14 +85,6 @@ class TensorPart(NamedTuple):
         far = np.diff(next_runs) - self.run > _GAP_BYTES
         far |= next_runs[1:] + self.run - next_runs[0] > _SPAN_BYTES
         return int(far.argmax()) + 1 if far.any() else len(next_runs)
-
-
-def copied_part(checkpoint: Checkpoint, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-    """A copy of the part `tensor[source]`, of which no other bytes are asked for. Raises as Part.of and read_into."""
-    part = TensorPart.of(checkpoint.info(name), source)
-    raw = np.empty(part.nbytes, np.uint8)
-    part.read_into(checkpoint, raw, 0)
-    return raw.view(part.info.dtype).reshape(part.shape)
 
 
 def _bounds(info: TensorInfo, source: tuple[slice, ...]) -> list[tuple[int, int]]:

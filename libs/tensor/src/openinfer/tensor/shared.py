@@ -22,7 +22,6 @@ from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.handover import Giver, receive_file, sealed_file
 from openinfer.tensor.memory import num_elements
-from openinfer.tensor.parts import copied_part
 from openinfer.tensor.peers import PeerMemory, PeerSegment
 from openinfer.tensor.stream import Stream
 from openinfer.tensor.tensor import Tensor
@@ -106,6 +105,7 @@ class SharedCheckpoint(Checkpoint):
                 )
             super().__init__(path)
             self._device, self._start = device, self.info(self.names[0]).offset if self.names else 0
+            self._in_files = not any(size)
             if any(size):
                 self._segment = PeerSegment(device, self._received[1], int.from_bytes(size, "little"))
                 if self._start + self._segment.nbytes < os.fstat(self._received[0]).st_size:
@@ -121,14 +121,6 @@ class SharedCheckpoint(Checkpoint):
     def address(self, name: str) -> int | None:
         info = self.info(name)
         return None if self._segment is None else self._segment.address + info.offset - self._start
-
-    def array(self, name: str) -> np.ndarray[Any, Any]:
-        """A view of the other process's memory; a copy where that is a GPU's."""
-        return super().array(name) if self._segment is None else self.part(name, ())
-
-    def part(self, name: str, source: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """See Checkpoint. Of a GPU's memory no more is copied."""
-        return super().part(name, source) if self._segment is None else copied_part(self, name, source)
 
     def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
         address = self.address(name)
