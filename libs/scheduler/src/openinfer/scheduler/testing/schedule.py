@@ -110,32 +110,15 @@ class Schedule:
         groups = [
             PoolShape(size, 1 + int(-(-max_model_len // size) * roomy) + rng.randint(0, 2)) for size in sizes
         ]
-        return cls(
-            seed,
-            _windowed(seed, groups),
-            max_rows,
-            max_model_len,
-            rng.randint(max_rows, 24),
-            rng.randint(1, 16),
-            rng.choice([1, 2, 2, 2, 3]),
-            rng.choice([0, 1, 4]),
-            rng.choice([0.0, 0.0, 0.2]),
-            drafts,
-            loads,
-            random.Random(f"lone {seed}").choice([(), (), (9,), (9, 12), (12,), (12, 20)]),
-            [
-                loads.shaken(
-                    Arrival(
-                        rng.randint(0, 40),
-                        prompt,
-                        rng.randint(1, max_model_len),
-                        rng.randint(1, 80) if rng.random() < 0.2 else None,
-                        rng.randint(1, 8) if rng.random() < 0.2 else None,
-                    )
-                )
-                for prompt in prompts
-            ],
-        )
+        limits = max_rows, max_model_len, rng.randint(max_rows, 24), rng.randint(1, 16)
+        device = rng.choice([1, 2, 2, 2, 3]), rng.choice([0, 1, 4]), rng.choice([0.0, 0.0, 0.2])
+        lone_tokens = random.Random(f"lone {seed}").choice([(), (), (9,), (9, 12), (12,), (12, 20)])
+        arrivals = []
+        for prompt in prompts:
+            turn, max_tokens = rng.randint(0, 40), rng.randint(1, max_model_len)
+            abort_turn, stop_after = (rng.randint(1, n) if rng.random() < 0.2 else None for n in (80, 8))
+            arrivals.append(loads.shaken(Arrival(turn, prompt, max_tokens, abort_turn, stop_after)))
+        return cls(seed, _windowed(seed, groups), *limits, *device, drafts, loads, lone_tokens, arrivals)
 
     def play(
         self,
@@ -156,10 +139,9 @@ class Schedule:
             stall=lambda index, seq: rng.random() < self.stall_rate,
             accept=lambda index, seq, count: sum(rng.random() < self.drafts.acceptance for _ in range(count)),
         )
-        pool = make_pool(self.groups, self._tier(runner))
-        policy = (
-            make_policy(self) if make_policy else FirstCome(self.max_batched_tokens, self.max_chunk_tokens)
-        )
+        pool, most = make_pool(self.groups, self._tier(runner)), self.max_batched_tokens
+        policy = make_policy(self) if make_policy else FirstCome(most, self.max_chunk_tokens)
+        drafts = RandomDrafts(self.seed, self.drafts.most, most) if self.drafts.most else None
         loop = loop_type(
             runner,
             pool,
@@ -169,9 +151,7 @@ class Schedule:
             max_queued=len(self.arrivals),
             depth=self.depth,
             lone_tokens=self.lone_tokens,
-            speculation=RandomDrafts(self.seed, self.drafts.most, self.max_batched_tokens)
-            if self.drafts.most
-            else None,
+            speculation=drafts,
         )
         requests = [_Request(loop, number, arrival) for number, arrival in enumerate(self.arrivals)]
         num_free = pool.num_free
@@ -239,16 +219,11 @@ class _Request:
     """A client: it submits, aborts, stops, and records its events."""
 
     def __init__(self, loop: Loop, number: int, arrival: Arrival) -> None:
-        self.arrival = arrival
-        self.seq = Seq(
-            number, list(arrival.prompt), arrival.max_tokens, arrival=float(arrival.turn), owner=self
-        )
-        self._loop = loop
+        self.arrival, self._loop, prompt = arrival, loop, list(arrival.prompt)
+        self.seq = Seq(number, prompt, arrival.max_tokens, arrival=float(arrival.turn), owner=self)
         self._output: list[int] = []
-        self._scheduled = 0
-        self._aborted = False
-        self._rejected = False
         self._reasons: list[FinishReason] = []
+        self._scheduled = self._aborted = self._rejected = False
 
     def act(self, turn: int) -> None:
         if turn == self.arrival.turn:
@@ -271,7 +246,7 @@ class _Request:
         if self._reasons or (isinstance(event, Scheduled) and self._scheduled):
             raise Mismatch(f"request {self.seq.id} is told {event} out of place")
         if isinstance(event, Scheduled):
-            self._scheduled += 1
+            self._scheduled = True
         else:
             self._reasons.append(event.reason)
 

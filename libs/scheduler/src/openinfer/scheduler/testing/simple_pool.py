@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from .tier import FakeTier, TierLoad, TierPiece
@@ -93,9 +94,13 @@ class SimplePool:
                 lease.clear()
                 lease.share(self.longest(lease, lambda group, name: name in self.index[group]))
             ended.append(lease)
-            for group, block in record.users:
-                self.users[group][block] -= 1
+            self.use(record.users, -1)
         return ended
+
+    def use(self, blocks: Iterable[tuple[int, int]], users: int) -> None:
+        """Count more users, or fewer, of these (group, block)."""
+        for group, block in blocks:
+            self.users[group][block] += users
 
     def take(self, group: int, count: int) -> list[int]:
         """Allocate `count` blocks without a user: unnamed blocks first, then the least recently used."""
@@ -153,28 +158,17 @@ class SimpleLease:
         count = self.num_loadable
         if tier is None or not count:
             return False
-        needed = list(enumerate(self.needed(self.tokens, self.num_cached + count)))
-        missing = [[name for name in names if name not in pool.index[group]] for group, names in needed]
-        kept = [
-            (group, pool.index[group][name])
-            for group, names in needed
-            for name in names
-            if name in pool.index[group]
-        ]
-        for group, block in kept:
-            pool.users[group][block] += 1
-        if any(len(names) > self._room(group, leave) for group, names in enumerate(missing) if names):
-            for group, block in kept:
-                pool.users[group][block] -= 1
+        needed = enumerate(self.needed(self.tokens, self.num_cached + count))
+        wanted = [(group, name, pool.index[group].get(name)) for group, names in needed for name in names]
+        missing = [(group, name) for group, name, block in wanted if block is None]
+        kept = [(group, block) for group, _, block in wanted if block is not None]
+        pool.use(kept, 1)
+        if any(n > self._room(group, leave) for group, n in Counter(group for group, _ in missing).items()):
+            pool.use(kept, -1)
             return False
-        names = [name for group in missing for name in group]
-        pieces = [
-            TierPiece(group, block, name[1])
-            for group, names_of in enumerate(missing)
-            for name, block in zip(names_of, pool.take(group, len(names_of)), strict=True)
-        ]
+        pieces = [TierPiece(group, pool.take(group, 1)[0], name[1]) for group, name in missing]
         users = [*kept, *((piece.group, piece.block) for piece in pieces)]
-        pool.loads[tier.begin(pieces)] = SimpleLoad(self, names, users)
+        pool.loads[tier.begin(pieces)] = SimpleLoad(self, [name for _, name in missing], users)
         return True
 
     def share(self, end: int) -> None:
@@ -241,7 +235,6 @@ class SimpleLease:
 
     def clear(self) -> None:
         """Hold no blocks."""
-        for users, table in zip(self._pool.users, self._tables, strict=True):
-            for block in filter(None, table):
-                users[block] -= 1
+        for group, table in enumerate(self._tables):
+            self._pool.use(((group, block) for block in table if block), -1)
             table.clear()
