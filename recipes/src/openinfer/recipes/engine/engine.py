@@ -338,17 +338,11 @@ def _terminal(
     counts = seq.owner.drafted
     tokens, places = counts.draft_tokens, list(counts.by_position)
     drafts = Drafts(counts.drafts, tokens, places) if counts.drafts else None
-    match reason:
-        case FinishReason.STOP:
-            return Finished(seq.id, "stop", seq.tokens[-1], drafts)
-        case FinishReason.LENGTH:
-            return Finished(seq.id, "length", drafts=drafts)
-        case FinishReason.ABORT:
-            return Finished(seq.id, "abort", drafts=drafts)
-        case FinishReason.ERROR:
-            constraint = seq.owner.constraint
-            if constraint is not None and constraint.problem:
-                return Failed(seq.id, constraint.problem, "grammar")
-            if problem := no_token_left(seq, vocab_size, eos_token_ids):
-                return Failed(seq.id, problem, "invalid")
-            return Failed(seq.id, "the model's output was not finite")
+    if reason is not FinishReason.ERROR:
+        return Finished(seq.id, reason.value, seq.tokens[-1] if reason is FinishReason.STOP else None, drafts)
+    constraint = seq.owner.constraint
+    if constraint is not None and constraint.problem:
+        return Failed(seq.id, constraint.problem, "grammar")
+    if problem := no_token_left(seq, vocab_size, eos_token_ids):
+        return Failed(seq.id, problem, "invalid")
+    return Failed(seq.id, "the model's output was not finite")

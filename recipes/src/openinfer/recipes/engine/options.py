@@ -238,8 +238,3 @@ def help_of(options: type[Options], field: dataclasses.Field[Any]) -> str:
         return NOT_POSSIBLE + options.refused[field.name]
     shown = field.default not in (None, ()) and field.metadata["kind"] is not bool
     return str(field.metadata["text"]) + ("; default: %(default)s" if shown else "")
-
-
-def parsed(options: type[O], args: argparse.Namespace) -> O:
-    """The options that the command line gave."""
-    return options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(options)})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
 from openinfer.recipes.engine.config_fields import load_config
-from openinfer.recipes.engine.options import O, add_arguments, parsed
+from openinfer.recipes.engine.options import O, add_arguments
 
 if TYPE_CHECKING:
     from openinfer.frontend.contract import EngineSpec
@@ -76,7 +76,8 @@ class Recipe(ABC, Generic[O]):
 
     def parsed(self, args: argparse.Namespace) -> O:
         """The options that the command line gave. Raises SetupError."""
-        options = parsed(self.options, args)
+        names = [field.name for field in dataclasses.fields(self.options)]
+        options = self.options(**{name: getattr(args, name) for name in names})
         options.check(self.name)
         return options
 

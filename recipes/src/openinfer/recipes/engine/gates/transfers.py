@@ -87,15 +87,12 @@ class Transfers:
         return seq is not None
 
     def end(self, seq: Seq[Sampling]) -> None:
-        self._release(seq.id)
-
-    def _release(self, request_id: int) -> None:
         """A request has ended, or blocks from elsewhere are of no use to it any more: its lease at a peer ends."""
-        given = self._params.pop(request_id, None)
-        self._computing.pop(request_id, None)
-        asked = request_id in self._asked
-        self._asked.discard(request_id)
-        self._problems.pop(request_id, None)
+        given = self._params.pop(seq.id, None)
+        self._computing.pop(seq.id, None)
+        asked = seq.id in self._asked
+        self._asked.discard(seq.id)
+        self._problems.pop(seq.id, None)
         if asked and given is not None and given.do_remote_prefill and self.sharing is not None:
             self.sharing.peers.end(_address(given), given.remote_request_id or "")
 
@@ -104,7 +101,7 @@ class Transfers:
         given, why = self._params.get(seq.id), self._problems.get(seq.id, "")
         if self.sharing is None or given is None or not given.do_remote_prefill:
             return True
-        self._release(seq.id)
+        self.end(seq)
         wanted = given.remote_num_tokens or 0
         if num_cached >= wanted or self.sharing.config.kv_load_failure_policy == "recompute":
             return True
