@@ -118,7 +118,7 @@ class DeepseekV4(Blueprint[Model]):
             cache.zero_(stream)
         recent = None
         if limits.max_drafts:
-            recent = Recent.allocate(c, arena, limits.max_rows + 1, limits.max_drafts)
+            recent = Recent.allocate(cache, arena, limits.max_rows + 1, limits.max_drafts)
         parts = (c, weights, cache, tables[0], tables[1], batch, buffers, self.quantized)
         if d is not None:
             kept = BlockBuffers.allocate(c, d, arena, limits, self.quantized)

@@ -83,15 +83,11 @@ class Recent:
     hca: Tensor  # float32 [slots, HCA layers, tokens, 1, 3, d]
 
     @classmethod
-    def allocate(cls, config: Config, arena: Arena, slots: int, max_drafts: int) -> "Recent":
-        """Uninitialised. max_drafts: of a row."""
-        c, ring = config, power_of_two(2 * max_drafts + 2)
-        csa, hca = (slots, c.count(CSA), ring), (slots, c.count(HCA), ring)
-        return cls(
-            csa=arena.alloc((*csa, 3, 3, c.head_dim), float32, "CSA states of drafts"),
-            index=arena.alloc((*csa, 3, 3, c.index_dim), float32, "indexer states of drafts"),
-            hca=arena.alloc((*hca, 1, 3, c.head_dim), float32, "HCA states of drafts"),
-        )
+    def allocate(cls, cache: V4Cache, arena: Arena, slots: int, max_drafts: int) -> "Recent":
+        """Uninitialised, for states as the cache has them. max_drafts: of a row."""
+        ring, states = power_of_two(2 * max_drafts + 2), (cache.csa_state, cache.index_state, cache.hca_state)
+        shapes = ((one.name, (slots, one.shape[1], ring, *one.shape[2:])) for one in states)
+        return cls(*(arena.alloc(shape, float32, name + " of drafts") for name, shape in shapes))
 
 
 def groups(config: Config, dtype: np.dtype[Any], blocks: Sequence[int], *, drafting: int = 0) -> list[Group]:
