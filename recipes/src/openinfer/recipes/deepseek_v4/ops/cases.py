@@ -1,14 +1,14 @@
 """Cases of the attention's ops at the sizes of V4-Flash, for `openinfer bench kernels` and `openinfer selftest`."""
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from openinfer.kernels import index_topk
-from openinfer.kernels.authoring import Command, Commands, Memory, OpCase, Target, Workload
+from openinfer.kernels.authoring import Commands, Memory, OpCase, Target, Workload
 from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.recipes.deepseek_v4.ops import sparse_attend as sparse
 from openinfer.recipes.deepseek_v4.ops.compress import compress
@@ -145,35 +145,20 @@ def _write(batch: _Batch) -> dict[str, Any]:
     }
 
 
-def variants(target: Target, case: OpCase) -> Iterable[tuple[str, Commands]]:
+def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other tunings of sparse_attend and index_topk."""
-    if case.op is sparse_attend:
-        yield from _attend_variants(target, case.calls[0])
+    tunings: dict[str, Any] = {}
     if case.op is index_topk:
+        usual = case.calls[0].tuning(target)
         for name, value in (("select_warps", 4), ("warps", 8), ("block", 64), ("stages", 2)):
-            yield f"{name} {value}", functools.partial(_index_commands, target, {name: value})
-
-
-def _attend_variants(target: Target, one: sparse.SparseAttendArgs[Tensor]) -> Iterator[tuple[str, Commands]]:
-    tokens = one.q.shape[0]
-    general = sparse.attend_tuning(
-        target, tokens, HEADS, one.window + one.most, selected=one.selected is not None
-    )
-    tunings: dict[str, sparse.AttendTuning | sparse.HopperTuning] = {"in Triton": general}
-    for block, stages in ((32, 4), (64, 2)):
-        for splits in (1, 2, 3, 4, 5, 10):
-            if splits <= max(1, 160 // tokens):
-                name = f"{block} x {splits}, {stages} stages"
-                tunings[name] = sparse.HopperTuning(block, stages, splits)
+            tunings[f"{name} {value}"] = dataclasses.replace(usual, **{name: value})
+    if case.op is sparse_attend:
+        one: sparse.SparseAttendArgs[Tensor] = case.calls[0]
+        tokens, vectors, selected = one.q.shape[0], one.window + one.most, one.selected is not None
+        tunings["in Triton"] = sparse.attend_tuning(target, tokens, HEADS, vectors, selected=selected)
+        for block, stages in ((32, 4), (64, 2)):
+            for splits in [n for n in (1, 2, 3, 4, 5, 10) if n <= max(1, 160 // tokens)]:
+                tuning = sparse.HopperTuning(block, stages, splits)
+                tunings[f"{block} x {splits}, {stages} stages"] = tuning
     for name, tuning in tunings.items():
-        yield name, functools.partial(_attend_commands, target, tuning)
-
-
-def _attend_commands(
-    target: Target, tuning: sparse.AttendTuning | sparse.HopperTuning, one: sparse.SparseAttendArgs[Tensor]
-) -> list[Command]:
-    return list(one.launches(target, tuning))
-
-
-def _index_commands(target: Target, change: Mapping[str, int], one: Any) -> list[Command]:
-    return list(one.launches(target, dataclasses.replace(one.tuning(target), **change)))
+        yield name, operator.methodcaller("launches", target, tuning)

@@ -1,7 +1,8 @@
 """gated_delta_net: linear attention between its projections: causal convolution, gated delta rule, gated norm."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
@@ -504,23 +505,19 @@ def cases(memory: Memory) -> Iterator[OpCase]:
 
 def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
     """Other shares of a state for a program, stages and registers."""
-    step = case.args[0]["max_q_len"] == 1
+    a: DeltaArgs[Tensor] = case.calls[0]
     changes: dict[str, dict[str, Any]] = {
         "scan of 64 columns": {"columns": 64},
         "scan of 2 stages": {"scan_stages": 2},
         "inputs with any registers": {"inputs_registers": 0},
         "prepare with any registers": {"prepare_registers": 0},
     }
-    if step:
+    if a.max_q_len == 1:
         changes = {
             f"step of {columns} columns, {warps} warps": {"step_columns": columns, "step_warps": warps}
             for columns in (32, 64, 128)
             for warps in (1, 2, 4)
         }
+    chosen = choose_tuning(target, a.sizes.value_heads, a.slots.shape[0])
     for name, change in changes.items():
-
-        def commands(a: DeltaArgs[Tensor], change: Mapping[str, Any] = change) -> Iterable[Command]:
-            chosen = choose_tuning(target, a.sizes.value_heads, a.slots.shape[0])
-            return delta_launches(a, replace(chosen, **change))
-
-        yield name, commands
+        yield name, partial(delta_launches, tuning=replace(chosen, **change))
