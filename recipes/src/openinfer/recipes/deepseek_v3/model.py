@@ -57,7 +57,6 @@ class Buffers:
     def allocate(
         cls, c: Config, weights: Weights, arena: Arena, dtype: np.dtype[Any], max_tokens: int
     ) -> "Buffers":
-        """For steps of at most max_tokens tokens."""
         heads, layer = c.part.of(c.num_heads), weights.layers[-1]
         into, index = weights.layers[0].attention.into, c.index or Indexing(1, 1, 1, True, ())
         router = layer.mlp.router.weight.shape[0] if isinstance(layer.mlp, Mixture) else 1

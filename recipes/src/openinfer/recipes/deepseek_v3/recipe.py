@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LatentOptions(Options):
-    """The options of every engine."""
-
     refused: ClassVar[dict[str, str]] = {
         "enable_lora": "no op adds an adapter to its absorbed projections yet",
         "kv_cache_dtype": "it caches latents in the model's dtype; an FP8 form of them is not written yet",
@@ -29,7 +27,6 @@ class DeepseekV3Recipe(Recipe[LatentOptions]):
     small: Mapping[str, Any] = {**config_json("DeepSeek-V3"), **SMALL}
 
     def matches(self, config: Mapping[str, Any]) -> bool:
-        """Whether config.json is a DeepSeek-V3's or that of its kin."""
         return config.get("model_type") in MODEL_TYPES
 
     def blueprint(

@@ -91,7 +91,6 @@ class Recent:
 
 
 def groups(config: Config, dtype: np.dtype[Any], blocks: Sequence[int], *, drafting: int = 0) -> list[Group]:
-    """The pool's groups."""
     page = V4Cache.allocate(config, Arena(Device("null"), None), dtype, (1, 1), drafting=drafting)
     window, entries = (sum(tensor.nbytes for tensor in tensors) for tensors in page.by_group())
     return [

@@ -53,7 +53,6 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
     small: Mapping[str, Any] = {**config_json("Flash", layers=3), **SMALL}
 
     def matches(self, config: Mapping[str, Any]) -> bool:
-        """Whether config.json is a DeepSeek-V4's."""
         return config.get("model_type") == "deepseek_v4"
 
     def blueprint(

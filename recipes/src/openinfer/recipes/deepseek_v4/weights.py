@@ -54,7 +54,6 @@ class Format:
 
     @property
     def drafting(self) -> int:
-        """Layers that draft."""
         return self.dspark.stages if self.dspark is not None else int(self.mtp)
 
     @classmethod
@@ -237,7 +236,6 @@ class ModelPlaces(LinearPlaces):
         return self.plain(name, *shape, dtype=float32, source=source)
 
     def mixing(self, prefix: str, c: Config, numbers: int, scales: int) -> Mixing:
-        """A hyper-connection's."""
         return Mixing(
             self.wide(prefix + "_fn", numbers, c.hc_mult * c.hidden_size),
             self.wide(prefix + "_base", numbers),

@@ -215,12 +215,10 @@ SHORT = {"tensor_parallel_size": ("-tp",)}
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 def add_arguments(options: type[Options], parser: argparse.ArgumentParser, recipe: str) -> None:
-    """Add a flag for every field."""
     add = parser.add_argument_group(f"engine ({recipe})").add_argument
     for field in dataclasses.fields(options):
         given: dict[str, Any] = {"default": field.default, "help": help_of(options, field)}

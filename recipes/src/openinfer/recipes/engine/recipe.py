@@ -104,7 +104,6 @@ class Recipe(ABC, Generic[O]):
 
 
 def named(known_as: Sequence[str]) -> Recipe[Any]:
-    """A recipe by its `known_as`."""
     module, name = known_as
     recipe: Recipe[Any] = getattr(importlib.import_module(module), name)()
     return recipe

@@ -43,7 +43,6 @@ class Buffers:
 
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], max_tokens: int) -> "Buffers":
-        """For steps of at most max_tokens tokens."""
         part, queries = config.part, config.part.of(config.num_heads) * config.head_dim
         qkv = queries + 2 * part.of(config.num_kv_heads) * config.head_dim
         experts, hidden = config.experts, config.hidden_size

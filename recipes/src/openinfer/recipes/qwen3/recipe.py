@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Qwen3Options(Options):
-    """The options of every engine."""
-
     refused: ClassVar[Mapping[str, str]] = {}
     draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "eagle3")
 
@@ -32,7 +30,6 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
     }  # fmt: skip
 
     def matches(self, config: Mapping[str, Any]) -> bool:
-        """Whether config.json is a Qwen3's."""
         return config.get("model_type") in MODEL_TYPES
 
     def blueprint(self, source: Source, options: Qwen3Options, *, ranks: int = 1, rank: int = 0) -> "Qwen3":

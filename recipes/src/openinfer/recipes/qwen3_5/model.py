@@ -53,7 +53,6 @@ class Buffers:
     def allocate(
         cls, config: Config, weights: Weights, arena: Arena, dtype: np.dtype[Any], max_tokens: int
     ) -> "Buffers":
-        """For steps of at most max_tokens tokens."""
         mixers = [layer.mixer for layer in weights.layers]
         delta = next(mixer for mixer in mixers if isinstance(mixer, DeltaNet))
         mlp, experts, part = weights.layers[0].mlp, config.experts, config.part

@@ -56,7 +56,6 @@ class Qwen35Recipe(Recipe[HybridOptions]):
     }  # fmt: skip
 
     def matches(self, config: Mapping[str, Any]) -> bool:
-        """Whether config.json is a Qwen3.5's, with or without a vision tower, or a Qwen3-Next's."""
         return config.get("model_type") in MODEL_TYPES
 
     def blueprint(self, source: Source, options: HybridOptions, *, ranks: int = 1, rank: int = 0) -> "Qwen35":

@@ -99,7 +99,6 @@ class Report:
         ttft_s: float | None,
         tpot_s: float | None,
     ) -> "Report":
-        """The figures of these records."""
         done = [record for record in records if record.num_output]
         start = min((record.arrival for record in records), default=0.0)
         seconds = max((record.last_token for record in done), default=start) - start

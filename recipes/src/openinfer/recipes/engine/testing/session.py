@@ -62,7 +62,6 @@ class Session:
         return request_id
 
     def step(self, wait_s: float = 0.0) -> StepOutputs:
-        """One step of the engine."""
         outputs = self.engine.step(wait_s)
         logprobs = outputs.logprobs or [None] * len(outputs.token_ids)
         for scored in outputs.prompt_logprobs:
