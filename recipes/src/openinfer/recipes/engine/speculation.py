@@ -45,36 +45,31 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"--speculative-config {text[:200]}: {error}; it is a JSON object with the keys "
                 f"{', '.join(cls.__struct_fields__)}"
             ) from None
-        if config.method not in methods:
-            raise SetupError(
-                f"--speculative-config: method {config.method!r} is not possible with this model; "
-                f"possible: {', '.join(methods)}"
-            )
-        if not config.num_speculative_tokens and config.method not in OF_BLOCKS:
-            raise SetupError(
-                f"--speculative-config {text[:200]}: missing required field `num_speculative_tokens`"
-            )
-        if config.prompt_lookup_min > config.prompt_lookup_max:
-            raise SetupError(
-                f"--speculative-config: prompt_lookup_min {config.prompt_lookup_min} is above "
-                f"prompt_lookup_max {config.prompt_lookup_max}"
-            )
-        if bool(config.model) != (config.method in OF_MODEL):
-            raise SetupError(
-                f"--speculative-config: the methods {' and '.join(OF_MODEL)} need the key model, the folder of the "
-                "head or MODULE:CLASS of the drafter; other methods take none"
-            )
-        if config.quantization not in (None, "fp8") or (config.quantization and config.method != "mtp"):
-            raise SetupError(
-                f"--speculative-config: quantization {config.quantization!r} with method {config.method}; give fp8 "
-                "with method mtp, or leave it out"
-            )
-        if config.suffix_decoding_max_cached_requests:
-            raise SetupError(
-                "--speculative-config: suffix_decoding_max_cached_requests must be 0 or left out: a request's drafts "
-                "come from its own prompt and answer, never from another's"
-            )
+        if problem := config._problem(methods):
+            raise SetupError(f"--speculative-config: {problem}")
         return config
+
+    def _problem(self, methods: Sequence[str]) -> str:
+        method, shortest, longest = self.method, self.prompt_lookup_min, self.prompt_lookup_max
+        if method not in methods:
+            return f"method {method!r} is not possible with this model; possible: {', '.join(methods)}"
+        if not self.num_speculative_tokens and method not in OF_BLOCKS:
+            return f"method {method}: missing required field `num_speculative_tokens`"
+        if shortest > longest:
+            return f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}"
+        if bool(self.model) != (method in OF_MODEL):
+            return (
+                f"the methods {' and '.join(OF_MODEL)} need the key model, the folder of the head or MODULE:CLASS of "
+                "the drafter; other methods take none"
+            )
+        if self.quantization not in (None, "fp8") or (self.quantization and method != "mtp"):
+            return f"quantization {self.quantization!r} with method {method}; give fp8 with method mtp, or leave it out"
+        if self.suffix_decoding_max_cached_requests:
+            return (
+                "suffix_decoding_max_cached_requests must be 0 or left out: a request's drafts come from its own "
+                "prompt and answer, never from another's"
+            )
+        return ""
 
     @property
     def proposes(self) -> bool:
