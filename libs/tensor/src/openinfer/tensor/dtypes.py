@@ -34,19 +34,10 @@ FLOATS = frozenset({float16, float32, float64, bfloat16, float8_e4m3fn, float8_e
 WEIGHTS = (bfloat16, float16, float32)
 """Dtypes that weights are published in without scales. load_tensors converts between them."""
 
+_OF_NUMPY = (int8, int16, int32, int64, uint8, uint16, uint32, uint64, float16, float32, float64)
 _BY_TAG: dict[str, DType] = {
     "BOOL": bool_,
-    "I8": int8,
-    "I16": int16,
-    "I32": int32,
-    "I64": int64,
-    "U8": uint8,
-    "U16": uint16,
-    "U32": uint32,
-    "U64": uint64,
-    "F16": float16,
-    "F32": float32,
-    "F64": float64,
+    **{f"{dtype.kind.upper()}{8 * dtype.itemsize}": dtype for dtype in _OF_NUMPY},
     "BF16": bfloat16,
     "F8_E4M3": float8_e4m3fn,
     "F8_E5M2": float8_e5m2,
