@@ -6,7 +6,7 @@ from typing import Any
 
 from ..drafters import Drafter
 from ..errors import SchedulerError
-from ..events import Finished, Scheduled, Tokens
+from ..events import Scheduled, Tokens
 from ..loop import StepLoop
 from ..policy import Policy
 from ..runner import Step
@@ -146,7 +146,9 @@ class _Play:
         self.prefix = [self.random.randrange(VOCABULARY) for _ in range(8)]
 
     def submit_probe(self, length: int, tenant: str, priority: int) -> Seq[None]:
-        tokens = [self.random.randrange(VOCABULARY) for _ in range(length)]
+        return self.submit([self.random.randrange(VOCABULARY) for _ in range(length)], tenant, priority)
+
+    def submit(self, tokens: list[int], tenant: str, priority: int = 0) -> Seq[None]:
         self.num_submitted += 1
         seq = Seq[None](self.num_submitted, tokens, 2, priority=priority, tenant=tenant, arrival=self.clock)
         self.loop.submit(seq)
@@ -155,14 +157,11 @@ class _Play:
     def turn(self) -> list[Seq[None]]:
         admitted = []
         for event in self.loop.step(1.0):
-            match event:
-                case Tokens():
-                    for position, seq in event.emitting():
-                        seq.tokens.extend(event.payload[position])
-                case Scheduled(seq):
-                    admitted.append(seq)
-                case Finished():
-                    pass
+            if isinstance(event, Tokens):
+                for position, seq in event.emitting():
+                    seq.tokens.extend(event.payload[position])
+            elif isinstance(event, Scheduled):
+                admitted.append(event.seq)
         self.loop.check()
         self.clock += 1.0
         return admitted
@@ -181,9 +180,7 @@ class _Play:
         """Keep 12 short requests with a common prefix waiting, for some turns or until one request is admitted."""
         for _ in range(turns):
             while self.loop.stats.waiting < 12:
-                self.num_submitted += 1
-                tokens = [*self.prefix, self.random.randrange(VOCABULARY)]
-                self.loop.submit(Seq(self.num_submitted, tokens, 2, tenant="crowd", arrival=self.clock))
+                self.submit([*self.prefix, self.random.randrange(VOCABULARY)], "crowd")
             if until in self.turn():
                 return
         if until is not None:
