@@ -13,7 +13,7 @@ from openinfer.tensor.cuda import check
 from openinfer.tensor.device import Closing, Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import ClosedError, CudaError, DeviceError, OutOfMemory, ShapeError
-from openinfer.tensor.memory import ALIGNMENT, Allocation, mappable, num_elements, open_to
+from openinfer.tensor.memory import ALIGNMENT, Allocation, mappable, num_elements, open_to, or_out_of_memory
 from openinfer.tensor.tensor import Tensor
 
 
@@ -78,12 +78,7 @@ class _Handle:
 
     def map(self, prop: Any, device: Device) -> None:
         cu = self.cu
-        made = cu.cuMemCreate(self.size, prop, 0)
-        if made[0] == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise OutOfMemory(
-                f"cuMemCreate of {self.size} bytes on {device}: too few are free; stop other processes on this device"
-            )
-        handle = check(made, "cuMemCreate")
+        handle = or_out_of_memory(cu.cuMemCreate, (self.size, prop, 0), "cuMemCreate", device, self.size)
         try:
             check(cu.cuMemMap(self.address, self.size, 0, handle, 0), "cuMemMap")
         except CudaError:

@@ -62,7 +62,7 @@ class Allocation:
             context = cuda.make_current(device.index)
             cu = cuda.driver()
             size = max(nbytes, 1)
-            self.ptr = int(_or_out_of_memory(cu.cuMemAlloc, (size,), "cuMemAlloc", device, nbytes))
+            self.ptr = int(or_out_of_memory(cu.cuMemAlloc, (size,), "cuMemAlloc", device, nbytes))
             weakref.finalize(self, _free, cu, context, self.ptr, "cuMemFree").atexit = False
 
 
@@ -111,7 +111,7 @@ class PinnedBuffer(Closing):
             return
         context = cuda.make_current(device.index)
         cu = cuda.driver()
-        ptr = int(_or_out_of_memory(cu.cuMemHostAlloc, (nbytes, _PORTABLE), "cuMemHostAlloc", device, nbytes))
+        ptr = int(or_out_of_memory(cu.cuMemHostAlloc, (nbytes, _PORTABLE), "cuMemHostAlloc", device, nbytes))
         view = HostView(ptr, (nbytes,), (1,), 1, None)
         weakref.finalize(view, _free, cu, context, ptr, "cuMemFreeHost").atexit = False
         self._array = np.asarray(view).view(np.uint8)
@@ -127,7 +127,7 @@ class PinnedBuffer(Closing):
             context, ptr = cuda.make_current(device.index), int(memory.ctypes.data)
             cu = cuda.driver()
             args = (ptr, memory.nbytes, _PORTABLE)
-            _or_out_of_memory(cu.cuMemHostRegister, args, "cuMemHostRegister", device, memory.nbytes)
+            or_out_of_memory(cu.cuMemHostRegister, args, "cuMemHostRegister", device, memory.nbytes)
             view = HostView(ptr, (memory.nbytes,), (1,), 1, memory)
             weakref.finalize(view, _free, cu, context, ptr, "cuMemHostUnregister").atexit = False
             made._array = np.asarray(view).view(np.uint8)
@@ -199,8 +199,8 @@ def _aligned(nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
     return array, int(raw.ctypes.data) + start
 
 
-def _or_out_of_memory(
-    function: Callable[..., tuple[Any, ...]], args: tuple[int, ...], call: str, device: Device, nbytes: int
+def or_out_of_memory(
+    function: Callable[..., tuple[Any, ...]], args: tuple[Any, ...], call: str, device: Device, nbytes: int
 ) -> Any:
     try:
         return cuda.check(function(*args), call)

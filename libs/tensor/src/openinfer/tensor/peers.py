@@ -35,11 +35,8 @@ class PeerMemory:
 
     def export(self) -> int:
         """A descriptor of the segment, for the `connect` of other processes. The caller closes it."""
-        found = check(
-            self._cu.cuMemExportToShareableHandle(self._handle, _handle_type(self._cu), 0),
-            "cuMemExportToShareableHandle",
-        )
-        return int(found)
+        found = self._cu.cuMemExportToShareableHandle(self._handle, _handle_type(self._cu), 0)
+        return int(check(found, "cuMemExportToShareableHandle"))
 
     def connect(self, rank: int, descriptors: Sequence[int | None]) -> None:
         """Map the segments of the other ranks; descriptors: by rank, None at our own. They are closed."""
@@ -66,10 +63,8 @@ class PeerSegment:
         self.device, self.nbytes = device, nbytes
         cuda.make_current(device.index)
         cu = cuda.driver()
-        handle = check(
-            cu.cuMemImportFromShareableHandle(descriptor, _handle_type(cu)), "cuMemImportFromShareableHandle"
-        )
-        self.address = _map(self, handle, device, nbytes)
+        found = cu.cuMemImportFromShareableHandle(descriptor, _handle_type(cu))
+        self.address = _map(self, check(found, "cuMemImportFromShareableHandle"), device, nbytes)
 
 
 def _handle_type(cu: Any) -> Any:

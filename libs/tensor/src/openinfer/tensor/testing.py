@@ -97,7 +97,7 @@ class FakeDriver:
         self.device_memory: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
         self.streams: dict[int, _Queue] = {0: _Queue()}
-        self.events: dict[int, tuple[_Queue, int] | None] = {}
+        self.events: dict[int, tuple[_Queue, int]] = {}
         self._next_handle = 100
         self._thread = threading.local()
 
@@ -202,11 +202,10 @@ class FakeDriver:
 
     def _cuMemcpyHtoDAsync(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self._on_device(dst, nbytes)
-        if not any(p <= src < p + len(raw) for p, raw in self.pinned.items()):
-            staged = ctypes.string_at(src, nbytes)  # pageable memory is copied aside before the call returns
-            self._put(stream, lambda: ctypes.memmove(dst, staged, nbytes))
-        else:
-            self._put(stream, lambda: ctypes.memmove(dst, src, nbytes))
+        pinned = any(p <= src < p + len(raw) for p, raw in self.pinned.items())
+        # Pageable memory is copied aside before the call returns.
+        source = src if pinned else ctypes.string_at(src, nbytes)
+        self._put(stream, lambda: ctypes.memmove(dst, source, nbytes))
 
     def _cuMemcpyDtoHAsync(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self._on_device(src, nbytes)
@@ -244,13 +243,12 @@ class FakeDriver:
         queue.run(len(queue.work))
 
     def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
-        mark = self.events[event]
-        if mark is not None:
-            self._put(stream, lambda: mark[0].run(mark[1]))
+        queue, upto = self.events[event]
+        self._put(stream, lambda: queue.run(upto))
 
     def _cuEventCreate(self, flags: int) -> tuple[int]:
         self._next_handle += 1
-        self.events[self._next_handle] = None
+        self.events[self._next_handle] = _Queue(), 0
         return (self._next_handle,)
 
     def _cuEventDestroy(self, event: int) -> None:
@@ -261,14 +259,13 @@ class FakeDriver:
         self.events[event] = (queue, len(queue.work))
 
     def _cuEventQuery(self, event: int) -> None:
-        mark = self.events[event]
-        if mark is not None and mark[0].done < mark[1]:
+        queue, upto = self.events[event]
+        if queue.done < upto:
             raise _Refused(CUresult.CUDA_ERROR_NOT_READY)
 
     def _cuEventSynchronize(self, event: int) -> None:
-        mark = self.events[event]
-        if mark is not None:
-            mark[0].run(mark[1])
+        queue, upto = self.events[event]
+        queue.run(upto)
 
     def _cuEventElapsedTime(self, start: int, end: int) -> tuple[float]:
         return (250.0,)
