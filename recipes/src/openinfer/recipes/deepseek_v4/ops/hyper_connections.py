@@ -145,9 +145,8 @@ def _pre_check(a: _PreArgs[Tensor]) -> None:
 
 def _mixing(streams: Array, fn: Array, eps: float) -> Array:
     flat = f32(streams).reshape(len(streams), -1)
-    return np.asarray(
-        matmul_nt(flat, fn) / np.sqrt(np.mean(flat * flat, axis=1, keepdims=True) + np.float32(eps))
-    )
+    rms = np.sqrt(np.mean(flat * flat, axis=1, keepdims=True) + np.float32(eps))
+    return np.asarray(matmul_nt(flat, fn) / rms)
 
 
 def _collapsed(streams: Array, pre: Array) -> Array:

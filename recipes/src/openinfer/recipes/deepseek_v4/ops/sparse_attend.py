@@ -87,14 +87,8 @@ def hopper_tuning(target: Target, tokens: int, heads: int, vectors: int) -> Hopp
         return each * -(-vectors // block // splits) + merging
 
     most = max(1, min(target.num_sms // groups, MOST_PARTS))
-    block, stages, _, splits = min(
-        (
-            (*sizes, splits)
-            for sizes in HOPPER_BLOCKS
-            for splits in range(1, 1 + min(most, -(-vectors // sizes[0])))
-        ),
-        key=cost,
-    )
+    choices = ((*s, n) for s in HOPPER_BLOCKS for n in range(1, 1 + min(most, -(-vectors // s[0]))))
+    block, stages, _, splits = min(choices, key=cost)
     return HopperTuning(block, stages, splits)
 
 
