@@ -283,10 +283,7 @@ class FakeRunner:
 
     def _sample(self, row: _DeviceRow, result: StepResult[Sampled]) -> int:
         token = row.last_token = next_token(self._attend(row))
-        reason = FinishReason.STOP if token == EOS else None
-        if reason is None and row.length + 1 == row.max_len:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            row.alive = False
+        if token == EOS or row.length + 1 == row.max_len:
+            row.alive, reason = False, FinishReason.STOP if token == EOS else FinishReason.LENGTH
             result.finished = [*result.finished, (row.slot, reason)]
         return token
