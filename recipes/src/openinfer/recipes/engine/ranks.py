@@ -86,9 +86,7 @@ class Ranks:
         if self.shared is None:
             return problem
         self.shared.timeout_s = START_TIMEOUT_S
-        text = np.zeros(PROBLEM_BYTES, np.uint8)
-        mine = np.frombuffer(problem.encode()[:PROBLEM_BYTES], np.uint8)
-        text[: len(mine)] = mine
+        text = np.frombuffer(problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES, b"\0"), np.uint8)
         texts = [one.tobytes().rstrip(b"\0").decode(errors="ignore") for one in self.shared.exchange(text)]
         found = next(filter(None, texts), "")
         if found:

@@ -64,10 +64,8 @@ class Config(ModelConfig):
             "vocab_size": (self.vocab_size, 16),
         }
         if experts:
-            sizes |= {
-                "num_experts": (experts.count, 1),
-                "shared_expert_intermediate_size": (experts.shared_size, block),
-            }
+            sizes["num_experts"] = (experts.count, 1)
+            sizes["shared_expert_intermediate_size"] = (experts.shared_size, block)
         else:
             sizes["intermediate_size"] = (self.intermediate_size, block)
         part = Part(rank, ranks)

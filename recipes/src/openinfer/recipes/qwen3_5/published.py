@@ -6,9 +6,8 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qw
 """Checkpoints with a vision tower (which is not loaded), and those of the text model only."""
 STATE_DTYPES = ("float32", "bfloat16")
 """Of recurrent states."""
-SIZES: dict[
-    str, tuple[int, int, int, int, int, int | tuple[int, int, int], bool]
-] = {  # hidden, layers, query heads, key-value heads, linear value heads, MLP or (experts, chosen, width), tied
+SIZES: dict[str, tuple[int, int, int, int, int, int | tuple[int, int, int], bool]] = {
+    # hidden, layers, query heads, key-value heads, linear value heads, MLP or (experts, chosen, width), tied
     "0.8B": (1024, 24, 8, 2, 16, 3584, True),
     "2B": (2048, 24, 8, 2, 16, 6144, True),
     "4B": (2560, 32, 16, 4, 32, 9216, True),
