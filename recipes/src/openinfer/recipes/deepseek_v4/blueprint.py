@@ -19,7 +19,7 @@ from openinfer.recipes.deepseek_v4.dspark import BlockBuffers, BlockDraftingMode
 from openinfer.recipes.deepseek_v4.layers import layers_alone
 from openinfer.recipes.deepseek_v4.model import Buffers, DraftingModel, Model, activations
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.recipes.deepseek_v4.weights import Format, Layer, Weights, validate
+from openinfer.recipes.deepseek_v4.weights import Format, Layer, Weights, check_scales, validate
 from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.controls import of_halves, of_ranks, of_rotation
 from openinfer.recipes.engine.engine import Engine
@@ -136,7 +136,8 @@ class DeepseekV4(Blueprint[Model]):
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
     ) -> LoadReport:
-        return model.weights.load(checkpoint, stream, progress)
+        check_scales(checkpoint, model.weights.places.names())
+        return model.weights.places.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
         layers = Repeated(pack, one_of_each(model.weights.layers, _kind))

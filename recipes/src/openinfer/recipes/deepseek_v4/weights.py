@@ -4,7 +4,7 @@ FP8 and FP4 weights stay packed, and so do their scales. For a float32 model, wh
 once while they are loaded. The values are the same, and a step does not expand them again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,8 +29,6 @@ from openinfer.tensor import (
     Checkpoint,
     CheckpointError,
     Device,
-    LoadReport,
-    Stream,
     Tensor,
     bfloat16,
     float32,
@@ -205,14 +203,6 @@ class Weights:
         mtp = _mtp(p, c) if form.mtp else None
         stages = _stages(p, c, form.dspark) if form.dspark is not None else None
         return cls(embed, layers, head, norm, lm_head, mtp, stages, p, arena.used - used)
-
-    def load(
-        self, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None] | None = None
-    ) -> LoadReport:
-        """Fill all of them. Raises what load_tensors does, and CheckpointError for an expert that does not exist or a
-        scale that kernels do not take."""
-        check_scales(checkpoint, self.places.names())
-        return self.places.load(checkpoint, stream, progress)
 
 
 def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:

@@ -111,7 +111,7 @@ class Model:
         x = self.buffers.x[:t]
         embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
         full = linear = 0
-        read = self._first(x, w.layers[0])
+        read = Read(x=x, norm_weight=w.layers[0].input_norm, eps=self.config.rms_norm_eps)
         for layer in w.layers:
             if isinstance(layer.mixer, Attention):
                 read = self._attention(pack, read, layer, full, batch.step(t, r), max_q_len)
@@ -147,7 +147,7 @@ class Model:
         embed(pack, out=other, token_ids=token_ids, table=self.weights.embed)
         norm_linear(pack, out=x, x=other, norm_weight=mtp.embed_norm, weight=mtp.of_embedding, eps=eps)
         linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
-        layer, read = mtp.layer, self._first(x, mtp.layer)
+        layer, read = mtp.layer, Read(x=x, norm_weight=mtp.layer.input_norm, eps=eps)
         if only_keys:
             self._keys(pack, read, layer, step)
             return
@@ -177,9 +177,6 @@ class Model:
         self.kv.clear(stream, 1)
         for memory in (self.state, self.conv_state):
             memory[0].zero_(stream)
-
-    def _first(self, x: Tensor, layer: Layer) -> Read:
-        return Read(x=x, norm_weight=layer.input_norm, eps=self.config.rms_norm_eps)
 
     def _attention(
         self, pack: Pack, read: Read, layer: Layer, index: int, step: StepRows, max_q_len: int
