@@ -365,7 +365,7 @@ def with_room(
     """The plan, on GPUs of `memory_bytes`, without the longest lone steps as long as they leave too little for the
     cache (limits.LONE_STEPS). least: Ranks.least, for all ranks to do the same."""
     while (limits := plan.limits).lone_tokens:
-        tokens = _capacity(blueprint, limits, Room.alone(memory_bytes, options, plan.fixed_bytes))
+        tokens = capacity(blueprint, limits, Room.alone(memory_bytes, options, plan.fixed_bytes))
         enough = min(LONE_STEPS * limits.step_tokens, limits.max_rows * limits.max_model_len)
         if least([tokens >= enough])[0]:
             break
@@ -375,7 +375,8 @@ def with_room(
     return plan
 
 
-def _capacity(blueprint: Blueprint[Any], limits: Limits, room: Room) -> int:
+def capacity(blueprint: Blueprint[Any], limits: Limits, room: Room) -> int:
+    """Tokens of a cache in this room; 0 where it is too small for one sequence."""
     try:
         return Pool(blueprint.groups(limits, blueprint.share(limits, room))).capacity_tokens
     except SetupError:

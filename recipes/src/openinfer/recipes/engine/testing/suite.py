@@ -13,12 +13,10 @@ from openinfer.frontend.contract import Finished, Rejected, TokenLogprobs, Token
 from openinfer.graph.runner import Drafting
 from openinfer.kernels import Op
 from openinfer.kernels.authoring import mapped
-from openinfer.kvpool import Pool
 from openinfer.recipes.engine.engine import FEATURES, Engine
-from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Room, decide
 from openinfer.recipes.engine.recipe import Recipe, Source
-from openinfer.recipes.engine.startup import build
+from openinfer.recipes.engine.startup import build, capacity
 from openinfer.recipes.engine.testing.restless import Planted
 from openinfer.recipes.engine.testing.session import Golden, Outcome, Session, ensure
 from openinfer.sampler import SamplingParams, sample
@@ -107,16 +105,10 @@ class EngineConformance:
         blueprint, cpu = cls.recipe.blueprint(Source.read(cls.checkpoint), options), Device("cpu")
         limits = decide(options, cpu, blueprint)
         nbytes = 1 << 12
-        while True:
-            try:
-                blocks = blueprint.share(limits, Room(nbytes, cpu, 0))
-                pool = Pool(blueprint.groups(limits, blocks), prefix_cache=True, eviction=blueprint.eviction)
-                if pool.capacity_tokens >= MAX_LEN:
-                    own = {"kv_cache_memory_bytes": 2 * nbytes, "max_num_batched_tokens": 64}
-                    return cls.session(**own, scheduling_policy=RESTLESS, **flags)
-            except SetupError:
-                pass
+        while capacity(blueprint, limits, Room(nbytes, cpu, 0)) < MAX_LEN:
             nbytes += nbytes // 8
+        own = {"kv_cache_memory_bytes": 2 * nbytes, "max_num_batched_tokens": 64}
+        return cls.session(**own, scheduling_policy=RESTLESS, **flags)
 
     @classmethod
     def prompts(cls, count: int, seed: int = 0) -> list[list[int]]:
