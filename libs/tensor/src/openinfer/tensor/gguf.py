@@ -48,14 +48,12 @@ def _fifth_bits(blocks: Array, at: int) -> Array:
     return ((bits >> np.arange(32, dtype=np.uint32)) & 1).astype(np.uint8) << 4
 
 
-def _q4(b: Array, fifth: bool = False) -> Array:
-    codes = _nibbles(b[:, 6:]) | _fifth_bits(b, 2) if fifth else _nibbles(b[:, 2:])
+def _q4(b: Array, fifth: bool = False, offset: bool = False) -> Array:
+    at = 4 if offset else 2
+    codes = _nibbles(b[:, at + 4 :]) | _fifth_bits(b, at) if fifth else _nibbles(b[:, at:])
+    if offset:
+        return _halves(b, 0) * codes + _halves(b, 2)
     return _halves(b, 0) * (codes.astype(np.float32) - (16 if fifth else 8))
-
-
-def _q4_offset(b: Array, fifth: bool = False) -> Array:
-    codes = _nibbles(b[:, 8:]) | _fifth_bits(b, 4) if fifth else _nibbles(b[:, 4:])
-    return _halves(b, 0) * codes + _halves(b, 2)
 
 
 def _q8_0(b: Array) -> Array:
@@ -110,9 +108,9 @@ TYPES: Mapping[int, _Type] = {
     0: _Type("F32", 1, 4, float32),
     1: _Type("F16", 1, 2, float16),
     2: _Type("Q4_0", 32, 18, float32, _q4, (0,)),
-    3: _Type("Q4_1", 32, 20, float32, _q4_offset, (0, 2)),
+    3: _Type("Q4_1", 32, 20, float32, partial(_q4, offset=True), (0, 2)),
     6: _Type("Q5_0", 32, 22, float32, partial(_q4, fifth=True), (0,)),
-    7: _Type("Q5_1", 32, 24, float32, partial(_q4_offset, fifth=True), (0, 2)),
+    7: _Type("Q5_1", 32, 24, float32, partial(_q4, fifth=True, offset=True), (0, 2)),
     8: _Type("Q8_0", 32, 34, float32, _q8_0, (0,)),
     12: _Type("Q4_K", 256, 144, float32, _q4_k, (0, 2)),
     13: _Type("Q5_K", 256, 176, float32, _q5_k, (0, 2)),
