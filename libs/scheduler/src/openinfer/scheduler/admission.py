@@ -10,18 +10,13 @@ from .sequence import Owner, Seq
 
 def refusal(seq: Seq[Any], max_model_len: int, capacity_tokens: int) -> Rejected | None:
     """The error that submit() raises for a sequence that is too long for the model or the pool, or None."""
+    has = f"request {seq.id} has {seq.prompt_len} prompt tokens"
     if not seq.prompt_len or seq.max_tokens < 1:
-        return Rejected(
-            RejectReason.INVALID,
-            f"request {seq.id} has {seq.prompt_len} prompt tokens and max_tokens {seq.max_tokens}; "
-            "both must be >= 1",
-        )
+        why = f"{has} and max_tokens {seq.max_tokens}; both must be >= 1"
+        return Rejected(RejectReason.INVALID, why)
     if seq.prompt_len >= max_model_len:
-        return Rejected(
-            RejectReason.TOO_LONG,
-            f"request {seq.id} has {seq.prompt_len} prompt tokens; "
-            f"the model's length of {max_model_len} allows {max_model_len - 1} and one of output",
-        )
+        why = f"{has}; the model's length of {max_model_len} allows {max_model_len - 1} and one of output"
+        return Rejected(RejectReason.TOO_LONG, why)
     needed = min(max_model_len, seq.prompt_len + seq.max_tokens) - 1
     if needed > capacity_tokens:
         advice = "lower max_tokens" if seq.prompt_len <= capacity_tokens else "shorten the prompt"

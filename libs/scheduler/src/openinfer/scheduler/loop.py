@@ -97,14 +97,11 @@ class StepLoop(Generic[Owner, Payload]):
         """Queue a new sequence. Raises Rejected; the loop then keeps nothing of the sequence."""
         problem = refusal(seq, self.max_model_len, self._pool.capacity_tokens)
         if seq.id in self._live or seq.clock is not None:
-            problem = Rejected(
-                RejectReason.INVALID,
-                f"request {seq.id} was submitted before; make a new Seq, with an id of its own",
-            )
+            why = f"request {seq.id} was submitted before; make a new Seq, with an id of its own"
+            problem = Rejected(RejectReason.INVALID, why)
         elif problem is None and self.stats.waiting >= self.max_queued:
-            problem = Rejected(
-                RejectReason.QUEUE_FULL, f"{self.stats.waiting} requests wait already (max_queued); try later"
-            )
+            why = f"{self.stats.waiting} requests wait already (max_queued); try later"
+            problem = Rejected(RejectReason.QUEUE_FULL, why)
         if problem is not None:
             self.stats.rejected[problem.reason] += 1
             raise problem
