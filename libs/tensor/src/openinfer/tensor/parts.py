@@ -88,21 +88,17 @@ class TensorPart(NamedTuple):
 
 
 def _bounds(info: TensorInfo, source: tuple[slice, ...]) -> list[tuple[int, int]]:
+    has = f"has shape {list(info.shape)}"
     if len(source) > len(info.shape):
-        raise CheckpointError(
-            info.file, info.name, f"has shape {list(info.shape)}; {len(source)} slices were given"
-        )
+        raise CheckpointError(info.file, info.name, f"{has}; {len(source)} slices were given")
     bounds = []
     for axis, size in enumerate(info.shape):
         part = source[axis] if axis < len(source) else slice(None)
         start = 0 if part.start is None else part.start
         stop = size if part.stop is None else part.stop
         if part.step not in (None, 1) or not 0 <= start <= stop <= size:
-            raise CheckpointError(
-                info.file,
-                info.name,
-                f"has shape {list(info.shape)}; axis {axis} cannot give {part.start}:{part.stop}:{part.step}. Take "
-                f"0 <= start <= stop <= {size} and a step of 1",
-            )
+            asked = f"axis {axis} cannot give {part.start}:{part.stop}:{part.step}"
+            why = f"{has}; {asked}. Take 0 <= start <= stop <= {size} and a step of 1"
+            raise CheckpointError(info.file, info.name, why)
         bounds.append((start, stop))
     return bounds
