@@ -210,14 +210,14 @@ def test_exports_are_sorted(part: str) -> None:
 
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
-    "tensor": (3928, 2991),
+    "tensor": (3885, 2991),
     "kernels": (22861, 10690),
     "graph": (4251, 2747),
     "kvpool": (6232, 5132),
     "sampler": (4634, 3943),
-    "scheduler": (4821, 3597),
+    "scheduler": (4774, 3597),
     "frontend": (12986, 11753),
-    "recipes": (15034, 4027),
+    "recipes": (14929, 4027),
     "cli": (6496, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
