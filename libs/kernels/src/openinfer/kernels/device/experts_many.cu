@@ -57,12 +57,6 @@ __device__ __forceinline__ void multiply(int pairs, float (&d)[2][MOST / 2], con
   }
 }
 
-// The first and third of four codes as bf16, or the second and fourth. Their exponents have another bias, for which 2^120 makes up.
-__device__ __forceinline__ u32 wide(u32 codes, int second) {
-  u32 numbers = second ? codes >> 4 & 0x07f007f0u | codes & 0x80008000u : codes * 16 & 0x07f007f0u | codes * 256 & 0x80008000u;
-  return multiplied(numbers, 0x7b807b80u);
-}
-
 struct Tile {
   int expert, begin, pairs, row;  // the first place, and rows from `row` on
 };
@@ -144,7 +138,7 @@ __device__ __forceinline__ void multiply_tile(Ring& ring, const Tile& tile, bf16
           for (int j = 0; j < 2; j++) {
             uint4 v = codes[b][j];
             u32 word = q == 0 ? v.x : q == 1 ? v.y : q == 2 ? v.z : v.w;
-            a[q % 2][b][j] = wide(word, 0), a[q % 2][b][2 + j] = wide(word, 1);
+            a[q % 2][b][j] = wide(word << 8), a[q % 2][b][2 + j] = wide(word);
           }
         multiply(tile.pairs, sum, a[q % 2], of_x + (h * X_HALF + q * 32) / 16, step | h | q);
       }

@@ -19,11 +19,6 @@ static_assert(128 % SETS == 0, "a tile's rows have one scale");
 
 #include "pairs.cuh"
 
-// The second and fourth of four codes as bf16. Their exponents have another bias, for which 2^120 makes up.
-__device__ __forceinline__ u32 wide(u32 codes) {
-  return multiplied(codes & 0x80008000u | codes >> 4 & 0x07f007f0u, 0x7b807b80u);
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
 experts_ring(bf16* out, const bf16* x, const unsigned char* weight, const float* scales, const int* order, const int* starts,
              int N) {

@@ -174,11 +174,11 @@ def packed_order(value, FP4: tl.constexpr):
 def word_column(place, BITS: tl.constexpr):
     """The column that is the place-th of 128 in two packed left operands: of float8 as packed_column says, or of 4 bits
     in the order of formats.int4, where place 64m + 16q + 8h + 2c + l is byte 2m + l of word 4c + q, its low or high
-    half (h). Without bits, as device/experts_many.cu says."""
+    half (h). 16: of float8 that becomes bf16 in device/experts_many.cu, as it says."""
     m, q, h, c, l = place // 64, place // 16 % 4, place // 8 % 2, place // 2 % 4, place % 2
     if BITS == 8:
         return packed_column(place, False)
-    if BITS == 0:
+    if BITS == 16:
         return 64 * m + 16 * c + 4 * q + 2 * l + h
     return 32 * c + 16 * h + 4 * q + 2 * m + l
 

@@ -120,7 +120,7 @@ class PlainExperts:
             x = Scratch(self.hidden.shape, self.x.dtype)
             numbers, block = math.prod(x.shape), 2048
             args: dict[str, Arg] = {"out": x, "x": self.hidden, "numbers": Aligned(numbers)}
-            constants = {"BITS": 0 if many else bits, "BLOCK": block}
+            constants = {"BITS": 16 if many else bits, "BLOCK": block}
             yield launch(_DEVICE, "arrange_rows", (-(-numbers // block),), args, constants, num_warps=8)
         if many:
             yield launch_ring(self.target, pairs, None, mlp, x, self.gate_up, first=True)

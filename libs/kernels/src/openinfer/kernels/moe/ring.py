@@ -20,6 +20,13 @@ COLUMNS, STAGE = 512, 32 << 10
 its warps need."""
 
 
+MOST_PAIRS, MANY_STAGES = 160, 3
+"""The most pairs that are multiplied at once where experts have many, and the stages of their ring. A stage is 256 rows
+of 128 columns, and as many columns of x."""
+MANY_MEAN = 32
+"""The pairs of an expert on average from which on that is faster."""
+
+
 @dataclass(frozen=True, slots=True)
 class RingTile:
     """Rows of a stage, parts of K, warps that multiply, and stages."""
@@ -50,6 +57,16 @@ def ring_tile(target: Target, pairs: int, weight: Linear[Tensor], *, first: bool
     room = shared_bytes(target.arch) - 1024
     stages = max((n for n in range(2, 13) if replace(tile, stages=n).shared(k, experts) <= room), default=0)
     return replace(tile, stages=stages) if stages else None
+
+
+def takes_many(target: Target, pairs: int, *weights: Linear[Tensor]) -> bool:
+    """Whether device/experts_many.cu multiplies with both weights of a mixture, of which experts have many pairs."""
+    if not target.nvrtc or target.arch != 90 or target.batch_invariant:
+        return False
+    if pairs < MANY_MEAN * weights[0].shape[0] or any(w.form != Fp8(by_row=False) for w in weights):
+        return False
+    sizes = [w.shape for w in weights]
+    return all(e <= 512 and rows % 256 == k % 128 == 0 and k > MANY_STAGES * 128 for e, rows, k in sizes)
 
 
 def launch_ring(
@@ -96,23 +113,6 @@ def launch_ring(
         shared=shared,
         early=target.starts_early,
     )
-
-
-MOST_PAIRS, MANY_STAGES = 160, 3
-"""The most pairs that are multiplied at once where experts have many, and the stages of their ring. A stage is 256 rows
-of 128 columns, and as many columns of x."""
-MANY_MEAN = 32
-"""The pairs of an expert on average from which on that is faster."""
-
-
-def takes_many(target: Target, pairs: int, *weights: Linear[Tensor]) -> bool:
-    """Whether device/experts_many.cu multiplies with both weights of a mixture, of which experts have many pairs."""
-    if not target.nvrtc or target.arch != 90 or target.batch_invariant:
-        return False
-    if pairs < MANY_MEAN * weights[0].shape[0] or any(w.form != Fp8(by_row=False) for w in weights):
-        return False
-    sizes = [w.shape for w in weights]
-    return all(e <= 512 and rows % 256 == k % 128 == 0 and k > MANY_STAGES * 128 for e, rows, k in sizes)
 
 
 FP4_ROWS, FP4_DEPTH, FP4_PARTS, FP4_PAIRS = 64, 1024, 4, 1024
