@@ -51,6 +51,25 @@ def kernels(target: Target, args: dict[str, Any], op: Any = experts_add) -> list
     return [c.spec.function for call in pack.calls for c in call.commands if isinstance(c, Launch)]
 
 
+def agrees(gpu: Any, args: dict[str, Any], kernel: str, **rolled: int) -> None:
+    """A call by this kernel has the numbers of the reference, and the same bits again. rolled: weights and the axis
+    along which their scales are moved, for a control."""
+    target, driver, _, stream = gpu
+    if target.arch != 90:
+        pytest.skip("the kernel is for sm_90")
+    target = dataclasses.replace(target, nvrtc=True)
+    assert kernel in kernels(target, args)
+    found = [run_on_gpu(experts_add, args, target, driver, stream)["out"] for _ in range(2)]
+    np.testing.assert_array_equal(*found)
+    want = run_reference(experts_add, args)["out"].astype(np.float32)
+    scale = np.linalg.norm(want, axis=1) + 1e-3
+    assert (np.linalg.norm(found[0].astype(np.float32) - want, axis=1) / scale).max() < 4e-3
+    for name, axis in rolled.items():
+        wrong = dataclasses.replace(args[name], scales=np.roll(args[name].scales, 1, axis=axis))
+        far = run_reference(experts_add, args | {name: wrong})["out"].astype(np.float32)
+        assert (np.linalg.norm(far - want, axis=1) / scale).max() > 0.05
+
+
 def test_few_pairs_an_expert_take_the_ring(rng: Rng) -> None:
     few = ["sort_pairs", "experts_ring", "experts_ring", "add_chosen"]
     assert kernels(TARGET, mixture(rng, 10, 256, 128, 16, 4)) == few
@@ -88,24 +107,12 @@ def test_the_tiles_of_published_mixtures_fit() -> None:
 @pytest.mark.parametrize("case", ["even", "one expert has most", "some of no expert"])
 def test_numbers_and_bits(gpu: Any, rng: Rng, hidden: int, inter: int, case: str) -> None:
     """Against the reference and a wrong one; and again, the same bits."""
-    target, driver, _, stream = gpu
-    if target.arch != 90:
-        pytest.skip("the kernel is for sm_90")
     args = mixture(rng, 22, hidden, inter, 40, 4)
     if case == "one expert has most":
         args["expert_ids"][:, 0] = np.where((args["expert_ids"] == 7).any(1), args["expert_ids"][:, 0], 7)
     if case == "some of no expert":
         args["expert_ids"][args["expert_ids"] > 11] = -1
-    target = dataclasses.replace(target, nvrtc=True)
-    assert "experts_ring" in kernels(target, args)
-    found = [run_on_gpu(experts_add, args, target, driver, stream)["out"] for _ in range(2)]
-    np.testing.assert_array_equal(*found)
-    want = run_reference(experts_add, args)["out"].astype(np.float32)
-    scale = np.linalg.norm(want, axis=1) + 1e-3
-    assert (np.linalg.norm(found[0].astype(np.float32) - want, axis=1) / scale).max() < 4e-3
-    rolled = dataclasses.replace(args["down"], scales=np.roll(args["down"].scales, 1, axis=1))
-    far = run_reference(experts_add, args | {"down": rolled})["out"].astype(np.float32)
-    assert (np.linalg.norm(far - want, axis=1) / scale).max() > 0.05
+    agrees(gpu, args, "experts_ring", down=1)
 
 
 def packed(rng: Rng, experts: int, n: int, k: int) -> Linear[Any]:
@@ -150,9 +157,6 @@ def test_many_pairs_an_expert_are_multiplied_from_arranged_rows(rng: Rng) -> Non
 @pytest.mark.parametrize("case", ["even", "of all sizes", "some of no expert"])
 def test_numbers_and_bits_of_many(gpu: Any, rng: Rng, hidden: int, inter: int, case: str) -> None:
     """Chunks of all sizes, experts without pairs; against the reference and wrong ones; and again, the same bits."""
-    target, driver, _, stream = gpu
-    if target.arch != 90:
-        pytest.skip("the kernel is for sm_90")
     args = mixture(rng, 520, hidden, inter, 12, 4)
     if case == "of all sizes":
         counts = (1, 0, 63, 64, 65, 81, 97, 129, 145, 160, 161, 337)
@@ -161,17 +165,7 @@ def test_numbers_and_bits_of_many(gpu: Any, rng: Rng, hidden: int, inter: int, c
         args["expert_ids"] = rng.permutation(ids).reshape(520, 4)
     if case == "some of no expert":
         args["expert_ids"][args["expert_ids"] > 8] = -1
-    target = dataclasses.replace(target, nvrtc=True)
-    assert "experts_many" in kernels(target, args)
-    found = [run_on_gpu(experts_add, args, target, driver, stream)["out"] for _ in range(2)]
-    np.testing.assert_array_equal(*found)
-    want = run_reference(experts_add, args)["out"].astype(np.float32)
-    scale = np.linalg.norm(want, axis=1) + 1e-3
-    assert (np.linalg.norm(found[0].astype(np.float32) - want, axis=1) / scale).max() < 4e-3
-    for name in ("gate_up", "down"):
-        rolled = dataclasses.replace(args[name], scales=np.roll(args[name].scales, 1, axis=2))
-        far = run_reference(experts_add, args | {name: rolled})["out"].astype(np.float32)
-        assert (np.linalg.norm(far - want, axis=1) / scale).max() > 0.05
+    agrees(gpu, args, "experts_many", gate_up=2, down=2)
 
 
 def test_few_pairs_an_expert_of_fp4_take_the_ring(rng: Rng) -> None:
