@@ -597,7 +597,7 @@ def mixtures() -> Iterator[Mixture]:
     few = {tokens: us for tokens, us in fp8.items() if tokens <= 256}  # 8 rows of an expert
     many = json.loads((RESULTS / MANY_PAIRS).read_text())["experts_add"]
     for model, sizes, own in (("qwen3_5-35B-A3B", (1024, 2048, 4096), few), ("qwen3-30B-A3B", (4096,), {})):
-        us = many[f"{model[-7:]} FP8, experts_many"][-len(sizes) :]
+        us = many[f"{model.partition('-')[2]} FP8, experts_many"][-len(sizes) :]
         calls = dict(zip(sizes, us, strict=True))
         yield Mixture("experts_add, FP8 experts", packed_outline("FP8", model), 8, 0, calls, own)
     yield Mixture("experts_add, FP4 experts", packed_outline("FP4", "qwen3-30B-A3B"), 8, 64, {}, fp4)
