@@ -26,9 +26,17 @@ from openinfer.tensor import Tensor
 SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 256}
 MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
 CODES = ("attend_codes", {"slots", "q_starts", "seq_lens", "alive", "block_tables"})
+PAIRS = ("attend_pairs", {"slots", "q_starts", "seq_lens", "alive", "block_tables"})
 ADAPTED = ("cluster_product", {"adapters", "token_slots"})
 """Kernels, and what they read early."""
-READERS = {"qk_norm_rope_write", "attend_codes", "delta_step", "cluster_product"}
+READERS = {
+    "qk_norm_rope_write",
+    "attend_codes",
+    "attend_pairs",
+    "delta_step",
+    "delta_tokens",
+    "cluster_product",
+}
 CASES = {
     "an FP8 cache": (RECIPE, {"kv_cache_dtype": "fp8"}, CODES, {"forward"}),
     "an FP8 cache and drafts": (
@@ -37,6 +45,7 @@ CASES = {
         CODES,
         {"forward", "draft"},
     ),
+    "few pairs and drafts": (QWEN3_5, {"speculative_config": MTP}, PAIRS, {"forward", "draft"}),
     "adapters": (RECIPE, {"enable_lora": True}, ADAPTED, {"forward"}),
     "adapters of Qwen3.5": (QWEN3_5, {"enable_lora": True}, ADAPTED, {"forward"}),
 }

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import Op, Target
+from openinfer.kernels import H200, Launch, NullPack, Op, Target, attention
 from openinfer.kernels.measure.tuner import DeviceMeter
 from openinfer.kernels.op.rounding import q8_codes, q8_values
 from openinfer.kernels.testing import (
@@ -27,7 +27,7 @@ from openinfer.kernels.testing import (
     run_reference,
 )
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention, sigmoid_gate
-from openinfer.tensor import bfloat16, float32
+from openinfer.tensor import Tensor, bfloat16, float32
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[Op[Any], Mapping[str, Any]], dict[str, Array]]
@@ -172,6 +172,61 @@ def test_a_mixed_step_over_an_fp8_cache_on_a_gpu(on_gpu: Run, rng: np.random.Gen
     lengths, before = [1, 300, 0, 1, 65, 1, 9, 700], [800, 100, 7, 64, 0, 3, 130, 260]
     args = in_fp8(attention_step(rng, lengths, before, dead=(3, 6), tokens=1200, **PUBLISHED))
     check_over_fp8(on_gpu(gated_attention, args), run_reference(gated_attention, args), args)
+
+
+PAIRS = ((24, 4, 256), (16, 2, 256), (5, 1, 128))
+FEW = ([1] * 7, [4], [1, 4, 0, 3, 2, 4], [2] * 30)
+
+
+def planned(args: Mapping[str, Any], target: Target) -> list[Launch]:
+    pack = NullPack(target)
+    gated_attention(
+        pack, **{k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    )
+    return [command for command in pack.calls[0].commands if isinstance(command, Launch)]
+
+
+def test_rows_of_few_tokens_take_the_kernel_of_cuda(rng: np.random.Generator) -> None:
+    """Where they leave SMs idle. Both kernels are early: the second one reads cached keys while the first one runs."""
+    cuda, others = replace(H200, nvrtc=True), ([1] * 3, [11])
+    for lengths in ([1], [1, 1], [4], [10], [0, 8]):
+        args = {**attention_step(rng, lengths, [0] * len(lengths), heads=PAIRS[0]), "max_q_len": max(lengths)}
+        found = [(launch.spec.function, launch.early) for launch in planned(args, cuda)]
+        assert found == [("qk_norm_rope_write", True), ("attend_pairs", True)], lengths
+    calls = [(lengths, cuda, PAIRS[0], 16) for lengths in others]
+    changes: list[dict[str, Any]] = [{"nvrtc": False}, {"batch_invariant": True}, {"arch": 100}]
+    calls += [([1], replace(cuda, **change), PAIRS[0], 16) for change in changes]
+    for lengths, target, heads, page_size in [*calls, ([1], cuda, (4, 1, 64), 16), ([1], cuda, PAIRS[0], 8)]:
+        args = attention_step(rng, lengths, [0] * len(lengths), heads=heads, page_size=page_size)
+        functions = [launch.spec.function for launch in planned(args, target)]
+        assert "attend_pairs" not in functions, (lengths, target, heads, page_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("heads", PAIRS)
+@pytest.mark.parametrize("lengths", FEW, ids=str)
+def test_rows_of_few_tokens_on_a_gpu(
+    meter: DeviceMeter, on_gpu: Run, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch,
+    heads: Any, lengths: list[int], page_size: int,
+) -> None:  # fmt: skip
+    """Rows that one program has, that many share, that are dead, and tokens after the last row; the same bits again."""
+    if meter.target.arch != 90:
+        pytest.skip("the kernel is for sm_90")
+    monkeypatch.setattr(attention, "PAIRS_SMS", 1)
+    before = [5000, *rng.integers(0, 700, len(lengths)).tolist()][: len(lengths)]
+    sizes = {"heads": heads, "rotary": heads[2] // 4, "page_size": page_size}
+    dead = (5,) if len(lengths) > 5 else ()
+    tokens = sum(lengths) + 3 * (max(lengths) > 1)
+    args = attention_step(rng, lengths, before, tokens=tokens, dead=dead, **sizes)
+    args["max_q_len"] = max(lengths)
+    got, want = on_gpu(gated_attention, args), run_reference(gated_attention, args)
+    for token, live in enumerate(args["token_slots"] != 0):
+        found = got["out"][token]
+        assert error(found, want["out"][token]) < 2 * ATTENDED if live else not found.any(), token
+    assert on_gpu(gated_attention, args)["out"].tobytes() == got["out"].tobytes()
+    args["qkv"][0, heads[2] : 2 * heads[2]] *= -4  # negative control: a token's gates of one head
+    assert error(on_gpu(gated_attention, args)["out"][0], want["out"][0]) > 4 * ATTENDED
 
 
 def test_attention_of_a_mixed_step(rng: np.random.Generator) -> None:

@@ -88,6 +88,7 @@ FROZEN = [
     "WeightPart",
     "Workload",
     "aligned",
+    "attend_pairs",
     "attention_launches",
     "beside",
     "cached_bytes",

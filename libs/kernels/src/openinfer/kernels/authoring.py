@@ -17,7 +17,7 @@ An `Op` is its arguments, a contract, a numpy reference, launches and a cost, an
  - parts of ops here that another op may launch: products (`Problem`, `linear_of`, `linear_launches`, `expect_bf16`,
    `expect_q8`), attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`,
    `require_attention`, `expect_cache`, `cached_bytes`, `write_launch`, `new_tokens`, `QkvAttentionArgs`,
-   `MERGED_AT_ONCE`, `NEW_PAIRS`)
+   `attend_pairs`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
  - sums of several ranks: `Communicator`, `sum_over` (references), `way_of`, `NCCL`, `sum_of_ranks`, `pushed_rows`
  - cost: `Cost`, `Workload`, `DealtPack`; calls that it is measured by: `OpCase`, `Memory`, `CaseRows`, `Commands`
 
@@ -38,6 +38,7 @@ openinfer.kernels.testing tests an op.
 from openinfer.kernels.attention import (
     MERGED_AT_ONCE,
     NEW_PAIRS,
+    attend_pairs,
     attention_launches,
     choose_attention,
     new_tokens,
@@ -130,15 +131,16 @@ __all__ = [
     "FP8_MADE", "FP8_SCALE_MOST", "MERGED_AT_ONCE", "NCCL", "NEW_PAIRS", "PUBLISHED_SCALES", "SCALE_BLOCK",
     "Adapter", "AdapterSizes", "Adapters", "Aligned", "AnyPacking", "Arg", "Array", "AttentionCall",
     "AttentionChoice", "CacheForm", "CaseRows", "Coded", "Collective", "Command", "Commands", "Communicator",
-    "Composite", "ContractError", "Cost", "DealtPack", "Fp8", "Int4Groups", "KvCache", "KvLayout", "Launch", "Linear",
-    "LinearPlaces", "Matmul", "Memory", "Mx", "Op", "OpCase", "Pack", "Packing", "Plain", "Problem", "Projection",
-    "QkvAttentionArgs", "Scratch", "T", "Target", "TensorMap", "WeightPart", "Workload", "aligned",
-    "attention_launches", "beside", "cached_bytes", "choose_attention", "code_args", "decoded", "depth", "e8m0",
-    "expect", "expect_bf16", "expect_cache", "expect_columns", "expect_cos_sin", "expect_each", "expect_linear",
-    "expect_max_q_len", "expect_q8", "expect_rows", "expect_values", "f32", "fork", "form_of", "hadamard", "joined",
-    "launch", "leaves", "linear_launches", "linear_of", "mapped", "matmul_nt", "module_packing", "new_tokens",
-    "packed_in", "packing_of", "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require",
-    "require_attention", "rms_norm", "rotated_pairs", "rounded", "scale_blocks", "shared_bytes", "silu",
-    "sum_of_ranks", "sum_over", "tensors", "unpack_fp4", "way_of", "without_coding", "without_zero_points",
+    "Composite", "ContractError", "Cost", "DealtPack", "Fp8", "Int4Groups", "KvCache", "KvLayout", "Launch",
+    "Linear", "LinearPlaces", "Matmul", "Memory", "Mx", "Op", "OpCase", "Pack", "Packing", "Plain", "Problem",
+    "Projection", "QkvAttentionArgs", "Scratch", "T", "Target", "TensorMap", "WeightPart", "Workload",
+    "aligned", "attend_pairs", "attention_launches", "beside", "cached_bytes", "choose_attention",
+    "code_args", "decoded", "depth", "e8m0", "expect", "expect_bf16", "expect_cache", "expect_columns",
+    "expect_cos_sin", "expect_each", "expect_linear", "expect_max_q_len", "expect_q8", "expect_rows",
+    "expect_values", "f32", "fork", "form_of", "hadamard", "joined", "launch", "leaves", "linear_launches",
+    "linear_of", "mapped", "matmul_nt", "module_packing", "new_tokens", "packed_in", "packing_of",
+    "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require", "require_attention",
+    "rms_norm", "rotated_pairs", "rounded", "scale_blocks", "shared_bytes", "silu", "sum_of_ranks",
+    "sum_over", "tensors", "unpack_fp4", "way_of", "without_coding", "without_zero_points",
     "write_launch", "write_values",
 ]  # fmt: skip

@@ -5,13 +5,20 @@ import math
 from collections.abc import Mapping
 
 from openinfer.kernels.attention.call import ROWS, AttentionCall, AttentionChoice
-from openinfer.kernels.attention.long import hopper_tile, in_parts, long_rows, single_tokens
+from openinfer.kernels.attention.long import (
+    hopper_tile,
+    in_parts,
+    is_matrix,
+    long_rows,
+    rows_of_cache,
+    single_tokens,
+)
 from openinfer.kernels.attention.tiles import Tile, coded_attention_tile, long_tile, short_tile
 from openinfer.kernels.linear.choices import RING_TOKENS, releases
 from openinfer.kernels.op.contract import require
 from openinfer.kernels.op.launch import Arg, Launch, Scratch, beside, launch, launch_cuda, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes
-from openinfer.tensor import float32, int32
+from openinfer.tensor import Tensor, float32, int32
 
 SHORT_PAIRS = 64
 """A row of this many (token, query head) pairs or fewer is split over its keys. After a prefix hit, a prompt has few
@@ -33,6 +40,11 @@ CODED_ROWS = 256
 """Rows that all steps of few rows have room for, so that they share a kernel."""
 CODED_GROUP = 8
 """The most query heads that share a key head: columns of the tensor cores' operand."""
+
+PAIRS_KEYS, PAIRS_THREADS = 64, 160
+"""Keys of a block and threads of device/attend_pairs.cu, which has these numbers too."""
+PAIRS_SMS = 16
+"""It is the fastest where heads of rows have so many SMs each, at least (docs/lessons/attention.md)."""
 
 _DEVICE = "openinfer.kernels.device.attention"
 _DECODE = "openinfer.kernels.device.decode_attention"
@@ -160,6 +172,33 @@ def new_tokens(
     return launch(_DECODE, "attend_new", grid, args, constants, num_warps=warps, num_stages=stages)
 
 
+def attend_pairs(target: Target, call: AttentionCall, max_q_len: int, gates: Tensor) -> Launch | None:
+    """The launch of attend_pairs, whose result is multiplied by the sigmoid of `gates` [T, A, d]; None for a call that
+    it does not take or that others do faster: the cache is in bf16, a row has few pairs, and rows leave SMs idle. What
+    is read early is written as for _attend_codes."""
+    known = target.nvrtc and not target.interpreted and not target.batch_invariant
+    fits = call.dim in (128, 256) and call.page_size >= 16 and max_q_len * call.group <= SHORT_PAIRS
+    idle = call.rows * call.kv_heads <= target.num_sms // PAIRS_SMS
+    if not (known and fits and idle and is_matrix(target, call)) or call.form.scaled or call.windowed:
+        return None
+    pairs, dim, programs = -(-max_q_len * call.group // 8) * 8, call.dim, target.num_sms
+    rows = target.num_sms // PAIRS_SMS
+    stage, other = 2 * PAIRS_KEYS * 2 * dim, 2 * pairs * dim + (5 * rows + 1) * 4
+    stages = (shared_bytes(target.arch) - other) // (stage + 16)
+    args = {**call.some("out", "q"), "cache": rows_of_cache(call, PAIRS_KEYS), **call.some(*ROWS)}
+    args["partial"] = Scratch((2 * programs, pairs, dim), float32)
+    args["weights"] = Scratch((2 * programs, pairs, 2), float32)
+    args["arrived"] = Scratch((call.rows * call.kv_heads,), int32, zeroed=True)
+    args |= {"gates": gates, "gate_stride": gates.strides[0], **call.some("table_width")}
+    args |= {"page_rows": call.kv.strides[0] // dim, **call.some("scale"), "rows": call.rows}
+    args |= {"tokens": call.tokens, "heads": call.kv_heads}
+    constants = {"D": dim, "GROUP": call.group, "PAGE": call.page_size, "PAIRS": pairs}
+    constants |= {"ROWS": rows, "STAGES": stages}
+    kernel = "openinfer.kernels.device", "attend_pairs.cu", "attend_pairs", (programs,)
+    shared = stages * (stage + 16) + other
+    return launch_cuda(*kernel, args, constants, threads=PAIRS_THREADS, shared=shared, early=True)
+
+
 def _takes_codes(target: Target, call: AttentionCall) -> bool:
     """Whether attend_codes takes a decode step over an FP8 cache: one token a row, which sees all of it."""
     known = target.nvrtc and target.arch == 90 and not target.interpreted and not target.batch_invariant
@@ -174,7 +213,7 @@ def _attend_codes(target: Target, call: AttentionCall) -> Launch:
     merged = CODED_WARPS * call.group * (call.dim + 2) * 4
     rows = max(CODED_ROWS, power_of_two(call.rows))
     stage = CODED_KEYS * (2 * call.dim + 2)
-    other = merged + (4 * rows + 3) * 4
+    other = merged + (5 * rows + 3) * 4
     stages = (shared_bytes(target.arch) - other) // (stage + 16)
     programs, parts = target.num_sms, 2 * target.num_sms
     args = {**call.some("out", "q"), **call.cache, **call.some(*ROWS)}

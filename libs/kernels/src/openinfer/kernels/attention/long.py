@@ -33,12 +33,12 @@ _SPLIT = "openinfer.kernels.device.split_attention"
 def hopper_tile(target: Target, call: AttentionCall) -> HopperTile | None:
     """The tile for rows of many tokens where the kernel for Hopper takes the call, else None."""
     fits = call.tokens >= SPLIT_TOKENS and call.dim in (64, 128, 256) and call.group <= HopperTile.bm
-    if target.batch_invariant or not fits or not _is_matrix(target, call):
+    if target.batch_invariant or not fits or not is_matrix(target, call):
         return None
     return HopperTile(128 if call.dim <= 128 else 64)
 
 
-def _is_matrix(target: Target, call: AttentionCall) -> bool:
+def is_matrix(target: Target, call: AttentionCall) -> bool:
     """Whether a kernel for Hopper can copy pages of this cache: as rows of a matrix with `dim` columns. No product
     takes codes beside queries in bfloat16, so pages of codes are widened first."""
     page_stride = call.kv.strides[0]
@@ -64,7 +64,7 @@ def long_rows(call: AttentionCall, choice: AttentionChoice, *, short: int) -> li
         return [_anywhere(call, tile, choice, short, None)]
     if not call.form.scaled:
         page_rows = call.kv.strides[0] // call.dim
-        own: dict[str, Arg] = {"kv": _rows_of_cache(call, tile.bn)}
+        own: dict[str, Arg] = {"kv": rows_of_cache(call, tile.bn)}
         return [_by_hopper(call, tile, page_rows, choice.num_sms, short, own)]
     return _widened(call, tile, choice, short)
 
@@ -135,7 +135,7 @@ def _by_hopper(
     return launch(_HOPPER, "attend_prompt", (min(items, num_sms),), args, constants, num_warps=4)
 
 
-def _rows_of_cache(call: AttentionCall, bn: int) -> TensorMap:
+def rows_of_cache(call: AttentionCall, bn: int) -> TensorMap:
     """A layer's pages in a matrix of `dim` columns, with other layers' rows between them."""
     page_rows = call.kv.strides[0] // call.dim
     shape = ((call.kv.shape[0] - 1) * page_rows + 2 * call.kv_heads * call.page_size, call.dim)

@@ -15,6 +15,7 @@
 // [K heads | V heads, PAGE] at kv_scales + page * page_stride. ROWS: the most rows. `scale` holds log2(e).
 
 #include "gpu.cuh"
+#include "attend.cuh"
 
 constexpr int BLOCK = 128, WARPS = 8, COPIERS = 4, THREADS = (WARPS + COPIERS) * 32;
 constexpr int HEAD = BLOCK * D, STAGE = 2 * HEAD + 2 * BLOCK, TILES = D / 16, WORDS = D / 64;
@@ -29,35 +30,6 @@ __device__ __forceinline__ void copy_16(void* to, const void* from) {
 // Arrive when this thread's copies of 16 bytes have.
 __device__ __forceinline__ void arrive_after_copies(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-struct Row {  // the token is -1 where it has none, and the length 0 where it is not to be attended to
-  int slot, token, length;
-};
-
-struct Part {  // a run of blocks of one row's head
-  int row, head, first, last, blocks;
-};
-
-struct Item {  // a row's head: where it begins in the line, and the programs that have a part of it
-  int at, first, last;
-};
-
-// The part of the line that begins at `at` and ends before `end`. starts: blocks of a head in the rows before each row.
-__device__ __forceinline__ Part part_at(const int* starts, int rows, int heads, int at, int end) {
-  int low = 0, high = rows - 1;
-  while (low < high) {
-    int middle = (low + high + 1) / 2;
-    if (starts[middle] * heads <= at) low = middle;
-    else high = middle - 1;
-  }
-  int blocks = starts[low + 1] - starts[low], inside = at - starts[low] * heads, first = inside % blocks;
-  return {low, inside / blocks, first, min(blocks, first + end - at), blocks};
-}
-
-__device__ __forceinline__ Item item_of(const int* starts, int heads, const Part& part, int line, int programs) {
-  int at = starts[part.row] * heads + part.head * part.blocks;
-  return {at, ((at + 1) * programs - 1) / line, ((at + part.blocks) * programs - 1) / line};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -79,28 +51,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
   size_t past = (size_t)q_starts[rows] * heads * GROUP * D / 2, stop = (size_t)tokens * heads * GROUP * D / 2;
-  for (int row = threadIdx.x; row < rows; row += THREADS) {
-    int slot = slots[row], token = q_starts[row], length = 0;
-    if (q_starts[row + 1] == token) token = -1;
-    else if (alive[slot]) length = seq_lens[slot] + 1;
-    of_rows[row] = {slot, token, length};
-    starts[row + 1] = (length + BLOCK - 1) / BLOCK;
-  }
-  __syncthreads();
-  if (warp == 0) {
-    int before = 0;
-    for (int base = 0; base < rows; base += 32) {
-      int sum = base + lane < rows ? starts[base + lane + 1] : 0;
-      for (int by = 1; by < 32; by *= 2) {
-        int other = __shfl_up_sync(~0u, sum, by);
-        if (lane >= by) sum += other;
-      }
-      if (base + lane < rows) starts[base + lane + 1] = before + sum;
-      before += __shfl_sync(~0u, sum, 31);
-    }
-    if (lane == 0) starts[0] = 0;
-  }
-  __syncthreads();
+  line_up<THREADS, BLOCK>(of_rows, starts, rows, slots, q_starts, seq_lens, alive);
   // Its product with the number of programs fits an int: a cache of 2^23 blocks would have 270 GB in one layer.
   int line = starts[rows] * heads, programs = min((int)gridDim.x, line);  // those with a block or more
   int nth = blockIdx.x, begin = 0, end = 0;
@@ -153,7 +104,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int row = nth; row < rows; row += gridDim.x)
-    if (of_rows[row].token >= 0 && !of_rows[row].length)
+    if (of_rows[row].count && !of_rows[row].length)
       for (int i = threadIdx.x; i < heads * GROUP * D / 2; i += WARPS * 32)
         ((u32*)(out + (size_t)of_rows[row].token * heads * GROUP * D))[i] = 0;
   for (size_t i = past + nth * WARPS * 32 + threadIdx.x; i < stop; i += gridDim.x * WARPS * 32) ((u32*)out)[i] = 0;

@@ -21,6 +21,7 @@ from openinfer.kernels.authoring import (
     Target,
     Workload,
     aligned,
+    attend_pairs,
     attention_launches,
     choose_attention,
     expect,
@@ -123,6 +124,11 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     shape = (a.out.shape[0], a.out.shape[1] // dim, dim)
     q = Scratch(shape, a.out.dtype)
     call = AttentionCall.of(a.attending(q, 0))
+    gates_of_heads = columns(a.qkv, dim, (shape[1], dim), (2 * dim, 1))
+    if pairs := attend_pairs(target, call, a.max_q_len, gates_of_heads):
+        yield write_launch(target, a.writing(q), early_behind=True)
+        yield pairs
+        return
     choice = choose_attention(target, call)
     rotary = 2 * a.cos_sin.shape[2]
     # With more programs than SMs nothing hides what a program does before its first page, and three kernels are faster.
@@ -133,7 +139,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         return
     yield write_launch(target, a.writing(q))
     yield from attention_launches(call, choice, a.max_q_len)
-    gates = GateArgs(out=a.out.reshape(*shape), gate=columns(a.qkv, dim, (shape[1], dim), (2 * dim, 1)))
+    gates = GateArgs(out=a.out.reshape(*shape), gate=gates_of_heads)
     yield from sigmoid_gate.launches(target, gates)
 
 
