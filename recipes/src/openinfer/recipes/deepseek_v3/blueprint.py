@@ -1,30 +1,27 @@
 """A DeepSeek-V3 before it has memory: the pages of latents, allocation and loading."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from openinfer.graph import Field
-from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated, one_of_each, place_rope_table
-from openinfer.kernels.authoring import form_of
-from openinfer.kvpool import Group
+from openinfer.kernels import place_rope_table
 from openinfer.recipes.deepseek_v3.config import Config
 from openinfer.recipes.deepseek_v3.model import Buffers, Model
-from openinfer.recipes.deepseek_v3.weights import Mixture, Weights, validate
-from openinfer.recipes.engine.blueprint import Blueprint, Control
+from openinfer.recipes.deepseek_v3.weights import Layer, Mixture, Weights
+from openinfer.recipes.engine.blueprint import Control
 from openinfer.recipes.engine.controls import of_halves, of_ranks, of_rotation, of_scales
-from openinfer.recipes.engine.limits import Limits, Room
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, nbytes_of
+from openinfer.recipes.engine.decoder import DecoderBlueprint
+from openinfer.recipes.engine.limits import Limits
+from openinfer.tensor import Arena, Stream, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class DeepseekV3(Blueprint[Model]):
+class DeepseekV3(DecoderBlueprint[Model]):
     """engine.Blueprint of a DeepSeek-V3. Its pool has one group: pages with all layers' latents and indexers' keys."""
 
+    group = "latents"
     mixture = cache_is_alike = True
     config: Config
     page_size: int
@@ -35,38 +32,36 @@ class DeepseekV3(Blueprint[Model]):
         """At most 7 padding rows up to 32 rows, and 31 above."""
         return (1, 2, 4, *range(8, 32, 8), *range(32, max_rows, 32))
 
-    def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
-        arena = Arena(Device("null"), None)
-        whole = Weights.allocate(self.config.whole, arena, limits.dtype, drafts=self.drafts)
-        validate(checkpoint, self.config, whole)
+    def weights(self, config: Config, arena: Arena, limits: Limits) -> Weights:
+        return Weights.allocate(config, arena, limits.dtype, drafts=self.drafts)
 
-    def _page(self, limits: Limits) -> tuple[list[tuple[int, ...]], int]:
-        """The shapes of a page's latents and of its indexers' keys, where there are any, and the bytes of all."""
+    def ignored(self) -> Sequence[str]:
+        """The layer that drafts where it is not loaded, and always its copies of the embedding and of the head."""
+        copies = ("embed_tokens.weight", "shared_head.head.weight") if self.drafts else ("*",)
+        drafts = [f"model.layers.{self.config.num_layers}.{name}" for name in copies if self.config.mtp]
+        return [*drafts, "*.rotary_emb.inv_freq"]
+
+    def kind(self, layer: Layer) -> object:
+        return type(layer.mlp)
+
+    def page_bytes(self, limits: Limits) -> int:
+        return sum(math.prod(shape) for shape in self._page()) * limits.dtype.itemsize
+
+    def _page(self) -> list[tuple[int, ...]]:
+        """The shapes of a page's latents and of its indexers' keys, where there are any."""
         c, size, more = self.config, self.page_size, int(self.drafts)
         shapes: list[tuple[int, ...]] = [(c.num_layers + more, size, c.latent_size)]
         if c.index is not None:
             shapes.append((sum(c.index.layers) + more, size, c.index.dim))
-        return shapes, sum(math.prod(shape) for shape in shapes) * limits.dtype.itemsize
-
-    def share(self, limits: Limits, room: Room) -> Sequence[int]:
-        return (room.pages(limits, self._page(limits)[1]),)
-
-    def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
-        (pages,) = blocks or (2,)
-        return [Group("latents", self.page_size, pages, self._page(limits)[1])]
+        return shapes
 
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
         c, (pages,) = self.config, blocks
-        weights = Weights.allocate(c, arena, limits.dtype, drafts=self.drafts)
+        weights = self.weights(c, arena, limits)
         cos_sin = place_rope_table(arena, stream, c.inv_freq, limits.max_model_len, c.rope_scale)
-        batch = Batch.allocate(
-            arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
-            max_rows=limits.max_rows, max_tokens=limits.step_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=limits.dtype, ranks=c.part.ranks, mixture=self.mixture,
-            max_drafts=limits.max_drafts, proposes=limits.proposes,
-        )  # fmt: skip
-        buffers = Buffers.allocate(c, weights, arena, limits.dtype, limits.step_tokens)
-        kv, *keys = (arena.alloc((pages, *shape), limits.dtype, "latents") for shape in self._page(limits)[0])
+        batch = self.batch(arena, stream, limits)
+        buffers = Buffers.allocate(c, weights, arena, limits)
+        kv, *keys = (arena.alloc((pages, *shape), limits.dtype, "latents") for shape in self._page())
         model = Model(c, weights, kv, keys[0] if keys else None, cos_sin, batch, buffers)
         for tensor in model.pages if arena.device.kind == "cuda" else []:
             tensor.zero_(stream)
@@ -74,22 +69,6 @@ class DeepseekV3(Blueprint[Model]):
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
         return [model.pages]
-
-    def load(
-        self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
-    ) -> LoadReport:
-        return model.weights.places.load(checkpoint, stream, progress)
-
-    def traced(self, model: Model, pack: NullPack) -> Model:
-        kinds = one_of_each(
-            model.weights.layers, lambda layer: (type(layer.mlp), form_of(layer)), first=self.config.part.ranks > 1
-        )  # fmt: skip
-        weights = dataclasses.replace(model.weights, layers=Repeated(pack, kinds))
-        return dataclasses.replace(model, weights=weights)
-
-    def memory(self, model: Model) -> Mapping[str, int]:
-        uses = {"weights": model.weights.nbytes, "activations": nbytes_of(model.buffers)}
-        return uses | {"rotary table": model.cos_sin.nbytes}
 
     def controls(self, model: Model) -> Iterator[Control]:
         yield from of_rotation(model.cos_sin)

@@ -7,33 +7,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from openinfer.graph.runner import Batch, NoStates, Read, States, StepRows
 from openinfer.kernels import (
     Pack,
     embed,
-    experts_add,
-    gate_up_silu,
     index_topk,
-    linear_add,
     norm_linear,
-    norm_rows,
     project,
     route,
 )
-from openinfer.kernels.authoring import Linear, padded_rows
+from openinfer.kernels.authoring import padded_rows
 from openinfer.recipes.deepseek_v3.config import Config, Indexing
 from openinfer.recipes.deepseek_v3.ops import latent_attend, split_queries, write_latents
 from openinfer.recipes.deepseek_v3.weights import Attention, Indexer, Layer, Mixture, Weights
+from openinfer.recipes.engine.decoder import Activations, Decoder, leading
+from openinfer.recipes.engine.limits import Limits
 from openinfer.tensor import Arena, Stream, Tensor, float32, int32
 
 
-@dataclass(frozen=True, slots=True)
-class Buffers:
-    """Activations, allocated once for the largest step; a smaller step uses their first rows."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers(Activations):
+    """mlp is of the wider of dense MLPs and shared experts, the router's float32. The last four are of one size where
+    nothing chooses tokens."""
 
-    x: Tensor  # [T, H]
     into: Tensor  # [T, D + Q + C + r, padded]
     qr: Tensor  # [T, Q]
     q: Tensor  # [T, A (n + r)]
@@ -42,44 +38,29 @@ class Buffers:
     latent_q: Tensor  # [T, A C]
     latent_out: Tensor  # [T, A C]
     heads: Tensor  # [T, A v]
-    mlp: Tensor  # [T, I]: of the wider of dense MLPs and shared experts
-    router: Tensor  # float32 [T, E, padded]
-    expert_ids: Tensor  # int32 [T, K]
-    expert_weights: Tensor  # [T, K]
-    y: Tensor  # [T, H]: of one of several ranks
-    drafting: tuple[Tensor, ...]  # two [T, H], of the layer that drafts
-    index_q: Tensor  # [T, I D]: these four of one size where nothing chooses tokens
+    index_q: Tensor  # [T, I D]
     index_key: Tensor  # [T, D]
     index_weights: Tensor  # float32 [T, I, padded]
     selected: Tensor  # int32 [T, K of tokens]
 
     @classmethod
-    def allocate(
-        cls, c: Config, weights: Weights, arena: Arena, dtype: np.dtype[Any], max_tokens: int
-    ) -> "Buffers":
+    def allocate(cls, c: Config, weights: Weights, arena: Arena, limits: Limits) -> "Buffers":
         heads, layer = c.part.of(c.num_heads), weights.layers[-1]
         into, index = weights.layers[0].attention.into, c.index or Indexing(1, 1, 1, True, ())
-        router = layer.mlp.router.weight.shape[0] if isinstance(layer.mlp, Mixture) else 1
-
-        def by_token(width: int, kind: np.dtype[Any] = dtype) -> Tensor:
-            return arena.alloc((max_tokens, width), kind)
-
-        return cls(
-            x=by_token(c.hidden_size), into=by_token(into.weight.shape[0]), qr=by_token(c.q_lora_rank),
-            q=by_token(heads * (c.nope_dim + c.rope_dim)), plain=by_token(heads * c.nope_dim),
-            turned=by_token(heads * c.rope_dim), latent_q=by_token(heads * c.kv_lora_rank),
-            latent_out=by_token(heads * c.kv_lora_rank), heads=by_token(heads * c.value_dim),
-            mlp=by_token(c.part.of(max(c.intermediate_size, c.experts.shared_size))), router=by_token(router, float32),
-            expert_ids=by_token(c.experts.chosen, int32), expert_weights=by_token(c.experts.chosen),
-            y=by_token(c.hidden_size if c.part.ranks > 1 else 1),
-            drafting=tuple(by_token(c.hidden_size) for _ in range(2 if weights.mtp else 0)),
-            index_q=by_token(index.heads * index.dim), index_key=by_token(index.dim),
-            index_weights=by_token(padded_rows(index.heads), float32), selected=by_token(index.topk, int32),
+        return cls.place(
+            arena, limits, c, c.experts, drafts=weights.mtp is not None,
+            kinds={"router": float32, "index_weights": float32, "selected": int32},
+            into=into.shape[0], qr=c.q_lora_rank, q=heads * (c.nope_dim + c.rope_dim), plain=heads * c.nope_dim,
+            turned=heads * c.rope_dim, latent_q=heads * c.kv_lora_rank, latent_out=heads * c.kv_lora_rank,
+            heads=heads * c.value_dim, mlp=c.part.of(max(c.intermediate_size, c.experts.shared_size)),
+            router=layer.mlp.router.shape[0] if isinstance(layer.mlp, Mixture) else 1,
+            index_q=index.heads * index.dim, index_key=index.dim, index_weights=padded_rows(index.heads),
+            selected=index.topk,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class Model(Decoder[Layer]):
     """Weights, cache and buffers. kv [pages, L, page_size, C + r]: latents and rotated keys, the same on all ranks.
     keys [pages, layers that choose, page_size, D]: those of indexers. cos_sin float32 [max_model_len, 2, r / 2]."""
 
@@ -98,10 +79,6 @@ class Model:
         """The tensors of the pool's pages."""
         return [self.kv] if self.keys is None else [self.kv, self.keys]
 
-    @property
-    def hidden(self) -> Tensor:
-        return self.buffers.x
-
     def forward(
         self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
     ) -> None:
@@ -114,12 +91,9 @@ class Model:
             if isinstance(layer.mlp, Mixture):
                 read = self._mixture(pack, read, layer.mlp, layer.next_norm, t)
             else:
-                hidden = self._gate_up(pack, read, layer.mlp.gate_up, t)
-                read = self._add(pack, layer.mlp.down, hidden, layer.next_norm, t)
+                hidden = self.gate_up(pack, read, layer.mlp.gate_up, t)
+                read = self.add(pack, layer.mlp.down, hidden, layer.next_norm)
         self.head(pack, batch.select(pack, x, r, num_drafts))
-
-    seen = hidden
-    """See graph.runner.Proposer."""
 
     def further(
         self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
@@ -127,18 +101,8 @@ class Model:
     ) -> None:  # fmt: skip
         """graph.runner.Proposer: the hidden states of the layer that drafts, of the normed ones of the model, or of its
         own, and of the embedding of the tokens that follow. Its latents have the last layer of the pages."""
-        b, eps, mtp, t = self.buffers, self.config.rms_norm_eps, self.weights.mtp, token_ids.shape[0]
-        assert mtp is not None
-        x, states, other = b.x[:t], b.drafting[0][:t], b.drafting[1][:t]
-        if first:
-            norm_rows(pack, out=other, x=x, norm_weight=self.weights.norm, eps=eps)
-        before = other if first else x
-        norm_rows(pack, out=states, x=before, norm_weight=mtp.hidden_norm, eps=eps)
-        embed(pack, out=other, token_ids=token_ids, table=self.weights.embed)
-        norm_linear(pack, out=x, x=other, norm_weight=mtp.embed_norm, weight=mtp.of_embedding, eps=eps)
-        linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
-        layer, last = mtp.layer, self.config.num_layers
-        read = Read(x=x, norm_weight=layer.input_norm, eps=eps)
+        layer, last, t = self.mtp.layer, self.config.num_layers, token_ids.shape[0]
+        read = self.read_drafts(pack, token_ids, self.weights.norm if first else None)
         if only_keys:
             self._latents(pack, read, layer.attention, last, t)
             return
@@ -146,14 +110,10 @@ class Model:
         assert isinstance(layer.mlp, Mixture)
         self._mixture(pack, read, layer.mlp, None, t)
 
-    def draft_head(self, pack: Pack, num_rows: int, place: int) -> None:
-        assert self.weights.mtp is not None
-        self._logits(pack, num_rows, self.weights.mtp.norm)
-
     def _latents(self, pack: Pack, read: Read, a: Attention, index: int, t: int) -> None:
         """The latents of t tokens, and their indexer's keys, into the pages; qr = the queries' low-rank vectors."""
         c, b, batch, own = self.config, self.buffers, self.batch, a.indexer
-        into = _flat(b.into, t, a.into.weight.shape[0])
+        into = leading(b.into, t, a.into.weight.shape[0])
         norm_linear(pack, out=into, **read, weight=a.into)
         keys: dict[str, Any] = {}
         if own is not None:
@@ -205,50 +165,22 @@ class Model:
             selected=b.selected[:t] if c.index is not None else None,
         )  # fmt: skip
         project(pack, out=b.heads[:t], x=out, weight=a.values, **apart)
-        return self._add(pack, a.o, b.heads[:t], layer.post_norm, t)
-
-    def _gate_up(self, pack: Pack, read: Read, weight: Linear[Tensor], t: int) -> Tensor:
-        out = _flat(self.buffers.mlp, t, weight.shape[0] // 2)
-        gate_up_silu(pack, out=out, **read, weight=weight)
-        return out
+        return self.add(pack, a.o, b.heads[:t], layer.post_norm)
 
     def _mixture(self, pack: Pack, read: Read, m: Mixture, norm: Tensor | None, t: int) -> Read:
         """x += the experts of its norm, the shared one among them. Returns the input of the next layer."""
         c, b, batch = self.config, self.buffers, self.batch
-        ranks, count = c.part.ranks, m.bias.shape[0]
-        x, ids, weights = b.x[:t], b.expert_ids[:t], b.expert_weights[:t]
-        y = x if ranks == 1 else b.y[:t]
+        count = m.bias.shape[0]
         norm_linear(pack, out=b.router[:t], **read, weight=m.router)
         route(
-            pack, expert_ids=ids, expert_weights=weights, logits=b.router[:t, :count], bias=m.bias, table=None,
-            token_ids=batch.token_ids[:t], token_slots=batch.token_slots[:t], scaling=c.routed_scaling_factor,
-            first_expert=c.part.first(count), num_experts=c.part.of(count), sigmoid=True, groups=c.groups,
-            top_groups=c.top_groups,
+            pack, expert_ids=b.expert_ids[:t], expert_weights=b.expert_weights[:t], logits=b.router[:t, :count],
+            bias=m.bias, table=None, token_ids=batch.token_ids[:t], token_slots=batch.token_slots[:t],
+            scaling=c.routed_scaling_factor, first_expert=c.part.first(count), num_experts=c.part.of(count),
+            sigmoid=True, groups=c.groups, top_groups=c.top_groups,
         )  # fmt: skip
-        hidden = self._gate_up(pack, read, m.shared.gate_up, t)
-        experts_add(
-            pack, **read, expert_ids=ids, expert_weights=weights, gate_up=m.gate_up, down=m.down,
-            out=y, adds=ranks == 1, all_experts=count,
-        )  # fmt: skip
-        batch.add(pack, y, h=hidden, weight=m.shared.down)
-        return batch.add_sum(pack, x, y=y, ranks=ranks, norm=norm, eps=c.rms_norm_eps)
-
-    def _add(self, pack: Pack, linear: Linear[Tensor], h: Tensor, norm: Tensor | None, t: int) -> Read:
-        ranks, eps = self.config.part.ranks, self.config.rms_norm_eps
-        return self.batch.add(pack, self.buffers.x[:t], h=h, weight=linear, ranks=ranks, norm=norm, eps=eps)
-
-    def head(self, pack: Pack, num_rows: int) -> None:
-        self._logits(pack, num_rows, self.weights.norm)
-
-    def _logits(self, pack: Pack, r: int, norm: Tensor) -> None:
-        lm_head, eps = self.weights.lm_head, self.config.rms_norm_eps
-        self.batch.head(pack, self.batch.last[:r], norm=norm, eps=eps, weight=lm_head)
+        shared = self.gate_up(pack, read, m.shared.gate_up, t), m.shared.down
+        return self.add_experts(pack, read, m.gate_up, m.down, norm, t=t, count=count, shared=shared)
 
     def clear(self, stream: Stream) -> None:
         for pages in self.pages:
             pages[:1].zero_(stream)
-
-
-def _flat(buffer: Tensor, t: int, width: int) -> Tensor:
-    """[t, width] at the beginning of a buffer's memory."""
-    return buffer.reshape(-1)[: t * width].reshape(t, width)

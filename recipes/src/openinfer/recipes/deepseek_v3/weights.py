@@ -1,7 +1,7 @@
 """The tensors that the checkpoint must hold, their places, and the layout that the model runs on."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,9 +9,7 @@ import numpy as np
 
 from openinfer.kernels import UnsupportedQuantization
 from openinfer.kernels.authoring import (
-    PUBLISHED_SCALES,
     Linear,
-    LinearPlaces,
     Packing,
     WeightPart,
     module_packing,
@@ -20,10 +18,12 @@ from openinfer.kernels.authoring import (
     scale_blocks,
 )
 from openinfer.recipes.deepseek_v3.config import Config, Indexing
+from openinfer.recipes.engine import decoder, weights
 from openinfer.recipes.engine.config_fields import FP8_BLOCK
+from openinfer.recipes.engine.decoder import Mtp, Projections
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.weights import Mlp, expert_places
-from openinfer.tensor import Arena, Checkpoint, Conversion, Tensor, dtypes, float8_e4m3fn, float32
+from openinfer.tensor import Arena, Conversion, Tensor, dtypes, float8_e4m3fn, float32
 
 Array = np.ndarray[Any, Any]
 
@@ -56,52 +56,21 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class Mixture(weights.Mixture):
     """A mixture of experts. bias: what is added to scores for the choice of experts."""
 
-    router: Linear[Tensor]  # [E, padded, H]
     bias: Tensor  # float32 [E]
-    gate_up: Linear[Tensor]  # [E, 2 I, H]
-    down: Linear[Tensor]  # [E, H, I]
-    shared: Mlp
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer(decoder.Layer):
     """One decoder layer. Norm weights are float32 [H]."""
 
-    input_norm: Tensor
     attention: Attention
-    post_norm: Tensor
     mlp: Mlp | Mixture
-    next_norm: Tensor | None = None  # of the layer after, at the end the model's
 
 
-@dataclass(frozen=True, slots=True)
-class Mtp:
-    """The layer that drafts, which predicts the token after next. The columns of its first projection are for the
-    embedding, then for the hidden states. Its embedding and its head are the model's."""
-
-    of_embedding: Linear[Tensor]  # [H, H]
-    of_hidden: Linear[Tensor]  # [H, H]
-    embed_norm: Tensor
-    hidden_norm: Tensor
-    layer: Layer
-    norm: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A rank's weights, and where each comes from. `embed` is whole on every rank."""
-
-    embed: Tensor  # [V, H]
-    layers: tuple[Layer, ...]
-    norm: Tensor
-    lm_head: Tensor  # [V of the rank, H]
-    mtp: Mtp | None
-    nbytes: int
-    places: LinearPlaces
-
+class Weights(decoder.Weights[Layer]):
     @classmethod
     def allocate(
         cls, config: Config, arena: Arena, dtype: np.dtype[Any], *, drafts: bool = False
@@ -112,10 +81,8 @@ class Weights:
         layers = [_layer(p, config, f"model.layers.{n}.", n) for n in range(config.num_layers)]
         norm, rows = p.gain("model.norm", hidden), config.part.slice(config.vocab_size)
         head = p.table("lm_head", rows.stop - rows.start, hidden, config.packing, rows.start)
-        mtp = _mtp(p, config, f"model.layers.{config.num_layers}.") if drafts else None
-        norms = [*(layer.input_norm for layer in layers[1:]), norm]
-        linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
-        return cls(embed, tuple(linked), norm, head, mtp, arena.used - before, p)
+        mtp = _mtp(p, config, f"model.layers.{config.num_layers}.", head) if drafts else None
+        return cls(embed, decoder.linked(layers, norm), norm, head, mtp, arena.used - before, p)
 
 
 def index_order(index: Indexing, rotary: int) -> Array:
@@ -125,17 +92,8 @@ def index_order(index: Indexing, rotary: int) -> Array:
     return np.concatenate([np.arange(rotary, index.dim), paired])
 
 
-def validate(checkpoint: Checkpoint, config: Config, weights: Weights) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly these tensors. Where the layer that drafts is not
-    loaded it is ignored, and always its copies of the embedding and of the head."""
-    copies = "*" if weights.mtp is None else "embed_tokens.weight", "shared_head.head.weight"
-    drafts = [f"model.layers.{config.num_layers}.{name}" for name in copies if config.mtp]
-    ignored = (*weights.places.ignored, *drafts, *PUBLISHED_SCALES, "*.rotary_emb.inv_freq")
-    checkpoint.require(weights.places.expected(), ignore=ignored)
-
-
 @dataclass(slots=True, kw_only=True)
-class _Places(LinearPlaces):
+class _Places(Projections):
     c: Config
 
     def gain(self, module: str, size: int) -> Tensor:
@@ -172,11 +130,6 @@ class _Places(LinearPlaces):
                 )
         return linear
 
-    def back(self, module: str, columns: int) -> Linear[Tensor]:
-        """A projection back to the hidden size, of which each rank has as many columns."""
-        part = WeightPart(module, self.c.hidden_size, column=self.c.part.rank * columns)
-        return self.stack(part, columns=columns)
-
     def half(self, module: str, pick: Callable[[Array], Array], rows: int, columns: int) -> Tensor:
         """`pick` of the rank's heads [A, n + v, C] of kv_b_proj, in the model's dtype: they cannot stay packed."""
         c, own = self.c, module_packing(self.c.packing, module)
@@ -211,15 +164,17 @@ def _layer(p: _Places, c: Config, at: str, number: int) -> Layer:
         input_norm=p.gain(at + "input_layernorm", c.hidden_size),
         attention=_attention(p, c, at + "self_attn.", number),
         post_norm=p.gain(at + "post_attention_layernorm", c.hidden_size),
-        mlp=_mlp(p, c, at + "mlp.", c.intermediate_size) if dense else _mixture(p, c, at + "mlp."),
+        mlp=p.mlp(at + "mlp.", c.intermediate_size) if dense else _mixture(p, c, at + "mlp."),
     )
 
 
-def _mtp(p: _Places, c: Config, at: str) -> Mtp:
+def _mtp(p: _Places, c: Config, at: str, lm_head: Tensor) -> Mtp[Layer]:
+    """Its embedding and its head are the model's."""
     parts = [WeightPart(at + "eh_proj", c.hidden_size, column=column) for column in (0, c.hidden_size)]
-    of_embedding, of_hidden = (p.linear(part, columns=c.hidden_size) for part in parts)  # never packed
+    into = [p.linear(part, columns=c.hidden_size) for part in parts]  # never packed
     norms = [p.gain(at + name, c.hidden_size) for name in ("enorm", "hnorm", "shared_head.norm")]
-    return Mtp(of_embedding, of_hidden, norms[0], norms[1], _layer(p, c, at, c.num_layers), norms[2])
+    layer, head = _layer(p, c, at, c.num_layers), Linear(lm_head, None)
+    return Mtp(into[0], into[1], norms[0], norms[1], layer, norms[2], head)
 
 
 def _reordered(convert: Callable[..., Array], order: Array, *arrays: Array) -> Array:
@@ -263,16 +218,10 @@ def _attention(p: _Places, c: Config, at: str, number: int) -> Attention:
     )
 
 
-def _mlp(p: _Places, c: Config, at: str, width: int) -> Mlp:
-    own, first = c.part.of(width), c.part.first(width)
-    parts = (WeightPart(at + name, own, first) for name in ("gate_proj", "up_proj"))
-    return Mlp(p.stack(*parts, columns=c.hidden_size), p.back(at + "down_proj", own))
-
-
 def _mixture(p: _Places, c: Config, at: str) -> Mixture:
     experts, hidden, count = c.experts, c.hidden_size, c.experts.count
     unfused = c.unfused_experts
     gate_up, down = expert_places(p, at + "experts", experts, c.part, hidden, c.packing, unfused=unfused)
     bias = p.converted(at + "gate.e_score_correction_bias", count, convert=lambda w: w.astype(np.float32))
     router = p.linear((at + "gate", count), columns=hidden, pad=padded_rows(count) - count)
-    return Mixture(router, bias, gate_up, down, _mlp(p, c, at + "shared_experts.", experts.shared_size))
+    return Mixture(router, gate_up, down, p.mlp(at + "shared_experts.", experts.shared_size), bias)

@@ -34,6 +34,7 @@ from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post
 from openinfer.recipes.deepseek_v4.ops.queries import place_vectors, q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Heavy, Layer, Mixing, Sparse, Weights
+from openinfer.recipes.engine.decoder import leading
 from openinfer.recipes.engine.limits import Limits
 from openinfer.tensor import Arena, Stream, Tensor, float32, int32
 
@@ -209,7 +210,7 @@ class Model:
         b, batch, attention = self.buffers, self.batch, layer.attention
         t, own, mine = step.tokens, step.mine, step.dealt(pack)
         pages, tables = self.cache.window[:, layer.index], batch.rows["window_tables"]
-        apart = vectors if step.own is None else _flat(b.shared, t, self.config.head_dim)
+        apart = vectors if step.own is None else leading(b.shared, t, self.config.head_dim)
         self._project(mine, b.qkv[own], b.rounded[own], attention.into)
         q_kv_write(
             mine, qr=b.qr[own], kv=pages if apart is None else apart[own], qkv=b.qkv[own],
@@ -236,7 +237,7 @@ class Model:
         w = attention.heads if step.own is None or attention.every is None else attention.every
         heads, tokens = w.sinks.shape[0], own.stop - own.start
         groups = heads * c.o_groups // c.num_heads
-        flat = _flat(b.q, tokens, heads * c.head_dim)
+        flat = leading(b.q, tokens, heads * c.head_dim)
         sparse, entries = isinstance(attention.entries, Sparse), vectors
         with fork(pack, t) as (main, side):
             self.write_keys(main, layer, step, vectors)
@@ -252,7 +253,7 @@ class Model:
             with fork(pack, t) as (main, side):
                 self._select(step.dealt(main), place, step)
                 self._project(step.dealt(side), flat, b.qr[own], w.q)
-        out = _flat(b.heads, tokens, heads * c.head_dim)
+        out = leading(b.heads, tokens, heads * c.head_dim)
         sparse_attend(
             mine, out=out, q=flat.reshape(tokens, heads, c.head_dim), kv=self.cache.window[:, layer.index],
             entries=entries, selected=b.selected[own] if sparse else None, sinks=w.sinks,
@@ -268,7 +269,7 @@ class Model:
     def _heavy_entries(self, pack: Pack, heavy: Heavy, place: int, step: StepSize) -> Tensor:
         """The entries of an HCA layer, with those of the step's tokens."""
         b, own, entries = self.buffers, step.mine, self.cache.hca_entries[:, place]
-        az = _flat(b.compressing, step.tokens, heavy.into.shape[0])
+        az = leading(b.compressing, step.tokens, heavy.into.shape[0])
         self._project(step.dealt(pack), az[own], b.normed[own], Linear(heavy.into, None))
         self.share(pack, az, step)
         states = self.cache.hca_state[:, place], self.recent.hca[:, place] if self.recent else None
@@ -291,7 +292,7 @@ class Model:
     def _wide(self, step: StepSize) -> Tensor:
         """What a CSA layer makes of the step's tokens: the compressors' inputs, and weights of the indexer's heads."""
         c = self.config
-        return _flat(self.buffers.compressing, step.tokens, 4 * (c.head_dim + c.index_dim) + c.index_heads)
+        return leading(self.buffers.compressing, step.tokens, 4 * (c.head_dim + c.index_dim) + c.index_heads)
 
     def _select(self, pack: Pack, place: int, step: StepSize) -> None:
         """selected = the entries of a CSA layer that each own token attends to."""
@@ -357,16 +358,11 @@ class Model:
 
 
 def _flat_read(buffer: Activations, tokens: int, columns: int) -> Activations:
-    """_flat, of the codes too. A step has no more blocks of columns than the buffer."""
+    """leading, of the codes too. A step has no more blocks of columns than the buffer."""
     if not isinstance(buffer, Coded):
-        return _flat(buffer, tokens, columns)
+        return leading(buffer, tokens, columns)
     blocks = -(-columns // SCALE_BLOCK)
-    return Coded(_flat(buffer.codes, tokens, columns), _flat(buffer.scales, tokens, blocks), buffer.dtype)
-
-
-def _flat(buffer: Tensor, tokens: int, columns: int) -> Tensor:
-    """The beginning of a buffer's memory as [tokens, columns]."""
-    return buffer.reshape(-1)[: tokens * columns].reshape(tokens, columns)
+    return Coded(leading(buffer.codes, tokens, columns), leading(buffer.scales, tokens, blocks), buffer.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.authoring import LinearPlaces, WeightPart
 from openinfer.recipes.eagle3.config import READ, Head, TargetConfig
+from openinfer.recipes.engine.decoder import leading
 from openinfer.recipes.engine.limits import Limits
 from openinfer.sampler.gpu import widen
 from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, float32, int32, int64, nbytes_of
@@ -180,7 +181,7 @@ class Drafter:
         embed(pack, out=b.embeds[:t], token_ids=token_ids, table=embeds)
         norm_rows(pack, out=b.normed[:t], x=x, norm_weight=w.hidden_norm, eps=eps)
         queries = b.heads.shape[1] if only_keys else 0  # no draft needs them
-        qkv = b.qkv.reshape(-1)[: t * (b.qkv.shape[1] - queries)].reshape(t, -1)
+        qkv = leading(b.qkv, t, b.qkv.shape[1] - queries)
         own, other = w.of_embedding[queries:], w.of_hidden[queries:]
         norm_linear(pack, out=qkv, x=b.embeds[:t], norm_weight=w.input_norm, weight=own, eps=eps)
         linear_add(pack, x=qkv, h=b.normed[:t], weight=other)

@@ -58,6 +58,16 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts, and the shared expert."""
+
+    router: Linear[Tensor]  # [E, padded, H]
+    gate_up: Linear[Tensor]  # [E, 2 I, H]
+    down: Linear[Tensor]  # [E, H, I]
+    shared: Mlp
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Sizes of a mixture of experts: `count` experts, `chosen` of them a token.
 

@@ -1,7 +1,7 @@
 """The tensors that the checkpoint must hold, their places, and the fused layout that the model runs on."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,17 +9,16 @@ import numpy as np
 from openinfer.kernels import ContractError, UnsupportedQuantization
 from openinfer.kernels.authoring import (
     FP8_MADE,
-    PUBLISHED_SCALES,
     AnyPacking,
     Linear,
-    LinearPlaces,
     WeightPart,
     module_packing,
     padded_rows,
 )
-from openinfer.recipes.engine import UnsupportedModel
+from openinfer.recipes.engine import UnsupportedModel, decoder
 from openinfer.recipes.engine.config_fields import HEAD, has_own_head
-from openinfer.recipes.engine.weights import Mlp, expert_places
+from openinfer.recipes.engine.decoder import Mtp, Projections
+from openinfer.recipes.engine.weights import Mixture, Mlp, expert_places
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.tensor import Arena, Checkpoint, Tensor, TensorLoad
 
@@ -95,57 +94,24 @@ class DeltaNet:
     out: Linear[Tensor]  # [H, Hv dv]
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """A mixture of experts. The router's row E is the shared expert's gate."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer(decoder.Layer):
+    """One decoder layer. Norm weights are float32 [H] and hold 1 + w. The router of a mixture has a row E, which is the
+    shared expert's gate."""
 
-    router: Linear[Tensor]  # [E + 1, padded, H]
-    gate_up: Linear[Tensor]  # [E, 2 I, H]
-    down: Linear[Tensor]  # [E, H, I]
-    shared: Mlp
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer. Norm weights are float32 [H] and hold 1 + w."""
-
-    input_norm: Tensor
     mixer: Attention | DeltaNet
-    post_norm: Tensor
     mlp: Mlp | Mixture
-    next_norm: Tensor | None = None  # of the layer after, at the end the model's
 
 
-@dataclass(frozen=True, slots=True)
-class Mtp:
-    """The MTP head, which predicts the token after next. Engines load it where it drafts. The columns of its first
-    projection are for the embedding, then for the hidden states."""
-
-    of_embedding: Tensor  # [H, H]
-    of_hidden: Tensor  # [H, H]
-    embed_norm: Tensor
-    hidden_norm: Tensor
-    layer: Layer
-    norm: Tensor
-    head: Linear[Tensor]  # lm_head, or its codes in FP8
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A rank's weights, and where each comes from. `embed` is whole; a tied `lm_head` is `embed`, or a rank's rows."""
-
-    embed: Tensor  # [V, H]
-    layers: tuple[Layer, ...]
-    norm: Tensor
-    lm_head: Tensor  # [V of the rank, H]
-    mtp: Mtp | None
-    nbytes: int
-    places: LinearPlaces
-
+class Weights(decoder.Weights[Layer]):
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> "Weights":
         """Uninitialised weights in `arena`. Raises UnsupportedModel where projections cannot be stacked."""
-        p, rows, before = _Places(arena, dtype, form=form), config.part.slice(config.vocab_size), arena.used
+        p, rows, before = (
+            _Places(arena, dtype, c=config, form=form),
+            config.part.slice(config.vocab_size),
+            arena.used,
+        )
         embed = p.table(form.prefix + "embed_tokens", config.vocab_size, config.hidden_size, form.packing)
         layers = [_layer(p, config, f"{form.prefix}layers.{n}.", full) for n, full in enumerate(config.full)]
         norm = p.gain(form.prefix + "norm.weight", config.hidden_size)
@@ -155,9 +121,7 @@ class Weights:
             count = rows.stop - rows.start
             head = p.table("lm_head", count, config.hidden_size, form.packing, rows.start)
         mtp = _mtp(p, config, head) if form.mtp else None
-        norms = [*(layer.input_norm for layer in layers[1:]), norm]
-        linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
-        return cls(embed, tuple(linked), norm, head, mtp, arena.used - before, p)
+        return cls(embed, decoder.linked(layers, norm), norm, head, mtp, arena.used - before, p)
 
     def adapted(self) -> Iterator[Tensor]:
         """The weights that adapters may change: all linear layers but the router and its experts."""
@@ -170,16 +134,8 @@ class Weights:
             yield from (linear.weight for linear in (*linears, own.gate_up, own.down) if linear is not None)
 
 
-def validate(checkpoint: Checkpoint, weights: Weights) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly these tensors in the dtypes that they may have. (Vision
-    weights, MTP weights that are not loaded and a head that is tied are ignored.)"""
-    ignored = ["model.visual.*", *PUBLISHED_SCALES, *weights.places.ignored]
-    ignored += ["mtp.*"] * (weights.mtp is None) + ["lm_head.weight"] * (weights.lm_head is weights.embed)
-    checkpoint.require(weights.places.expected(), ignore=ignored)
-
-
 @dataclass(slots=True, kw_only=True)
-class _Places(LinearPlaces):
+class _Places(Projections):
     form: Format
 
     def wide(
@@ -209,7 +165,7 @@ def _layer(p: _Places, config: Config, at: str, full: bool) -> Layer:
         input_norm=p.gain(at + "input_layernorm.weight", hidden),
         mixer=mixer,
         post_norm=p.gain(at + "post_attention_layernorm.weight", hidden),
-        mlp=_mixture(p, config, at + "mlp.") if config.experts else _mlp(p, config, dense, at + "mlp."),
+        mlp=_mixture(p, config, at + "mlp.") if config.experts else p.mlp(at + "mlp.", dense),
     )
 
 
@@ -225,13 +181,8 @@ def _attention(p: _Places, config: Config, at: str) -> Attention:
         qkv=p.stack(*parts, columns=config.hidden_size),
         q_norm=p.gain(at + "q_norm.weight", config.head_dim),
         k_norm=p.gain(at + "k_norm.weight", config.head_dim),
-        o=_columns(p, config, at + "o_proj", q // 2),
+        o=p.back(at + "o_proj", q // 2),
     )
-
-
-def _columns(p: _Places, config: Config, module: str, columns: int) -> Linear[Tensor]:
-    """A projection back to the hidden size, of which each rank has as many columns."""
-    return p.stack(WeightPart(module, config.hidden_size, column=config.part.rank * columns), columns=columns)
 
 
 def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
@@ -265,7 +216,7 @@ def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
         decay=p.wide(at + "A_log", heads, lambda a_log: -np.exp(a_log), own),
         dt_bias=p.wide(at + "dt_bias", heads, lambda bias: bias, own),
         norm=p.wide(at + "norm.weight", c.value_dim, lambda w: w),
-        out=_columns(p, c, at + "out_proj", c.z_size),
+        out=p.back(at + "out_proj", c.z_size),
     )
 
 
@@ -282,13 +233,6 @@ def _parts(config: Config, module: str, *sections: tuple[int, int, int]) -> list
     return found
 
 
-def _mlp(p: _Places, config: Config, width: int, at: str) -> Mlp:
-    own, first = config.part.of(width), config.part.first(width)
-    parts = (WeightPart(at + name, own, first) for name in ("gate_proj", "up_proj"))
-    gate_up = p.stack(*parts, columns=config.hidden_size)
-    return Mlp(gate_up, _columns(p, config, at + "down_proj", own))
-
-
 def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None
@@ -300,11 +244,11 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
         router=p.stack(*router, columns=hidden, pad=pad),
         gate_up=gate_up,
         down=down,
-        shared=_mlp(p, config, experts.shared_size, at + "shared_expert."),
+        shared=p.mlp(at + "shared_expert.", experts.shared_size),
     )
 
 
-def _mtp(p: _Places, config: Config, lm_head: Tensor) -> Mtp:
+def _mtp(p: _Places, config: Config, lm_head: Tensor) -> Mtp[Layer]:
     hidden, head = config.hidden_size, Linear(lm_head, None)
     if p.form.fp8_drafts:
         rows, name = config.part.slice(config.vocab_size), p.form.prefix + "embed_tokens"
@@ -312,8 +256,8 @@ def _mtp(p: _Places, config: Config, lm_head: Tensor) -> Mtp:
         head = p.linear(part, columns=hidden, packing=FP8_MADE)
     into = [p.linear(WeightPart("mtp.fc", hidden, column=at), columns=hidden) for at in (0, hidden)]
     return Mtp(
-        of_embedding=into[0].weight,
-        of_hidden=into[1].weight,
+        of_embedding=into[0],
+        of_hidden=into[1],
         embed_norm=p.gain("mtp.pre_fc_norm_embedding.weight", hidden),
         hidden_norm=p.gain("mtp.pre_fc_norm_hidden.weight", hidden),
         layer=_layer(p, config, "mtp.layers.0.", True),
