@@ -7,7 +7,7 @@ from typing import Any
 
 from openinfer.kernels.authoring import AnyPacking
 from openinfer.recipes.deepseek_v3.published import MODEL_TYPES, SPARSE_TYPES
-from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, ModelConfig, Part, shown
+from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, ModelConfig, Part, number, size
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of, score_factor
 from openinfer.recipes.engine.weights import Experts, for_ranks, packing
@@ -38,7 +38,7 @@ class Indexing:
         return layer == len(self.layers) or self.layers[layer]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(ModelConfig):
     """A DeepSeek-V3.
 
@@ -48,19 +48,21 @@ class Config(ModelConfig):
     None: a token sees all before it. packing: how projections are packed.
     """
 
-    num_layers: int
+    hidden_size: int = size("hidden_size", unit=16)
+    vocab_size: int = size("vocab_size", unit=16)
+    num_layers: int = size("num_hidden_layers")
     dense_layers: int
-    num_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    intermediate_size: int
+    num_heads: int = size("num_attention_heads")
+    q_lora_rank: int = size("q_lora_rank", unit=16)
+    kv_lora_rank: int = size("kv_lora_rank", unit=16)
+    nope_dim: int = size("qk_nope_head_dim", unit=16)
+    rope_dim: int = size("qk_rope_head_dim", unit=16)
+    value_dim: int = size("v_head_dim", unit=16)
+    intermediate_size: int = size("intermediate_size", unit=16)
     experts: Experts
-    groups: int
-    top_groups: int
-    routed_scaling_factor: float
+    groups: int = size("n_group", default=1)
+    top_groups: int = size("topk_group", default=1)
+    routed_scaling_factor: float = number("routed_scaling_factor", default=1.0, most=1e6)
     scale: float
     inv_freq: Floats
     rope_scale: float
@@ -103,9 +105,9 @@ class Config(ModelConfig):
         activations may be quantised. checkpoint: which modules are packed. Raises UnsupportedModel naming the key."""
         fields = Fields(raw)
         _refuse(fields)
-        layers = fields.size("num_hidden_layers")
-        nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
-        count, width = fields.size("n_routed_experts"), fields.size("moe_intermediate_size")
+        said = cls.common(fields, eos)
+        layers, nope_dim, rope_dim = said["num_layers"], said["nope_dim"], said["rope_dim"]
+        count, width = fields.size("n_routed_experts"), fields.size("moe_intermediate_size", unit=16)
         shared = fields.size("n_shared_experts")
         dense = fields.count("first_k_dense_replace", default=0, most=layers)
         kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
@@ -113,13 +115,9 @@ class Config(ModelConfig):
             allowed = f"first_k_dense_replace says that the first {dense} are dense"
             raise fields.wrong("mlp_layer_types", allowed)
         config = cls(
-            **cls.common(fields, eos), num_layers=layers, dense_layers=dense,
-            num_heads=fields.size("num_attention_heads"), q_lora_rank=fields.size("q_lora_rank"),
-            kv_lora_rank=fields.size("kv_lora_rank"), nope_dim=nope_dim, rope_dim=rope_dim,
-            value_dim=fields.size("v_head_dim"), intermediate_size=fields.size("intermediate_size"),
+            **said,
+            dense_layers=dense,
             experts=Experts(count, fields.size("num_experts_per_tok"), width, shared * width),
-            groups=fields.size("n_group", default=1), top_groups=fields.size("topk_group", default=1),
-            routed_scaling_factor=fields.number("routed_scaling_factor", default=1.0, most=1e6),
             scale=(nope_dim + rope_dim) ** -0.5 * score_factor(fields),
             **rope_of(fields, rope_dim, default=1e4)._asdict(),
             mtp=fields.count("num_nextn_predict_layers", default=0, most=1) == 1,
@@ -184,12 +182,3 @@ def _check_sizes(fields: Fields, c: Config) -> None:
         )
     if c.index is not None and (c.index.dim & (c.index.dim - 1) or c.index.dim < max(32, c.rope_dim)):
         raise fields.wrong("index_head_dim", "it must be a power of two from 32 and qk_rope_head_dim")
-    multiples = {
-        "hidden_size": c.hidden_size, "q_lora_rank": c.q_lora_rank, "kv_lora_rank": c.kv_lora_rank,
-        "qk_nope_head_dim": c.nope_dim, "qk_rope_head_dim": c.rope_dim, "v_head_dim": c.value_dim,
-        "intermediate_size": c.intermediate_size, "moe_intermediate_size": c.experts.intermediate_size,
-        "vocab_size": c.vocab_size,
-    }  # fmt: skip
-    for key, one in multiples.items():
-        if one % 16:
-            raise UnsupportedModel(f"config.json: {key} is {shown(one)}; it must be a multiple of 16")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from openinfer.kernels import rope_frequencies
 from openinfer.recipes.deepseek_v4.ops import PAGE
-from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, ModelConfig, Part, shown
+from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, ModelConfig, Part, number, shown, size
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import Floats, rope_of
 
@@ -41,7 +41,7 @@ DEALT_BYTES = 6 << 30
 eight GPUs little room for a cache."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(ModelConfig):
     """The model, by the symbols of its published description.
 
@@ -50,26 +50,28 @@ class Config(ModelConfig):
     mtp: there is an MTP layer, which predicts one more token. dspark: there is a drafter of other layers instead.
     """
 
+    hidden_size: int = size("hidden_size", unit=128)
+    vocab_size: int = size("vocab_size", unit=16)
     ratios: tuple[int, ...]
-    num_heads: int
-    head_dim: int
-    rope_dim: int
-    q_lora_rank: int
-    o_groups: int
-    o_lora_rank: int
-    index_heads: int
-    index_dim: int
-    index_topk: int
-    sliding_window: int
-    num_experts: int
-    experts_per_token: int
-    moe_intermediate_size: int
+    num_heads: int = size("num_attention_heads")
+    head_dim: int = size("head_dim")
+    rope_dim: int = size("qk_rope_head_dim", unit=2)
+    q_lora_rank: int = size("q_lora_rank", unit=128)
+    o_groups: int = size("o_groups")
+    o_lora_rank: int = size("o_lora_rank", unit=16)
+    index_heads: int = size("index_n_heads", unit=16)
+    index_dim: int = size("index_head_dim")
+    index_topk: int = size("index_topk")
+    sliding_window: int = size("sliding_window")
+    num_experts: int = size("n_routed_experts")
+    experts_per_token: int = size("num_experts_per_tok")
+    moe_intermediate_size: int = size("moe_intermediate_size", unit=128)
     num_hash_layers: int
-    routed_scaling_factor: float
-    swiglu_limit: float
-    hc_mult: int
-    hc_iters: int
-    hc_eps: float
+    routed_scaling_factor: float = number("routed_scaling_factor", most=1e6)
+    swiglu_limit: float = number("swiglu_limit", most=1e6)
+    hc_mult: int = size("hc_mult")
+    hc_iters: int = size("hc_sinkhorn_iters")
+    hc_eps: float = number("hc_eps", most=1e6)
     main_freq: Floats
     compress_freq: Floats
     mtp: bool
@@ -108,31 +110,14 @@ class Config(ModelConfig):
         fields = Fields(raw)
         fields.is_all({"model_type": "deepseek_v4"}, "this recipe runs")
         _refuse(fields)
-        rope_dim = fields.size("qk_rope_head_dim")
+        said = cls.common(fields, eos)
+        rope_dim = said["rope_dim"]
         dspark = bool(fields.get("dspark_block_size") and fields.get("dspark_target_layer_ids"))
         compressed = rope_of(fields, rope_dim, base="compress_rope_theta", scaled=False)
         config = cls(
-            **cls.common(fields, eos),
+            **said,
             ratios=_ratios(fields),
-            num_heads=fields.size("num_attention_heads"),
-            head_dim=fields.size("head_dim"),
-            rope_dim=rope_dim,
-            q_lora_rank=fields.size("q_lora_rank"),
-            o_groups=fields.size("o_groups"),
-            o_lora_rank=fields.size("o_lora_rank"),
-            index_heads=fields.size("index_n_heads"),
-            index_dim=fields.size("index_head_dim"),
-            index_topk=fields.size("index_topk"),
-            sliding_window=fields.size("sliding_window"),
-            num_experts=fields.size("n_routed_experts"),
-            experts_per_token=fields.size("num_experts_per_tok"),
-            moe_intermediate_size=fields.size("moe_intermediate_size"),
             num_hash_layers=fields.count("num_hash_layers", default=0, most=1024),
-            routed_scaling_factor=fields.number("routed_scaling_factor", most=1e6),
-            swiglu_limit=fields.number("swiglu_limit", most=1e6),
-            hc_mult=fields.size("hc_mult"),
-            hc_iters=fields.size("hc_sinkhorn_iters"),
-            hc_eps=fields.number("hc_eps", most=1e6),
             max_positions=compressed.max_positions,
             main_freq=rope_frequencies(fields.number("rope_theta", above=1, most=1e15), rope_dim),
             compress_freq=compressed.inv_freq,
@@ -237,18 +222,11 @@ def _check_sizes(fields: Fields, c: Config) -> None:
             f"config.json: {c.num_heads} attention heads cannot be in {c.o_groups} o_groups of one size"
         )
     multiples = {
-        "hidden_size": (c.hidden_size, 128),
-        "q_lora_rank": (c.q_lora_rank, 128),
-        "moe_intermediate_size": (c.moe_intermediate_size, 128),
         "o_groups * o_lora_rank": (c.o_groups * c.o_lora_rank, 128),
         "head_dim - qk_rope_head_dim": (c.head_dim - c.rope_dim, 64),
-        "o_lora_rank": (c.o_lora_rank, 16),
-        "qk_rope_head_dim": (c.rope_dim, 2),
-        "index_n_heads": (c.index_heads, 16),
-        "vocab_size": (c.vocab_size, 16),
     }
-    for key, (size, unit) in multiples.items():
-        if size < unit or size % unit:
-            raise UnsupportedModel(f"config.json: {key} is {size}; it must be a multiple of {unit}")
+    for key, (found, unit) in multiples.items():
+        if found < unit or found % unit:
+            raise UnsupportedModel(f"config.json: {key} is {found}; it must be a multiple of {unit}")
     if c.index_dim & (c.index_dim - 1) or c.index_dim < max(32, c.rope_dim):
         raise fields.wrong("index_head_dim", f"it must be a power of two from {max(32, c.rope_dim)}")

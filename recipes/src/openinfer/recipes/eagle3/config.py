@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from openinfer.recipes.engine.config_fields import Fields, ModelConfig, read_config
+from openinfer.recipes.engine.config_fields import Fields, ModelConfig, read_config, size
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
 from openinfer.recipes.engine.rope import Rope, rope_of
 
@@ -15,7 +15,7 @@ READ = 3
 class TargetConfig(ModelConfig):
     """The config of a model whose tokens a head may draft."""
 
-    num_layers: int
+    num_layers: int = size("num_hidden_layers")
     num_kv_heads: int
     head_dim: int
 

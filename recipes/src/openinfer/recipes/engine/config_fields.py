@@ -5,6 +5,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -54,11 +55,13 @@ class Fields:
         """The names of the fields that are there."""
         return (key for key in self._values if key in self)
 
-    def size(self, key: str, *, default: int | None = None) -> int:
-        """An integer from 1 to the field's value in LARGEST."""
+    def size(self, key: str, *, default: int | None = None, unit: int = 1) -> int:
+        """A multiple of `unit`, from 1 to the field's value in LARGEST."""
         value, most = self.get(key, default), LARGEST.get(key, MAX_SIZE)
         if type(value) is not int or not 1 <= value <= most:
             raise self.wrong(key, f"it must be a positive integer of at most {most}")
+        if value % unit:
+            raise self.wrong(key, f"it must be a multiple of {unit}")
         return value
 
     def count(self, key: str, *, default: int, most: int) -> int:
@@ -257,6 +260,16 @@ WHOLE = Part()
 """A model on one rank."""
 
 
+def size(key: str, **limits: int) -> Any:
+    """A field of a ModelConfig: the size under this key of config.json (Fields.size)."""
+    return dataclasses.field(metadata={"read": methodcaller("size", key, **limits)})
+
+
+def number(key: str, **limits: float) -> Any:
+    """A field of a ModelConfig: the number under this key of config.json (Fields.number)."""
+    return dataclasses.field(metadata={"read": methodcaller("number", key, **limits)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What the config of every model has.
@@ -266,25 +279,22 @@ class ModelConfig:
     whole model's.
     """
 
-    hidden_size: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
+    hidden_size: int = size("hidden_size")
+    vocab_size: int = size("vocab_size")
+    rms_norm_eps: float = number("rms_norm_eps", default=1e-6, most=1)
+    max_position_embeddings: int = size("max_position_embeddings")
     max_positions: int
     eos_token_ids: tuple[int, ...]
     part: Part = WHOLE
 
-    @staticmethod
-    def common(fields: Fields, eos: object) -> dict[str, Any]:
-        """These fields, but for max_positions. eos None: the ids of config.json. Raises UnsupportedModel."""
-        vocab = fields.size("vocab_size")
-        return {
-            "hidden_size": fields.size("hidden_size"),
-            "vocab_size": vocab,
-            "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, most=1),
-            "max_position_embeddings": fields.size("max_position_embeddings"),
-            "eos_token_ids": eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
-        }
+    @classmethod
+    def common(cls, fields: Fields, eos: object) -> dict[str, Any]:
+        """The fields that say where they are in config.json, and eos_token_ids. eos None: the ids of config.json.
+        Raises UnsupportedModel."""
+        reads = {one.name: one.metadata["read"] for one in dataclasses.fields(cls) if "read" in one.metadata}
+        found = {name: read(fields) for name, read in reads.items()}
+        ids = eos_ids(fields.get("eos_token_id") if eos is None else eos, found["vocab_size"])
+        return {**found, "eos_token_ids": ids}
 
     @property
     def whole(self) -> Self:

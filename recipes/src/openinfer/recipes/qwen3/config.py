@@ -15,7 +15,7 @@ from openinfer.recipes.qwen3.published import MODEL_TYPES
 from openinfer.tensor import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(TargetConfig):
     """A Qwen3.
 
@@ -78,7 +78,6 @@ class Config(TargetConfig):
         types = {"sliding_attention" if window else "full_attention" for window in windows}
         return cls(
             **cls.common(fields, eos),
-            num_layers=fields.size("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,

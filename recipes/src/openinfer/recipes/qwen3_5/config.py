@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.authoring import AnyPacking
-from openinfer.recipes.engine.config_fields import Fields, ModelConfig, Part, attention_heads
+from openinfer.recipes.engine.config_fields import Fields, ModelConfig, Part, attention_heads, size
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.rope import SECTIONS, Floats, Rope, rope_of
 from openinfer.recipes.engine.weights import Experts, for_ranks, packing
@@ -16,7 +16,7 @@ from openinfer.recipes.qwen3_5.published import MODEL_TYPES, STATE_DTYPES
 from openinfer.tensor import Checkpoint, dtypes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(ModelConfig):
     """The text model.
 
@@ -34,12 +34,12 @@ class Config(ModelConfig):
     full: tuple[bool, ...]
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_kernel: int
+    head_dim: int = size("head_dim")
+    key_heads: int = size("linear_num_key_heads")
+    value_heads: int = size("linear_num_value_heads")
+    key_dim: int = size("linear_key_head_dim")
+    value_dim: int = size("linear_value_head_dim")
+    conv_kernel: int = size("linear_conv_kernel_dim")
     intermediate_size: int
     experts: Experts | None
     tie_word_embeddings: bool | None
@@ -113,20 +113,23 @@ class Config(ModelConfig):
         following = model_type == "qwen3_next"
         experts = Experts.of(text, shared=True) if "_moe" in model_type or following else None
         layers_of_mtp = "num_nextn_predict_layers" if following else "mtp_num_hidden_layers"
-        head_dim, key = text.size("head_dim"), "tie_word_embeddings"
-        tied = {part.flag(key) for part in (whole, text) if key in part}
+        parts = [part for part in (whole, text) if "tie_word_embeddings" in part]
+        tied = {part.flag("tie_word_embeddings") for part in parts}
+        said, (heads, kv_heads) = cls.common(text, eos), attention_heads(text)
+        key_heads, value_heads = said["key_heads"], said["value_heads"]
+        if value_heads % key_heads:
+            raise UnsupportedModel(
+                f"config.json: linear_num_value_heads {value_heads} is no multiple of linear_num_key_heads {key_heads}"
+            )
         return cls(
-            **cls.common(text, eos),
+            **said,
             full=_full(text),
-            **_heads(text),
-            head_dim=head_dim,
-            key_dim=text.size("linear_key_head_dim"),
-            value_dim=text.size("linear_value_head_dim"),
-            conv_kernel=text.size("linear_conv_kernel_dim"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             intermediate_size=0 if experts else text.size("intermediate_size"),
             experts=experts,
             tie_word_embeddings=None if len(tied) == 2 else tied == {True},
-            **_rope(whole, text, head_dim)._asdict(),
+            **_rope(whole, text, said["head_dim"])._asdict(),
             mtp=text.count(layers_of_mtp, default=int(following), most=1) == 1
             and (checkpoint is None or "mtp.fc.weight" in checkpoint),
             packing=packing(whole, quantization, coded, checkpoint),
@@ -151,16 +154,6 @@ def _refuse(text: Fields) -> None:
     text.is_all(wanted, "every published model has")
     if text.get("mamba_ssm_dtype", "float32") not in STATE_DTYPES:
         raise text.wrong("mamba_ssm_dtype", f"states are kept in {' or '.join(map(repr, STATE_DTYPES))}")
-
-
-def _heads(text: Fields) -> dict[str, Any]:
-    heads, kv_heads = attention_heads(text)
-    key_heads, value_heads = text.size("linear_num_key_heads"), text.size("linear_num_value_heads")
-    if value_heads % key_heads:
-        raise UnsupportedModel(
-            f"config.json: linear_num_value_heads {value_heads} is no multiple of linear_num_key_heads {key_heads}"
-        )
-    return {"num_heads": heads, "num_kv_heads": kv_heads, "key_heads": key_heads, "value_heads": value_heads}
 
 
 def _full(text: Fields) -> tuple[bool, ...]:
