@@ -10,31 +10,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from openinfer.frontend.contract import (
-    CONTRACT_VERSION,
-    Command,
-    EngineInfo,
-    EngineStats,
-    Failed,
-    Request,
-    Scheduled,
-    StepOutputs,
-    Terminal,
-    TokenLogprobs,
-)
+from openinfer.frontend import contract, wire
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported
-from openinfer.frontend.wire import (
-    Abort,
-    ControlDone,
-    ControlFrame,
-    FromEngine,
-    Lost,
-    Ready,
-    StartFailed,
-    Stepped,
-    Submit,
-    ToEngine,
-)
 
 MESSAGES_A_TURN = 32
 """Steps routed at once, before the responses get to write: a late frontend catches up in larger pieces."""
@@ -46,13 +23,13 @@ class OutputDelta(msgspec.Struct):
     """The results of one step, or of several that were read together, for one request. The receiving sink owns it."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None
+    logprobs: list[contract.TokenLogprobs | None] | None = None
     """Parallel to token_ids, or None."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[contract.TokenLogprobs] | None = None
     """Log-probabilities of the prompt's next tokens; they come before the first of token_ids."""
-    scheduled: Scheduled | None = None
+    scheduled: contract.Scheduled | None = None
     """Happened before the tokens."""
-    terminal: Terminal | None = None
+    terminal: contract.Terminal | None = None
     """Happened after the tokens; the last delta of the request has it, and no other."""
 
 
@@ -71,7 +48,7 @@ class EngineClient(Protocol):
     """An engine seen from an event loop. All methods belong to that loop's thread."""
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> contract.EngineInfo:
         """Valid once start() has returned."""
 
     async def start(self) -> None:
@@ -83,17 +60,17 @@ class EngineClient(Protocol):
     def new_id(self) -> int:
         """An id for the next Request."""
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: contract.Request, sink: Sink) -> None:
         """Start a request. The sink sees exactly one terminal, even if the engine dies. Raises EngineDeadError when it
         is dead already. Whatever this raises, the sink is not called."""
 
     def abort(self, request_id: int) -> None:
         """Ask to end a request; its sink still gets the terminal. An id that has ended is no error."""
 
-    async def control(self, command: Command) -> str | None:
+    async def control(self, command: contract.Command) -> str | None:
         """Carry out a command; returns the answer of one that asks. Raises Unsupported or EngineDeadError."""
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> contract.EngineStats:
         """The newest numbers received."""
 
     def health(self) -> Health:
@@ -108,11 +85,11 @@ class ClientBase:
 
     def __init__(self, first_id: int) -> None:
         self._ids = itertools.count(first_id)
-        self._info: EngineInfo | None = None
+        self._info: contract.EngineInfo | None = None
         self._lost: asyncio.Future[str] | None = None
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> contract.EngineInfo:
         if self._info is None:
             raise EngineDeadError("the engine has not been started")
         return self._info
@@ -135,20 +112,20 @@ class Driver(ClientBase, ABC):
         self._serials = itertools.count(1)
         self._sinks: dict[int, Sink] = {}
         self._controls: dict[int, asyncio.Future[str | None]] = {}
-        self._stats = EngineStats()
+        self._stats = contract.EngineStats()
         self._live = 0  # requests of all the engine's clients, as last heard
         self._dead: str | None = None
         self._closing = False
         self._close_task: asyncio.Task[None] | None = None
         self._last_sign = 0.0
-        self._started: asyncio.Future[EngineInfo] | None = None
+        self._started: asyncio.Future[contract.EngineInfo] | None = None
 
     @abstractmethod
     async def _launch(self) -> None:
         """Begin bringing the engine up; its Ready or StartFailed arrives later."""
 
     @abstractmethod
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: wire.ToEngine) -> None:
         """Hand a message to the engine loop without blocking."""
 
     @abstractmethod
@@ -161,10 +138,10 @@ class Driver(ClientBase, ABC):
         try:
             await self._launch()
             info = await self._started
-            if info.contract_version != CONTRACT_VERSION:
+            if info.contract_version != contract.CONTRACT_VERSION:
                 raise EngineStartError(
                     f"the engine speaks contract version {info.contract_version}, this frontend "
-                    f"{CONTRACT_VERSION}: install versions of both that match"
+                    f"{contract.CONTRACT_VERSION}: install versions of both that match"
                 )
         except BaseException:
             await self.close()
@@ -182,35 +159,35 @@ class Driver(ClientBase, ABC):
         await self._stop()
         self._fail_all("the engine was shut down")
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: contract.Request, sink: Sink) -> None:
         if self._dead is not None or self._closing:
             raise EngineDeadError(self._dead or "the engine was shut down")
         if not self._sinks and not self._live:
             self._last_sign = time.monotonic()
         self._sinks[request.id] = sink
         try:
-            self._send(Submit(request))
+            self._send(wire.Submit(request))
         except BaseException:  # the engine has not heard of it and would never end it
             del self._sinks[request.id]
             raise
 
     def abort(self, request_id: int) -> None:
         if request_id in self._sinks:
-            self._send(Abort(request_id))
+            self._send(wire.Abort(request_id))
 
-    async def control(self, command: Command) -> str | None:
+    async def control(self, command: contract.Command) -> str | None:
         if self._dead is not None or self._closing:
             raise EngineDeadError(self._dead or "the engine was shut down")
         serial = next(self._serials)
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._controls[serial] = answer
         try:
-            self._send(ControlFrame(serial, command))
+            self._send(wire.ControlFrame(serial, command))
             return await answer
         finally:
             self._controls.pop(serial, None)
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> contract.EngineStats:
         return self._stats
 
     def health(self) -> Health:
@@ -225,13 +202,13 @@ class Driver(ClientBase, ABC):
             return Health(False, f"the engine hangs: {live} requests but no step for {silent_s:.0f} s")
         return Health(True, "ok")
 
-    def _receive(self, messages: Sequence[FromEngine]) -> None:
+    def _receive(self, messages: Sequence[wire.FromEngine]) -> None:
         """Take the messages of the engine loop (in the event loop's thread). Never raises."""
         self._last_sign = time.monotonic()
         deltas: dict[int, OutputDelta] = {}
         try:
             for message in messages:
-                if isinstance(message, Stepped):
+                if isinstance(message, wire.Stepped):
                     stats, self._live = message.stats, message.live
                     stats.step_times = stats.step_times or self._stats.step_times
                     self._stats = stats
@@ -245,9 +222,9 @@ class Driver(ClientBase, ABC):
         else:
             self._route(deltas)
 
-    def _handle(self, message: FromEngine) -> None:
+    def _handle(self, message: wire.FromEngine) -> None:
         match message:
-            case ControlDone(serial, error, found):
+            case wire.ControlDone(serial, error, found):
                 future = self._controls.pop(serial, None)
                 if future is None or future.done():  # the waiting caller has left
                     return
@@ -255,11 +232,11 @@ class Driver(ClientBase, ABC):
                     future.set_result(found)
                 else:
                     future.set_exception(Unsupported(error))
-            case Ready(info, stats):
+            case wire.Ready(info, stats):
                 self._stats = stats
                 if self._started is not None and not self._started.done():
                     self._started.set_result(info)
-            case StartFailed(text) | Lost(text):
+            case wire.StartFailed(text) | wire.Lost(text):
                 self.lose(text)
 
     def lose(self, message: str) -> None:
@@ -278,7 +255,7 @@ class Driver(ClientBase, ABC):
     def _fail_all(self, message: str) -> None:
         sinks, self._sinks = self._sinks, {}
         for request_id, sink in sinks.items():
-            _call(sink, OutputDelta([], terminal=Failed(request_id, message)))
+            _call(sink, OutputDelta([], terminal=contract.Failed(request_id, message)))
         controls, self._controls = self._controls, {}
         for future in controls.values():
             if not future.done():
@@ -292,7 +269,7 @@ class Driver(ClientBase, ABC):
                 _call(sink, delta)
 
 
-def _gather(outputs: StepOutputs, deltas: dict[int, OutputDelta]) -> None:
+def _gather(outputs: contract.StepOutputs, deltas: dict[int, OutputDelta]) -> None:
     logprobs, token_ids = outputs.logprobs, outputs.token_ids
     for position, request_id in enumerate(outputs.request_ids):
         delta = deltas.get(request_id)
@@ -310,7 +287,7 @@ def _gather(outputs: StepOutputs, deltas: dict[int, OutputDelta]) -> None:
         delta.prompt_logprobs = [*(delta.prompt_logprobs or ()), *scored.logprobs]
     for update in outputs.updates:
         delta = deltas.setdefault(update.id, OutputDelta([]))
-        if isinstance(update, Scheduled):
+        if isinstance(update, contract.Scheduled):
             delta.scheduled = update
         else:
             delta.terminal = update

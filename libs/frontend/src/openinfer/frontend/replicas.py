@@ -13,20 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
+from openinfer.frontend import contract
 from openinfer.frontend.client import EngineClient, Health, OutputDelta, Sink
-from openinfer.frontend.contract import (
-    Command,
-    EngineInfo,
-    EngineStats,
-    LoadAdapter,
-    Request,
-    ResetPrefixCache,
-    Sleep,
-    SlowTraces,
-    UnloadAdapter,
-    UpdateWeights,
-    WakeUp,
-)
 from openinfer.frontend.errors import EngineDeadError, Unsupported, one_line
 
 PREFIX_TOKENS = 128
@@ -46,7 +34,7 @@ class Prefixes:
     def __init__(self) -> None:
         self._owners: OrderedDict[bytes, set[int]] = OrderedDict()
 
-    def names(self, request: Request) -> list[bytes]:
+    def names(self, request: contract.Request) -> list[bytes]:
         """Names of a prompt's prefixes, the shortest first. O(prompt)."""
         salt = f"{request.cache_salt}\0{request.adapter}".encode()
         running, tokens = hashlib.blake2b(salt, digest_size=16), array("Q", request.prompt_token_ids)
@@ -94,7 +82,7 @@ class ReplicatedClient:
         self._adapting = asyncio.Lock()
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> contract.EngineInfo:
         capacity = sum(replica.info.kv_capacity_tokens for replica in self._replicas)
         return msgspec.structs.replace(self._replicas[0].info, kv_capacity_tokens=capacity)
 
@@ -113,7 +101,7 @@ class ReplicatedClient:
     def new_id(self) -> int:
         return next(self._ids)
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: contract.Request, sink: Sink) -> None:
         names = self._prefixes.names(request)
         up = [index for index, replica in enumerate(self._replicas) if self._is_up(index, replica)]
         if not up:
@@ -154,49 +142,51 @@ class ReplicatedClient:
     def _adapters(self, index: int) -> dict[str, str]:
         return {state.name: state.path for state in self._replicas[index].stats().adapters}
 
-    async def control(self, command: Command) -> str | None:
-        if isinstance(command, UpdateWeights) or (isinstance(command, Sleep) and command.level > 1):
+    async def control(self, command: contract.Command) -> str | None:
+        if isinstance(command, contract.UpdateWeights) or (
+            isinstance(command, contract.Sleep) and command.level > 1
+        ):
             raise Unsupported(
                 "this is not possible with --data-parallel-size: a replica that is restarted would have other weights"
             )
-        if isinstance(command, LoadAdapter | UnloadAdapter):
+        if isinstance(command, contract.LoadAdapter | contract.UnloadAdapter):
             async with self._adapting:  # two at once could come to the replicas in different orders
                 return await self._control(command)
         return await self._control(command)
 
-    async def _control(self, command: Command) -> str | None:
+    async def _control(self, command: contract.Command) -> str | None:
         asked = dict(enumerate(self._replicas))
         for index, replica in asked.items():
             if not replica.health().ok:  # the replicas must stay alike
                 why = f"replica {index} is down, so none does this: {replica.health().detail}; try again"
                 raise EngineDeadError(why)
-        if isinstance(command, Sleep | ResetPrefixCache) and any(self._load):
+        if isinstance(command, contract.Sleep | contract.ResetPrefixCache) and any(self._load):
             # An idle replica would forget its prefixes before a busy one refuses, and nothing brings them back.
             raise Unsupported(
                 f"{sum(self._load)} requests run or wait; this is possible only while none does"
             )
-        undo: dict[int, Command] = {}
-        if isinstance(command, Sleep | WakeUp):
-            asleep = isinstance(command, WakeUp)
+        undo: dict[int, contract.Command] = {}
+        if isinstance(command, contract.Sleep | contract.WakeUp):
+            asleep = isinstance(command, contract.WakeUp)
             asked = {index: one for index, one in asked.items() if one.stats().asleep == asleep} or asked
-            undo = {} if asleep else dict.fromkeys(asked, WakeUp())
-        if isinstance(command, LoadAdapter | UnloadAdapter):
+            undo = {} if asleep else dict.fromkeys(asked, contract.WakeUp())
+        if isinstance(command, contract.LoadAdapter | contract.UnloadAdapter):
             had = {index: self._adapters(index).get(command.name) for index in asked}
-            if isinstance(command, UnloadAdapter):
+            if isinstance(command, contract.UnloadAdapter):
                 asked = {index: one for index, one in asked.items() if had[index] is not None} or asked
-            name, unload = command.name, UnloadAdapter(command.name)
+            name, unload = command.name, contract.UnloadAdapter(command.name)
             undo = {
-                index: unload if path is None else LoadAdapter(name, path, in_place=True)
+                index: unload if path is None else contract.LoadAdapter(name, path, in_place=True)
                 for index, path in had.items()
             }
         answers = await _all_or_none(asked, command, undo)
-        if isinstance(command, SlowTraces):
+        if isinstance(command, contract.SlowTraces):
             parts = [json.loads(answer or "{}") for answer in answers]
             traces = [trace for part in parts for trace in part.get("traces", ())]
             return json.dumps({"found": sum(part.get("found", 0) for part in parts), "traces": traces})
         return answers[0]
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> contract.EngineStats:
         return summed([replica.stats() for replica in self._replicas])
 
     def health(self) -> Health:
@@ -211,7 +201,7 @@ class ReplicatedClient:
 
 
 async def _all_or_none(
-    asked: Mapping[int, EngineClient], command: Command, undo: Mapping[int, Command]
+    asked: Mapping[int, EngineClient], command: contract.Command, undo: Mapping[int, contract.Command]
 ) -> list[str | None]:
     """The answers of all. Where one refuses, the others carry out their `undo`. Raises Unsupported or EngineDeadError,
     as the first refusal, with all refusals and what could not be undone."""
@@ -224,7 +214,7 @@ async def _all_or_none(
     kept = {index: one for index, one in undone.items() if isinstance(one, BaseException)}
     for index in undone.keys() - kept:
         match command, undo[index]:
-            case LoadAdapter(path=new), LoadAdapter(path=old) if Path(new) == Path(old):
+            case contract.LoadAdapter(path=new), contract.LoadAdapter(path=old) if Path(new) == Path(old):
                 kept[index] = Unsupported(f"it has the values that {old} has now")  # those before are gone
     if kept:
         why = f"{why}; not undone: {_by_cause(kept)}"
@@ -236,7 +226,7 @@ async def _all_or_none(
 
 
 async def _tell(
-    asked: Mapping[int, EngineClient], commands: Mapping[int, Command]
+    asked: Mapping[int, EngineClient], commands: Mapping[int, contract.Command]
 ) -> dict[int, str | BaseException | None]:
     answers = (asked[index].control(one) for index, one in commands.items())
     found = await asyncio.gather(*answers, return_exceptions=True)
@@ -251,10 +241,10 @@ def _by_cause(errors: Mapping[int, BaseException]) -> str:
     return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in replicas.items())
 
 
-def summed(parts: Sequence[EngineStats]) -> EngineStats:
+def summed(parts: Sequence[contract.EngineStats]) -> contract.EngineStats:
     """The sums of the statistics of several engines."""
-    total = EngineStats()
-    for name in EngineStats.__struct_fields__:
+    total = contract.EngineStats()
+    for name in contract.EngineStats.__struct_fields__:
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], bool):
             setattr(total, name, any(values))

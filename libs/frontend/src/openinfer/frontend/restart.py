@@ -6,16 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from openinfer.frontend import contract
 from openinfer.frontend.client import ClientBase, Driver, Health, Sink
-from openinfer.frontend.contract import (
-    Command,
-    EngineStats,
-    LoadAdapter,
-    Request,
-    Sleep,
-    TokenTable,
-    UnloadAdapter,
-)
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
 
 CHECK_S = 0.5
@@ -54,8 +46,8 @@ class RestartingClient(ClientBase):
         self._budget = RestartBudget()
         self._down: str | None = "the engine is not running"
         self._task: asyncio.Task[None] | None = None
-        self._token_table: TokenTable | None = None  # the next engine needs it too
-        self._state: EngineStats | None = None  # of the engine before, at its end; None: there was none
+        self._token_table: contract.TokenTable | None = None  # the next engine needs it too
+        self._state: contract.EngineStats | None = None  # of the engine before, at its end, if there was one
 
     async def start(self) -> None:
         self._lost = asyncio.get_running_loop().create_future()
@@ -76,7 +68,7 @@ class RestartingClient(ClientBase):
             await asyncio.wait([self._task])
         await self._driver.close()
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: contract.Request, sink: Sink) -> None:
         if self._down is not None:
             raise EngineDeadError(self._down)
         self._driver.submit(request, sink)
@@ -84,15 +76,15 @@ class RestartingClient(ClientBase):
     def abort(self, request_id: int) -> None:
         self._driver.abort(request_id)
 
-    async def control(self, command: Command) -> str | None:
+    async def control(self, command: contract.Command) -> str | None:
         if self._down is not None:
             raise EngineDeadError(self._down)
         answer = await self._driver.control(command)
-        if isinstance(command, TokenTable):
+        if isinstance(command, contract.TokenTable):
             self._token_table = command
         return answer
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> contract.EngineStats:
         return self._driver.stats()
 
     def health(self) -> Health:
@@ -156,7 +148,7 @@ class RestartBudget:
         return True
 
 
-async def restore(driver: Driver, state: EngineStats) -> None:
+async def restore(driver: Driver, state: contract.EngineStats) -> None:
     """Bring a new engine to the state in which the one before said that it was: its adapters, and whether it sleeps.
     It has the adapters of its own flags already.
 
@@ -168,7 +160,7 @@ async def restore(driver: Driver, state: EngineStats) -> None:
             del own[one.name]
             continue
         try:
-            await driver.control(LoadAdapter(one.name, one.path, in_place=True))
+            await driver.control(contract.LoadAdapter(one.name, one.path, in_place=True))
             own.pop(one.name, None)
         except (Unsupported, EngineDeadError) as error:  # requests for others need none of it
             _log.error("the adapter %r is lost: %s", one.name, one_line(error))
@@ -176,9 +168,9 @@ async def restore(driver: Driver, state: EngineStats) -> None:
             if isinstance(error, EngineDeadError):
                 raise
     for name in own:
-        await driver.control(UnloadAdapter(name))
+        await driver.control(contract.UnloadAdapter(name))
     if state.asleep:
-        await driver.control(Sleep(2 if state.weights_dropped else 1))
+        await driver.control(contract.Sleep(2 if state.weights_dropped else 1))
 
 
 async def broken(driver: Driver, keeper: bool) -> str:

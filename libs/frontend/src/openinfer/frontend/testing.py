@@ -8,27 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from openinfer.frontend.contract import (
-    AdapterState,
-    Command,
-    EngineInfo,
-    EngineStats,
-    Failed,
-    Finished,
-    KVTransfer,
-    LoadAdapter,
-    PromptLogprobs,
-    Rejected,
-    Request,
-    ResetPrefixCache,
-    Scheduled,
-    Sleep,
-    StepOutputs,
-    TokenLogprobs,
-    TokenTable,
-    UnloadAdapter,
-    WakeUp,
-)
+from openinfer.frontend import contract
 from openinfer.frontend.errors import FlagError, Unsupported
 
 BLOCK = 16
@@ -36,7 +16,7 @@ BLOCK = 16
 
 @dataclass(slots=True)
 class _Live:
-    request: Request
+    request: contract.Request
     generated: int = 0
     token_ids: list[int] = field(default_factory=list)
     stops: frozenset[int] = field(default_factory=frozenset)
@@ -88,7 +68,7 @@ class FakeEngine:
         time.sleep(self.start_delay_s)
         if self.start_error is not None:
             raise FlagError(self.start_error)
-        self.info = EngineInfo(
+        self.info = contract.EngineInfo(
             model=self.model,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
@@ -99,32 +79,38 @@ class FakeEngine:
             max_adapters=self.max_adapters,
             hang_timeout_s=self.hang_timeout_s,
         )
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[contract.Request] = deque()
         self._running: dict[int, _Live] = {}
-        self._ready = StepOutputs()
-        self._stats = EngineStats(adapters=[AdapterState(name, "/flag", 0, 0) for name in self.adapters])
+        self._ready = contract.StepOutputs()
+        self._stats = contract.EngineStats(
+            adapters=[contract.AdapterState(name, "/flag", 0, 0) for name in self.adapters]
+        )
         self._seen_blocks: set[int] = set()
         self._has_tokens = False
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: contract.Request) -> None:
         if request.prompt_token_ids == [self.raise_prompt]:
             raise RuntimeError("submit failed, as asked")
         length = len(request.prompt_token_ids) + request.max_tokens
         if length > self.info.max_model_len:
             reason = f"prompt and max_tokens are {length} tokens, the model takes {self.info.max_model_len}"
-            self._ready.updates.append(Rejected(request.id, reason, "too_long"))
+            self._ready.updates.append(contract.Rejected(request.id, reason, "too_long"))
         elif request.adapter and request.adapter not in {one.name for one in self._stats.adapters}:
-            self._ready.updates.append(Rejected(request.id, f"the adapter {request.adapter!r} is not loaded"))
+            self._ready.updates.append(
+                contract.Rejected(request.id, f"the adapter {request.adapter!r} is not loaded")
+            )
         elif request.priority:
             reason = f"priority {request.priority} is not supported, only 0"
-            self._ready.updates.append(Rejected(request.id, reason, "unsupported"))
+            self._ready.updates.append(contract.Rejected(request.id, reason, "unsupported"))
         elif request.grammar is not None and not self._has_tokens:
-            self._ready.updates.append(Rejected(request.id, "grammars need a TokenTable", "unsupported"))
+            self._ready.updates.append(
+                contract.Rejected(request.id, "grammars need a TokenTable", "unsupported")
+            )
         elif request.prompt_token_ids == [self.fail_prompt]:
-            self._ready.updates.append(Failed(request.id, "this prompt fails, as asked"))
+            self._ready.updates.append(contract.Failed(request.id, "this prompt fails, as asked"))
         elif len(self._waiting) >= self.max_waiting:
             reason = f"the queue is full ({self.max_waiting} requests)"
-            self._ready.updates.append(Rejected(request.id, reason, "queue_full"))
+            self._ready.updates.append(contract.Rejected(request.id, reason, "queue_full"))
         else:
             self._waiting.append(request)
 
@@ -134,25 +120,25 @@ class FakeEngine:
             if len(kept) == len(self._waiting):
                 return
             self._waiting = kept
-        self._ready.updates.append(Finished(request_id, "abort"))
+        self._ready.updates.append(contract.Finished(request_id, "abort"))
 
-    def control(self, command: Command) -> "Future[None] | None":
-        if isinstance(command, LoadAdapter | UnloadAdapter):
+    def control(self, command: contract.Command) -> "Future[None] | None":
+        if isinstance(command, contract.LoadAdapter | contract.UnloadAdapter):
             return self._adapt(command)
-        if isinstance(command, ResetPrefixCache):
+        if isinstance(command, contract.ResetPrefixCache):
             self._seen_blocks.clear()
-        if isinstance(command, Sleep | WakeUp):
-            self._stats.asleep = isinstance(command, Sleep)
-            self._stats.weights_dropped |= isinstance(command, Sleep) and command.level == 2
-        self._has_tokens = self._has_tokens or isinstance(command, TokenTable)
+        if isinstance(command, contract.Sleep | contract.WakeUp):
+            self._stats.asleep = isinstance(command, contract.Sleep)
+            self._stats.weights_dropped |= isinstance(command, contract.Sleep) and command.level == 2
+        self._has_tokens = self._has_tokens or isinstance(command, contract.TokenTable)
         return None
 
-    def _adapt(self, command: LoadAdapter | UnloadAdapter) -> "Future[None] | None":
+    def _adapt(self, command: contract.LoadAdapter | contract.UnloadAdapter) -> "Future[None] | None":
         if not self.info.max_adapters:
             raise Unsupported("this engine has no adapters")
         answer: Future[None] = Future()
         kept = [one for one in self._stats.adapters if one.name != command.name]
-        if isinstance(command, UnloadAdapter):
+        if isinstance(command, contract.UnloadAdapter):
             if len(kept) == len(self._stats.adapters):
                 raise Unsupported(f"the adapter {command.name!r} is not loaded")
             self._stats.adapters = kept
@@ -160,25 +146,25 @@ class FakeEngine:
         if "bad" in command.path:
             answer.set_exception(Unsupported(f"adapter {command.path}: is bad, as asked"))
             return answer
-        self._stats.adapters = [*kept, AdapterState(command.name, command.path, 0, 0)]
+        self._stats.adapters = [*kept, contract.AdapterState(command.name, command.path, 0, 0)]
         answer.set_result(None)
         return answer
 
-    def step(self, wait: float) -> StepOutputs:
+    def step(self, wait: float) -> contract.StepOutputs:
         self._stats.steps += 1
         self._apply_faults()
         if self.step_delay_s:
             time.sleep(self.step_delay_s)
         elif not self._waiting and not self._running and not self._ready.updates:
             time.sleep(wait)
-        outputs, self._ready = self._ready, StepOutputs()
+        outputs, self._ready = self._ready, contract.StepOutputs()
         while self._waiting and len(self._running) < self.max_running:
             self._admit(self._waiting.popleft(), outputs)
         for live in list(self._running.values()):
             self._generate(live, outputs)
         return outputs
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> contract.EngineStats:
         self._stats.running, self._stats.waiting = len(self._running), len(self._waiting)
         self._stats.kv_used_tokens = sum(
             len(live.request.prompt_token_ids) + live.generated for live in self._running.values()
@@ -196,7 +182,7 @@ class FakeEngine:
         if self._stats.steps == self.hang_at_step:
             time.sleep(3600)
 
-    def _admit(self, request: Request, outputs: StepOutputs) -> None:
+    def _admit(self, request: contract.Request, outputs: contract.StepOutputs) -> None:
         prompt = request.prompt_token_ids
         blocks = _blocks(request, prompt)
         known = itertools.takewhile(self._seen_blocks.__contains__, blocks)
@@ -209,14 +195,14 @@ class FakeEngine:
         if not request.sampling.ignore_eos:
             stops.update(self.info.eos_token_ids)
         self._running[request.id] = _Live(request, stops=frozenset(stops))
-        outputs.updates.append(Scheduled(request.id, cached, time.monotonic()))
+        outputs.updates.append(contract.Scheduled(request.id, cached, time.monotonic()))
         if (wanted := request.prompt_logprobs) is not None:
             scores = [self._logprobs(token, wanted, wanted + 1) for token in prompt[1:]]
             half = len(scores) // 2  # in two pieces, as of a prompt in chunks
             pieces = (scores[:half], scores[half:])
-            outputs.prompt_logprobs += [PromptLogprobs(request.id, piece) for piece in pieces]
+            outputs.prompt_logprobs += [contract.PromptLogprobs(request.id, piece) for piece in pieces]
 
-    def _generate(self, live: _Live, outputs: StepOutputs) -> None:
+    def _generate(self, live: _Live, outputs: contract.StepOutputs) -> None:
         request = live.request
         if self.script:
             token = self.script[live.generated % len(self.script)]
@@ -235,24 +221,28 @@ class FakeEngine:
         if outputs.logprobs is not None:
             outputs.logprobs.append(None if wanted is None else self._logprobs(token, wanted))
         if token in live.stops:
-            self._finish(outputs, Finished(request.id, "stop", token))
+            self._finish(outputs, contract.Finished(request.id, "stop", token))
         elif live.generated == request.max_tokens:
             given = request.kv_transfer
-            left = KVTransfer(do_remote_prefill=True, remote_num_tokens=len(request.prompt_token_ids))
+            left = contract.KVTransfer(
+                do_remote_prefill=True, remote_num_tokens=len(request.prompt_token_ids)
+            )
             leaves = given is not None and given.do_remote_decode
-            self._finish(outputs, Finished(request.id, "length", kv_transfer=left if leaves else None))
+            self._finish(
+                outputs, contract.Finished(request.id, "length", kv_transfer=left if leaves else None)
+            )
 
-    def _logprobs(self, token: int, wanted: int, rank: int | None = None) -> TokenLogprobs:
+    def _logprobs(self, token: int, wanted: int, rank: int | None = None) -> contract.TokenLogprobs:
         top = [(token + place) % self.info.vocab_size for place in range(wanted)]
-        return TokenLogprobs(-0.5, top, [-0.5 - place for place in range(wanted)], rank)
+        return contract.TokenLogprobs(-0.5, top, [-0.5 - place for place in range(wanted)], rank)
 
-    def _finish(self, outputs: StepOutputs, finished: Finished) -> None:
+    def _finish(self, outputs: contract.StepOutputs, finished: contract.Finished) -> None:
         live = self._running.pop(finished.id)
         self._seen_blocks.update(_blocks(live.request, live.request.prompt_token_ids + live.token_ids[:-1]))
         outputs.updates.append(finished)
 
 
-def _blocks(request: Request, token_ids: Sequence[int]) -> list[int]:
+def _blocks(request: contract.Request, token_ids: Sequence[int]) -> list[int]:
     """A hash for each whole block, which covers all before it, and what keeps requests' blocks apart."""
     starts = range(0, len(token_ids) - BLOCK + 1, BLOCK)
     hashes = itertools.accumulate(

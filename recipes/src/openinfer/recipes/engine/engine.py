@@ -8,28 +8,7 @@ from copy import copy
 from dataclasses import asdict, dataclass
 
 from openinfer import scheduler
-from openinfer.frontend.contract import (
-    Command,
-    Drafts,
-    EngineInfo,
-    EngineStats,
-    Failed,
-    Finished,
-    LoadAdapter,
-    Rejected,
-    Request,
-    ResetPrefixCache,
-    Scheduled,
-    Sleep,
-    SlowTraces,
-    StepOutputs,
-    StepTimes,
-    TokenTable,
-    UnloadAdapter,
-    Update,
-    UpdateWeights,
-    WakeUp,
-)
+from openinfer.frontend import contract
 from openinfer.frontend.errors import Unsupported
 from openinfer.graph import SlowLoads
 from openinfer.graph.runner import Drafting, FirstTokens, Payload, PromptScore, Runner, Sampling, WeightsDesk
@@ -100,13 +79,13 @@ class Engine:
         )
         self.gates: tuple[Gate, ...] = (self._grammars, self._transfers, self._adapters, Queue(self._loop))
         self._seqs: dict[int, Seq[Sampling]] = {}
-        self._updates: list[Update] = []
-        self._stats = EngineStats()
+        self._updates: list[contract.Update] = []
+        self._stats = contract.EngineStats()
         self._first_tokens = FirstTokens(runner.watch)
         self._slow_loads = SlowLoads(runner.watch, tiers.load_times) if tiers is not None else None
         self._batch, self.training = NO_ROWS, Training(desk, cache)
         self._counts_at_ready = DriverCounts.now()
-        self.info = EngineInfo(
+        self.info = contract.EngineInfo(
             model=served.name,
             max_model_len=served.max_model_len,
             vocab_size=self._vocab_size,
@@ -135,7 +114,7 @@ class Engine:
         self._loop.check()
         self.pool.check_integrity()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: contract.Request) -> None:
         problem = self._problem(request)
         if problem is not None:
             self._updates.append(problem)
@@ -173,7 +152,7 @@ class Engine:
         except Refused as refused:
             self._refuse(refused.why)
 
-    def _refuse(self, why: Rejected) -> None:
+    def _refuse(self, why: contract.Rejected) -> None:
         self._updates.append(why)
         self._over(self._seqs[why.id])
 
@@ -182,9 +161,9 @@ class Engine:
         for gate in self.gates:
             gate.end(seq)
 
-    def _problem(self, request: Request) -> Rejected | None:
+    def _problem(self, request: contract.Request) -> contract.Rejected | None:
         if request.id in self._seqs:
-            return Rejected(request.id, f"request {request.id} was submitted before")
+            return contract.Rejected(request.id, f"request {request.id} was submitted before")
         found = self.training.refusal(request.id) or request_refusal(request, self.info)
         waiting = self._waiting
         return found or next(filter(None, (gate.refusal(request, waiting) for gate in self.gates)), None)
@@ -195,29 +174,29 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         if any(gate.drop(request_id) for gate in self.gates):
-            self._updates.append(Finished(request_id, "abort"))
+            self._updates.append(contract.Finished(request_id, "abort"))
             self._over(self._seqs[request_id])
 
-    def control(self, command: Command) -> Future[None] | str | None:
+    def control(self, command: contract.Command) -> Future[None] | str | None:
         """Carry out a command. Returns the answer of one that asks; an adapter is loaded when the future is done."""
         match command:
-            case LoadAdapter() | UnloadAdapter():
+            case contract.LoadAdapter() | contract.UnloadAdapter():
                 return self._adapters.carry_out(command)
-            case SlowTraces():
+            case contract.SlowTraces():
                 return self.runner.watch.as_json()
-            case ResetPrefixCache():
+            case contract.ResetPrefixCache():
                 if not self.pool.reset_prefix_cache():
                     raise Unsupported("the prefix cache can be reset only while no request runs")
                 self._cache.publish()
-            case UpdateWeights() | Sleep() | WakeUp():
+            case contract.UpdateWeights() | contract.Sleep() | contract.WakeUp():
                 self.training.carry_out(command, len(self._seqs))
                 self._cache.publish()
                 self._counts_at_ready = DriverCounts.now()  # a new start
-            case TokenTable():
+            case contract.TokenTable():
                 self._grammars.take_tokens(command)
         return None
 
-    def step(self, wait: float) -> StepOutputs:
+    def step(self, wait: float) -> contract.StepOutputs:
         """One turn of the loop. Raises RankLost where the engine has lost one of its ranks."""
         try:
             return self._step(wait)
@@ -225,17 +204,17 @@ class Engine:
             # It knows how the rank ended; and what a device gives after that is no result.
             self._followers.check()
 
-    def _step(self, wait: float) -> StepOutputs:
+    def _step(self, wait: float) -> contract.StepOutputs:
         trace = self.runner.trace
         trace.mark("plan")
         for place, gate in enumerate(self.gates, 1):
             idle = not (self._updates or self._loop.has_work)
             for one in gate.ready(wait if idle else 0.0):
-                if isinstance(one, Rejected):
+                if isinstance(one, contract.Rejected):
                     self._refuse(one)
                 else:
                     self._walk(one, self.gates[place:])
-        outputs = StepOutputs(updates=self._updates)
+        outputs = contract.StepOutputs(updates=self._updates)
         self._updates = []
         events = self._loop.step(0.0 if outputs.updates else wait)
         if self._loop.has_work and not self._loop.live:
@@ -251,7 +230,7 @@ class Engine:
                     self._tokens(event, outputs)
                 case scheduler.Scheduled(seq, num_cached):
                     self._stats.prompt_tokens += seq.prompt_len
-                    outputs.updates.append(Scheduled(seq.id, num_cached, time.monotonic()))
+                    outputs.updates.append(contract.Scheduled(seq.id, num_cached, time.monotonic()))
                     if not self._transfers.scheduled(seq, num_cached):
                         self._loop.abort(seq.id)
                 case scheduler.Finished(seq, reason):
@@ -263,7 +242,7 @@ class Engine:
         trace.mark("")
         return outputs
 
-    def _tokens(self, event: Tokens[Sampling, Payload], outputs: StepOutputs) -> None:
+    def _tokens(self, event: Tokens[Sampling, Payload], outputs: contract.StepOutputs) -> None:
         payload = event.payload
         if not isinstance(payload, Payload):
             raise TypeError(f"a step's payload is {type(payload).__name__}")
@@ -287,7 +266,7 @@ class Engine:
         elif outputs.logprobs is not None:
             outputs.logprobs += [None] * len(token_ids)
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> contract.EngineStats:
         """A snapshot of the counters. Raises RankLost where the engine has lost one of its ranks."""
         self._followers.check()
         runner, loop, pool, tiers = self.runner, self._loop.stats, self.pool, self._cache.tiers
@@ -314,7 +293,7 @@ class Engine:
         stats.outlier_steps = pace.num_outliers
         stats.slow_findings = runner.watch.num_findings
         stats.step_times = [
-            StepTimes(name, t.steps, t.predicted_s, t.measured_s)
+            contract.StepTimes(name, t.steps, t.predicted_s, t.measured_s)
             for name, t in pace.account(whole=not loop.running)
         ]
         stats.adapters = self._adapters.states()
@@ -334,15 +313,17 @@ class Engine:
 
 def _terminal(
     seq: Seq[Sampling], reason: FinishReason, vocab_size: int, eos_token_ids: Sequence[int]
-) -> Finished | Failed:
+) -> contract.Finished | contract.Failed:
     counts = seq.owner.drafted
     tokens, places = counts.draft_tokens, list(counts.by_position)
-    drafts = Drafts(counts.drafts, tokens, places) if counts.drafts else None
+    drafts = contract.Drafts(counts.drafts, tokens, places) if counts.drafts else None
     if reason is not FinishReason.ERROR:
-        return Finished(seq.id, reason.value, seq.tokens[-1] if reason is FinishReason.STOP else None, drafts)
+        return contract.Finished(
+            seq.id, reason.value, seq.tokens[-1] if reason is FinishReason.STOP else None, drafts
+        )
     constraint = seq.owner.constraint
     if constraint is not None and constraint.problem:
-        return Failed(seq.id, constraint.problem, "grammar")
+        return contract.Failed(seq.id, constraint.problem, "grammar")
     if problem := no_token_left(seq, vocab_size, eos_token_ids):
-        return Failed(seq.id, problem, "invalid")
-    return Failed(seq.id, "the model's output was not finite")
+        return contract.Failed(seq.id, problem, "invalid")
+    return contract.Failed(seq.id, "the model's output was not finite")

@@ -6,15 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from openinfer.frontend.contract import (
-    Command,
-    LoadAdapter,
-    Sleep,
-    SlowTraces,
-    UnloadAdapter,
-    UpdateWeights,
-    WakeUp,
-)
+from openinfer.frontend import contract
 from openinfer.frontend.errors import APIError, EngineDeadError, Unsupported
 from openinfer.frontend.http.body import Body, read_json_body
 from openinfer.frontend.http.service import Service, json_response
@@ -71,7 +63,9 @@ class Admin:
 
     async def traces(self, request: Request) -> Response:
         """GET /debug/traces: steps, runs of steps and first tokens that took longer than they should."""
-        return Response(await self._control(SlowTraces(), 501) or NOTHING, media_type="application/json")
+        return Response(
+            await self._control(contract.SlowTraces(), 501) or NOTHING, media_type="application/json"
+        )
 
     async def update(self, request: Request) -> Response:
         """POST /update_weights: all weights from another checkpoint of the same model. 409 while requests run."""
@@ -86,7 +80,7 @@ class Admin:
             raise APIError(
                 f"path and version must be given; a version has at most {MAX_VERSION_CHARS} printable characters"
             )
-        await self._control(UpdateWeights(body.path, body.version), 409)
+        await self._control(contract.UpdateWeights(body.path, body.version), 409)
         return json_response({"version": body.version})
 
     async def sleep(self, request: Request) -> Response:
@@ -95,7 +89,7 @@ class Admin:
         level = request.query_params.get("level", str(body.level))
         if not (level.isascii() and level.isdigit() and len(level) <= len(str(MAX_LEVEL))):
             raise APIError(f"level is {level[:40]!r}; it is a number", param="level")
-        await self._control(Sleep(int(level)), 409)
+        await self._control(contract.Sleep(int(level)), 409)
         return json_response({"is_sleeping": True})
 
     async def wake_up(self, request: Request) -> Response:
@@ -103,7 +97,7 @@ class Admin:
         if "tags" in request.query_params:
             raise APIError("all memory is taken at once; leave tags out", param="tags")
         await read_json_body(request, WakeBody, empty=WakeBody())
-        await self._control(WakeUp(), 409)
+        await self._control(contract.WakeUp(), 409)
         return json_response({"is_sleeping": False})
 
     async def is_sleeping(self, request: Request) -> Response:
@@ -123,7 +117,9 @@ class Admin:
             raise APIError(
                 f"{name!r} is a name of the model itself; give another lora_name", param="lora_name"
             )
-        await self._control(LoadAdapter(name, body.lora_path, body.load_inplace), 400, "invalid_adapter")
+        await self._control(
+            contract.LoadAdapter(name, body.lora_path, body.load_inplace), 400, "invalid_adapter"
+        )
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -131,10 +127,10 @@ class Admin:
         name = (await read_json_body(request, UnloadBody)).lora_name
         if name not in self._service.adapters() and self._service.client.info.max_adapters:
             raise APIError(f"the adapter {name!r} is not loaded", status=404, param="lora_name")
-        await self._control(UnloadAdapter(name), 400, "invalid_adapter")
+        await self._control(contract.UnloadAdapter(name), 400, "invalid_adapter")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
-    async def _control(self, command: Command, status: int, code: str | None = None) -> str | None:
+    async def _control(self, command: contract.Command, status: int, code: str | None = None) -> str | None:
         try:
             return await self._service.client.control(command)
         except Unsupported as error:
