@@ -7,15 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from openinfer import kernels
 from openinfer.graph.runner import Batch, NoStates, Read, States, StepRows
-from openinfer.kernels import (
-    Pack,
-    embed,
-    index_topk,
-    norm_linear,
-    project,
-    route,
-)
+from openinfer.kernels import Pack
 from openinfer.kernels.authoring import padded_rows
 from openinfer.recipes.deepseek_v3.config import Config, Indexing
 from openinfer.recipes.deepseek_v3.ops import latent_attend, split_queries, write_latents
@@ -84,7 +78,7 @@ class Model(Decoder[Layer]):
     ) -> None:
         w, batch, t, r = self.weights, self.batch, num_tokens, num_rows
         x = self.buffers.x[:t]
-        embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
+        kernels.embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
         read = Read(x=x, norm_weight=w.layers[0].input_norm, eps=self.config.rms_norm_eps)
         for n, layer in enumerate(w.layers):
             read = self._attention(pack, read, layer, n, t)
@@ -114,13 +108,13 @@ class Model(Decoder[Layer]):
         """The latents of t tokens, and their indexer's keys, into the pages; qr = the queries' low-rank vectors."""
         c, b, batch, own = self.config, self.buffers, self.batch, a.indexer
         into = leading(b.into, t, a.into.weight.shape[0])
-        norm_linear(pack, out=into, **read, weight=a.into)
+        kernels.norm_linear(pack, out=into, **read, weight=a.into)
         keys: dict[str, Any] = {}
         if own is not None:
             dim = own.norm.shape[1]
             key, into = (into[:, :dim], into[:, dim:]) if own.key is None else (b.index_key[:t], into)
             if own.key is not None:
-                norm_linear(pack, out=key, **read, weight=own.key)
+                kernels.norm_linear(pack, out=key, **read, weight=own.key)
             keys = {"index_key": key, "index_norm": own.norm, "index_pages": self._keys(index)}
         write_latents(
             pack, qr=b.qr[:t], kv=self.kv[:, index], qkv=into, q_norm=a.q_norm, kv_norm=a.kv_norm,
@@ -137,9 +131,9 @@ class Model(Decoder[Layer]):
         """selected = the tokens that t tokens attend to, by a layer's indexer."""
         b, batch, dim = self.buffers, self.batch, own.norm.shape[1]
         count = own.q.shape[0] // dim
-        norm_linear(pack, out=b.index_q[:t], x=b.qr[:t], weight=own.q)
-        norm_linear(pack, out=b.index_weights[:t], **read, weight=own.weights)
-        index_topk(
+        kernels.norm_linear(pack, out=b.index_q[:t], x=b.qr[:t], weight=own.q)
+        kernels.norm_linear(pack, out=b.index_weights[:t], **read, weight=own.weights)
+        kernels.index_topk(
             pack, selected=b.selected[:t], q=b.index_q[:t].reshape(t, count, dim), weights=b.index_weights[:t, :count],
             keys=self._keys(index), cos_sin=self.cos_sin, positions=batch.positions[:t],
             token_slots=batch.token_slots[:t], block_tables=batch.rows["block_tables"], scale=(count * dim) ** -0.5,
@@ -154,25 +148,25 @@ class Model(Decoder[Layer]):
         self._latents(pack, read, a, index, t)
         if a.indexer is not None:
             self._select(pack, read, a.indexer, index, t)
-        norm_linear(pack, out=b.q[:t], x=b.qr[:t], weight=a.q)
+        kernels.norm_linear(pack, out=b.q[:t], x=b.qr[:t], weight=a.q)
         plain, turned, latent_q, out = b.plain[:t], b.turned[:t], b.latent_q[:t], b.latent_out[:t]
         split_queries(pack, plain=plain, turned=turned, q=b.q[:t], cos_sin=self.cos_sin, positions=positions)
         apart: dict[str, Any] = {"groups": heads}
-        project(pack, out=latent_q, x=plain, weight=a.keys, **apart)
+        kernels.project(pack, out=latent_q, x=plain, weight=a.keys, **apart)
         latent_attend(
             pack, out=out, q=latent_q, turned=turned, kv=self.kv[:, index], positions=positions,
             token_slots=self.batch.token_slots[:t], block_tables=self.batch.rows["block_tables"], scale=c.scale,
             selected=b.selected[:t] if c.index is not None else None,
         )  # fmt: skip
-        project(pack, out=b.heads[:t], x=out, weight=a.values, **apart)
+        kernels.project(pack, out=b.heads[:t], x=out, weight=a.values, **apart)
         return self.add(pack, a.o, b.heads[:t], layer.post_norm)
 
     def _mixture(self, pack: Pack, read: Read, m: Mixture, norm: Tensor | None, t: int) -> Read:
         """x += the experts of its norm, the shared one among them. Returns the input of the next layer."""
         c, b, batch = self.config, self.buffers, self.batch
         count = m.bias.shape[0]
-        norm_linear(pack, out=b.router[:t], **read, weight=m.router)
-        route(
+        kernels.norm_linear(pack, out=b.router[:t], **read, weight=m.router)
+        kernels.route(
             pack, expert_ids=b.expert_ids[:t], expert_weights=b.expert_weights[:t], logits=b.router[:t, :count],
             bias=m.bias, table=None, token_ids=batch.token_ids[:t], token_slots=batch.token_slots[:t],
             scaling=c.routed_scaling_factor, first_expert=c.part.first(count), num_experts=c.part.of(count),

@@ -13,19 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from openinfer import kernels
 from openinfer.graph.runner import Batch, NoStates, States, StepRows
-from openinfer.kernels import (
-    Pack,
-    all_gather,
-    embed,
-    experts,
-    gate_up_clamped,
-    index_topk,
-    norm_rows,
-    project,
-    reduce_scatter,
-    route,
-)
+from openinfer.kernels import Pack
 from openinfer.kernels.authoring import SCALE_BLOCK, Coded, DealtPack, Linear, fork, padded_rows
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache
 from openinfer.recipes.deepseek_v4.config import CSA, Config
@@ -157,7 +147,7 @@ class Model:
         w, b, batch, t, r = self.weights, self.buffers, self.batch, num_tokens, num_rows
         step = StepSize(t, r, max_q_len, self.config.part.deal(t))
         own, mine = step.mine, step.dealt(pack)
-        embed(mine, out=b.y[own], token_ids=batch.expand(pack, t, r)[own], table=w.embed)
+        kernels.embed(mine, out=b.y[own], token_ids=batch.expand(pack, t, r)[own], table=w.embed)
         spread(mine, streams=b.streams[own], x=b.y[own], add=False)
         for number, layer in enumerate(w.layers):
             self.before_layer(pack, number, step)
@@ -175,7 +165,7 @@ class Model:
             self.share(pack, whole.codes, step)
             self.share(pack, whole.scales, step)
         elif step.own is not None:
-            all_gather(pack, out=whole, x=whole[step.own], ranks=self.config.part.ranks)
+            kernels.all_gather(pack, out=whole, x=whole[step.own], ranks=self.config.part.ranks)
 
     def layer(self, pack: Pack, layer: Layer, step: StepSize, vectors: Tensor | None = None) -> None:
         """Each sublayer reads one mixture of the streams, and is mixed into all of them. vectors [T, d]: where the step
@@ -263,7 +253,7 @@ class Model:
             window=c.sliding_window, block=0 if vectors is None else step.longest,
         )  # fmt: skip
         grouped = _flat_read(b.groups, tokens, groups * c.o_lora_rank)
-        project(mine, out=grouped, x=out, weight=w.out_a, groups=groups)
+        kernels.project(mine, out=grouped, x=out, weight=w.out_a, groups=groups)
         self._project(mine, b.y[own], grouped, w.out_b)
 
     def _heavy_entries(self, pack: Pack, heavy: Heavy, place: int, step: StepSize) -> Tensor:
@@ -297,7 +287,7 @@ class Model:
     def _select(self, pack: Pack, place: int, step: StepSize) -> None:
         """selected = the entries of a CSA layer that each own token attends to."""
         c, b, batch, own = self.config, self.buffers, self.batch, step.mine
-        index_topk(
+        kernels.index_topk(
             pack, selected=b.selected[own], q=b.index_q[own], weights=self._wide(step)[own, -c.index_heads :],
             keys=self.cache.index_keys[:, place], cos_sin=self.compress_cos_sin,
             positions=batch.positions[own], token_slots=batch.token_slots[own],
@@ -323,25 +313,27 @@ class Model:
         ids, weights, x, y = b.expert_ids[:t], b.expert_weights[:t], b.rounded[:t], b.y[:t]
         self.share(pack, x, step)
         with fork(pack, t) as (main, side):
-            gate_up_clamped(main, out=b.hidden[:t], x=x, weight=m.shared_gate_up, limit=c.swiglu_limit)
+            kernels.gate_up_clamped(
+                main, out=b.hidden[:t], x=x, weight=m.shared_gate_up, limit=c.swiglu_limit
+            )
             self._project(main, b.shared[:t], b.hidden[:t], m.shared_down)
             self._project(step.dealt(side), b.router[own], b.normed[own], Linear(m.router, None))
             self.share(side, b.router[:t], step)
-            route(
+            kernels.route(
                 side, expert_ids=ids, expert_weights=weights, logits=b.router[:t, : c.num_experts],
                 bias=m.bias, table=m.table, token_ids=batch.token_ids[:t], token_slots=batch.token_slots[:t],
                 scaling=c.routed_scaling_factor, first_expert=c.part.first(c.num_experts),
                 num_experts=c.part.of(c.num_experts),
             )  # fmt: skip
-        experts(
+        kernels.experts(
             pack, out=y, x=x, shared=b.shared[:t], expert_ids=ids, expert_weights=weights, gate_up=m.gate_up,
             down=m.down, limit=c.swiglu_limit, all_experts=c.num_experts,
         )  # fmt: skip
         if step.own is not None:
-            reduce_scatter(pack, out=y[own], x=y, ranks=c.part.ranks)
+            kernels.reduce_scatter(pack, out=y[own], x=y, ranks=c.part.ranks)
 
     def _project(self, pack: Pack, out: Tensor, x: Activations, linear: Linear[Tensor]) -> None:
-        project(pack, out=out, x=x, weight=linear, groups=1)
+        kernels.project(pack, out=out, x=x, weight=linear, groups=1)
 
     def logits_of(self, pack: Pack, mixing: Mixing, norm: Tensor, streams: Tensor) -> None:
         """The first logits, of streams [r, n D] or [r, n, D]."""
@@ -387,11 +379,11 @@ class DraftingModel(Model):
         assert mtp is not None
         streams, width = b.streams[:t], b.streams.shape[2]
         flat, scratch = streams.reshape(-1, width), self.work[: t * streams.shape[1]]
-        embed(pack, out=b.shared[:t], token_ids=token_ids, table=self.weights.embed)
+        kernels.embed(pack, out=b.shared[:t], token_ids=token_ids, table=self.weights.embed)
         eps = self.config.rms_norm_eps
-        norm_rows(pack, out=b.rounded[:t], x=b.shared[:t], norm_weight=mtp.e_norm, eps=eps)
+        kernels.norm_rows(pack, out=b.rounded[:t], x=b.shared[:t], norm_weight=mtp.e_norm, eps=eps)
         self._project(pack, b.y[:t], b.rounded[:t], mtp.e_proj)
-        norm_rows(pack, out=scratch, x=flat, norm_weight=mtp.h_norm, eps=eps)
+        kernels.norm_rows(pack, out=scratch, x=flat, norm_weight=mtp.h_norm, eps=eps)
         self._project(pack, flat, scratch, mtp.h_proj)
         spread(pack, streams=streams, x=b.y[:t], add=True)
         layer, size = mtp.layer, StepSize(t, rows, max_q_len)

@@ -10,20 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from openinfer import kernels
 from openinfer.graph.runner import StepRows
-from openinfer.kernels import (
-    Pack,
-    embed,
-    gate_up_silu,
-    linear_add,
-    norm_linear,
-    norm_rope_attend,
-    norm_rows,
-    place_rope_table,
-    project,
-    qk_norm_rope_write,
-    select_rows,
-)
+from openinfer.kernels import Pack
 from openinfer.kernels.authoring import LinearPlaces, WeightPart
 from openinfer.recipes.eagle3.config import READ, Head, TargetConfig
 from openinfer.recipes.engine.decoder import leading
@@ -128,7 +117,7 @@ class Buffers:
         if arena.device.kind != "null":
             counts.copy_from(np.arange(max_tokens + 1, dtype=np.int32), stream)
         inv_freq, scale = head.rope.inv_freq, head.rope.rope_scale
-        cos_sin = place_rope_table(arena, stream, inv_freq, limits.max_model_len, scale)
+        cos_sin = kernels.place_rope_table(arena, stream, inv_freq, limits.max_model_len, scale)
         return cls(fused, embeds, normed, qkv, heads, mlp, logits, counts, cos_sin)
 
 
@@ -164,9 +153,9 @@ class Drafter:
         fused = self.buffers.fused[: x.shape[0]]
         for place, layer in enumerate(self.head.layers):
             if layer == number and place:
-                linear_add(pack, x=fused, h=x, weight=self.weights.fc[place])
+                kernels.linear_add(pack, x=fused, h=x, weight=self.weights.fc[place])
             elif layer == number:
-                project(pack, out=fused, x=x, weight=self.weights.fc[0], groups=1)
+                kernels.project(pack, out=fused, x=x, weight=self.weights.fc[0], groups=1)
 
     def further(
         self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int, *, x: Tensor, embeds: Tensor,
@@ -177,30 +166,32 @@ class Drafter:
         w, b, eps, t = self.weights, self.buffers, self.head.rms_norm_eps, token_ids.shape[0]
         heads, mlp, ranks = b.heads[:t], b.mlp[:t], self.target.part.ranks
         if first:
-            select_rows(pack, out=x, x=b.fused[:t], q_starts=b.counts[: t + 1])
-        embed(pack, out=b.embeds[:t], token_ids=token_ids, table=embeds)
-        norm_rows(pack, out=b.normed[:t], x=x, norm_weight=w.hidden_norm, eps=eps)
+            kernels.select_rows(pack, out=x, x=b.fused[:t], q_starts=b.counts[: t + 1])
+        kernels.embed(pack, out=b.embeds[:t], token_ids=token_ids, table=embeds)
+        kernels.norm_rows(pack, out=b.normed[:t], x=x, norm_weight=w.hidden_norm, eps=eps)
         queries = b.heads.shape[1] if only_keys else 0  # no draft needs them
         qkv = leading(b.qkv, t, b.qkv.shape[1] - queries)
         own, other = w.of_embedding[queries:], w.of_hidden[queries:]
-        norm_linear(pack, out=qkv, x=b.embeds[:t], norm_weight=w.input_norm, weight=own, eps=eps)
-        linear_add(pack, x=qkv, h=b.normed[:t], weight=other)
+        kernels.norm_linear(pack, out=qkv, x=b.embeds[:t], norm_weight=w.input_norm, weight=own, eps=eps)
+        kernels.linear_add(pack, x=qkv, h=b.normed[:t], weight=other)
         if only_keys:
-            qk_norm_rope_write(
+            kernels.qk_norm_rope_write(
                 pack, q=None, **cache, qkv=qkv, cos_sin=b.cos_sin, positions=step["positions"],
                 token_slots=step["token_slots"], block_tables=block_tables, eps=eps,
             )  # fmt: skip
             return
-        norm_rope_attend(
+        kernels.norm_rope_attend(
             pack, out=heads, **cache, qkv=qkv, cos_sin=b.cos_sin, block_tables=block_tables, **step, eps=eps,
             scale=self.target.head_dim**-0.5, window=0, max_q_len=max_q_len,
         )  # fmt: skip
-        linear_add(pack, x=x, h=heads, weight=w.o, ranks=ranks)
-        gate_up_silu(pack, out=mlp, x=x, norm_weight=w.post_norm, weight=w.gate_up, eps=eps)
-        linear_add(pack, x=x, h=mlp, weight=w.down, ranks=ranks)
+        kernels.linear_add(pack, x=x, h=heads, weight=w.o, ranks=ranks)
+        kernels.gate_up_silu(pack, out=mlp, x=x, norm_weight=w.post_norm, weight=w.gate_up, eps=eps)
+        kernels.linear_add(pack, x=x, h=mlp, weight=w.down, ranks=ranks)
 
     def draft_head(self, pack: Pack, last: Tensor, logits: Tensor) -> None:
         """Logits [R, V] of the head's hidden states last [R, H], in the model's vocabulary."""
         w, own = self.weights, self.buffers.logits[: last.shape[0]]
-        norm_linear(pack, out=own, x=last, norm_weight=w.norm, weight=w.lm_head, eps=self.head.rms_norm_eps)
+        kernels.norm_linear(
+            pack, out=own, x=last, norm_weight=w.norm, weight=w.lm_head, eps=self.head.rms_norm_eps
+        )
         widen(pack, out=logits, logits=own, sources=w.sources)

@@ -9,20 +9,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
+from openinfer import kernels
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch, Read
-from openinfer.kernels import (
-    NullPack,
-    Pack,
-    Repeated,
-    embed,
-    experts_add,
-    gate_up_silu,
-    linear_add,
-    norm_linear,
-    norm_rows,
-    one_of_each,
-)
+from openinfer.kernels import NullPack, Pack
 from openinfer.kernels.authoring import PUBLISHED_SCALES, Adapters, Linear, LinearPlaces, WeightPart, form_of
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.blueprint import Blueprint
@@ -166,7 +156,7 @@ class Decoder(Generic[L]):
     def gate_up(self, pack: Pack, read: Read, weight: Linear[Tensor], t: int) -> Tensor:
         """The hidden layer of a gated MLP."""
         out = leading(self.buffers.mlp, t, weight.shape[0] // 2)
-        gate_up_silu(pack, out=out, **read, weight=weight, lora=self.batch.adapted(weight, t))
+        kernels.gate_up_silu(pack, out=out, **read, weight=weight, lora=self.batch.adapted(weight, t))
         return out
 
     def add_experts(
@@ -177,7 +167,7 @@ class Decoder(Generic[L]):
         back. Returns the input of a product of x's norm."""
         b, ranks = self.buffers, self.config.part.ranks
         x, y = b.x[:t], b.x[:t] if ranks == 1 else b.y[:t]
-        experts_add(
+        kernels.experts_add(
             pack, **read, expert_ids=b.expert_ids[:t], expert_weights=b.expert_weights[:t], gate_up=gate_up,
             down=down, out=y, adds=ranks == 1, all_experts=count,
         )  # fmt: skip
@@ -208,12 +198,14 @@ class Decoder(Generic[L]):
         b, eps, mtp, t = self.buffers, self.config.rms_norm_eps, self.mtp, token_ids.shape[0]
         x, states, other = b.x[:t], b.drafting[0][:t], b.drafting[1][:t]
         if norm is not None:
-            norm_rows(pack, out=other, x=x, norm_weight=norm, eps=eps)
+            kernels.norm_rows(pack, out=other, x=x, norm_weight=norm, eps=eps)
         before = x if norm is None else other
-        norm_rows(pack, out=states, x=before, norm_weight=mtp.hidden_norm, eps=eps)
-        embed(pack, out=other, token_ids=token_ids, table=self.weights.embed)
-        norm_linear(pack, out=x, x=other, norm_weight=mtp.embed_norm, weight=mtp.of_embedding, eps=eps)
-        linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
+        kernels.norm_rows(pack, out=states, x=before, norm_weight=mtp.hidden_norm, eps=eps)
+        kernels.embed(pack, out=other, token_ids=token_ids, table=self.weights.embed)
+        kernels.norm_linear(
+            pack, out=x, x=other, norm_weight=mtp.embed_norm, weight=mtp.of_embedding, eps=eps
+        )
+        kernels.linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
         return Read(x=x, norm_weight=mtp.layer.input_norm, eps=eps)
 
 
@@ -276,10 +268,10 @@ class DecoderBlueprint(Blueprint[D]):
         return places.load(checkpoint, stream, progress)
 
     def traced(self, model: D, pack: NullPack) -> D:
-        kinds = one_of_each(
+        kinds = kernels.one_of_each(
             model.weights.layers, lambda one: (self.kind(one), form_of(one)), first=self.config.part.ranks > 1
         )
-        weights = dataclasses.replace(model.weights, layers=Repeated(pack, kinds))
+        weights = dataclasses.replace(model.weights, layers=kernels.Repeated(pack, kinds))
         return dataclasses.replace(model, weights=weights)
 
     def memory(self, model: D) -> dict[str, int]:

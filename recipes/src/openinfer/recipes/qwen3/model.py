@@ -7,15 +7,9 @@ over another norm, or experts that a router chooses; both add to x.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from openinfer import kernels
 from openinfer.graph.runner import Batch, NoStates, Read, States, StepRows
-from openinfer.kernels import (
-    Pack,
-    attention_sublayer,
-    embed,
-    norm_linear,
-    norm_rope_attend,
-    route_topk,
-)
+from openinfer.kernels import Pack
 from openinfer.kernels.authoring import KvCache, Linear, joined, padded_rows
 from openinfer.recipes.eagle3 import Drafter
 from openinfer.recipes.engine.decoder import Activations, Decoder
@@ -58,13 +52,13 @@ class Model(Decoder[Layer]):
         c, w, b, batch, t, r = self.config, self.weights, self.buffers, self.batch, num_tokens, num_rows
         x, qkv, heads = b.x[:t], b.qkv[:t], b.heads[:t]
         step, block_tables = batch.step(t, r), batch.rows["block_tables"]
-        embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
+        kernels.embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
         eps, read = c.rms_norm_eps, Read(x=x, norm_weight=w.layers[0].input_norm, eps=c.rms_norm_eps)
         for n, layer in enumerate(w.layers):
             self.before_layer(pack, n, x)
-            with joined(pack, attention_sublayer) as one:
-                norm_linear(one, out=qkv, **read, weight=layer.qkv, lora=batch.adapted(layer.qkv, t))
-                norm_rope_attend(
+            with joined(pack, kernels.attention_sublayer) as one:
+                kernels.norm_linear(one, out=qkv, **read, weight=layer.qkv, lora=batch.adapted(layer.qkv, t))
+                kernels.norm_rope_attend(
                     one, out=heads, **self.kv.layer(n), qkv=qkv, q_norm=layer.q_norm, k_norm=layer.k_norm,
                     cos_sin=self.cos_sin, block_tables=block_tables, **step, eps=eps, scale=c.head_dim**-0.5,
                     window=layer.window, max_q_len=max_q_len,
@@ -83,8 +77,8 @@ class Model(Decoder[Layer]):
         b, part, experts = self.buffers, self.config.part, self.config.experts
         assert experts is not None
         count, logits = experts.count, b.router[:t]
-        norm_linear(pack, out=logits, **read, weight=router)
-        route_topk(
+        kernels.norm_linear(pack, out=logits, **read, weight=router)
+        kernels.route_topk(
             pack, expert_ids=b.expert_ids[:t], expert_weights=b.expert_weights[:t], logits=logits[:, :count],
             token_slots=self.batch.token_slots[:t], first_expert=part.first(count), num_experts=part.of(count),
         )  # fmt: skip

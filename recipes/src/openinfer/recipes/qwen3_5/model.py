@@ -5,14 +5,9 @@ Shapes: T tokens of the step, R rows (sequences) in it, S slots.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from openinfer import kernels
 from openinfer.graph.runner import Batch, Read, StepRows
-from openinfer.kernels import (
-    Pack,
-    embed,
-    norm_linear,
-    qk_norm_rope_write,
-    route_topk,
-)
+from openinfer.kernels import Pack
 from openinfer.kernels.authoring import KvCache, fork, padded_rows
 from openinfer.recipes.engine.decoder import Activations, Decoder, leading
 from openinfer.recipes.engine.limits import Limits
@@ -73,7 +68,7 @@ class Model(Decoder[Layer]):
     ) -> None:
         w, batch, t, r = self.weights, self.batch, num_tokens, num_rows
         x = self.buffers.x[:t]
-        embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
+        kernels.embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
         full = linear = 0
         read = Read(x=x, norm_weight=w.layers[0].input_norm, eps=self.config.rms_norm_eps)
         for layer in w.layers:
@@ -107,8 +102,8 @@ class Model(Decoder[Layer]):
         assert isinstance(mixer, Attention)
         own = mixer.qkv.rows(2 * c.part.of(c.num_heads) * c.head_dim)
         pairs = leading(self.buffers.qkv, t, own.shape[0])
-        norm_linear(pack, out=pairs, **read, weight=own)
-        qk_norm_rope_write(
+        kernels.norm_linear(pack, out=pairs, **read, weight=own)
+        kernels.qk_norm_rope_write(
             pack, q=None, **self.kv.layer(c.num_full), qkv=pairs, q_norm=mixer.q_norm, k_norm=mixer.k_norm,
             cos_sin=self.cos_sin, positions=step["positions"], token_slots=step["token_slots"],
             block_tables=self.batch.rows["block_tables"], eps=c.rms_norm_eps,
@@ -127,7 +122,7 @@ class Model(Decoder[Layer]):
         c, b, batch, t = self.config, self.buffers, self.batch, step["positions"].shape[0]
         qkv, heads, mixer = b.qkv[:t], b.heads[:t], layer.mixer
         assert isinstance(mixer, Attention)
-        norm_linear(pack, out=qkv, **read, weight=mixer.qkv, lora=batch.adapted(mixer.qkv, t))
+        kernels.norm_linear(pack, out=qkv, **read, weight=mixer.qkv, lora=batch.adapted(mixer.qkv, t))
         gated_attention(
             pack, out=heads, **self.kv.layer(index), qkv=qkv, q_norm=mixer.q_norm, k_norm=mixer.k_norm,
             cos_sin=self.cos_sin, block_tables=batch.rows["block_tables"], **step, eps=c.rms_norm_eps,
@@ -144,12 +139,12 @@ class Model(Decoder[Layer]):
         mixer = layer.mixer
         assert isinstance(mixer, DeltaNet)
         mixed, adapted, into = b.mixed[:t], self.batch.adapted, mixer.in_proj
-        norm_linear(pack, out=mixed, **read, weight=into, lora=adapted(into, t))
+        kernels.norm_linear(pack, out=mixed, **read, weight=into, lora=adapted(into, t))
         width, ba = c.conv_size + c.z_size, 2 * c.part.of(c.value_heads)
         recent = self.recent[:, index] if lags and self.recent is not None else None
         if mixer.ba is not None:
             ba_weight = mixer.ba.weight
-            norm_linear(pack, out=b.ba[:t], **read, weight=ba_weight, lora=adapted(ba_weight, t))
+            kernels.norm_linear(pack, out=b.ba[:t], **read, weight=ba_weight, lora=adapted(ba_weight, t))
         gated_delta_net(
             pack, out=b.values[:t], qkv=mixed[:, : c.conv_size], z=mixed[:, c.conv_size : width],
             ba=mixed[:, width : width + ba] if mixer.ba is None else b.ba[:t, :ba], conv_weight=mixer.conv,
@@ -173,9 +168,9 @@ class Model(Decoder[Layer]):
         count, router = experts.count, b.router[:t]
         with fork(pack, t) as (main, side):
             hidden = self.gate_up(main, read, mlp.shared.gate_up, t)
-            norm_linear(side, out=router, **read, weight=mlp.router)
+            kernels.norm_linear(side, out=router, **read, weight=mlp.router)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
-        route_topk(
+        kernels.route_topk(
             pack, expert_ids=b.expert_ids[:t], expert_weights=b.expert_weights[:t], logits=router[:, :count],
             token_slots=self.batch.token_slots[:t], first_expert=part.first(count),
             num_experts=part.of(count), shared=hidden, gate=router[:, count : count + 1],
