@@ -85,6 +85,13 @@ class Projections(LinearPlaces):
         part = WeightPart(module, self.c.hidden_size, column=self.c.part.rank * columns)
         return self.stack(part, columns=columns)
 
+    def qkv(self, at: str, queries: int, kv_heads: int, dim: int) -> Linear[Tensor]:
+        """The projections of a rank's `queries` columns, and of its part of the key-value heads, of `dim` each."""
+        part, hidden = self.c.part, self.c.hidden_size
+        kv, first = part.of(kv_heads) * dim, part.first(kv_heads) * dim
+        sizes = (("q_proj", queries, part.rank * queries), ("k_proj", kv, first), ("v_proj", kv, first))
+        return self.stack(*(WeightPart(at + name, rows, row) for name, rows, row in sizes), columns=hidden)
+
     def mlp(self, at: str, width: int) -> Mlp:
         """A rank's part of the gated MLP of modules that begin with `at`."""
         own, first = self.c.part.of(width), self.c.part.first(width)

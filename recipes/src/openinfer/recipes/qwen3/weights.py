@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.authoring import Linear, WeightPart, padded_rows
+from openinfer.kernels.authoring import Linear, padded_rows
 from openinfer.recipes.engine import decoder
 from openinfer.recipes.engine.decoder import Projections
 from openinfer.recipes.engine.weights import expert_places
@@ -52,13 +52,7 @@ class Weights(decoder.Weights[Layer]):
 
 def _layer(p: Projections, config: Config, at: str, window: int) -> Layer:
     hidden, dim, part, experts = config.hidden_size, config.head_dim, config.part, config.experts
-    q, first_q = part.of(config.num_heads) * dim, part.first(config.num_heads) * dim
-    kv, first_kv = part.of(config.num_kv_heads) * dim, part.first(config.num_kv_heads) * dim
-    qkv = (
-        WeightPart(at + "self_attn.q_proj", q, first_q),
-        WeightPart(at + "self_attn.k_proj", kv, first_kv),
-        WeightPart(at + "self_attn.v_proj", kv, first_kv),
-    )
+    q = part.of(config.num_heads) * dim
 
     def norm(name: str, size: int) -> Tensor:
         return p.plain(f"{at}{name}.weight", size)
@@ -73,7 +67,7 @@ def _layer(p: Projections, config: Config, at: str, window: int) -> Layer:
         gate_up, down, router = mlp.gate_up, mlp.down, None
     return Layer(
         input_norm=norm("input_layernorm", hidden),
-        qkv=p.stack(*qkv, columns=hidden),
+        qkv=p.qkv(at + "self_attn.", q, config.num_kv_heads, dim),
         q_norm=norm("self_attn.q_norm", dim),
         k_norm=norm("self_attn.k_norm", dim),
         o=p.back(at + "self_attn.o_proj", q),

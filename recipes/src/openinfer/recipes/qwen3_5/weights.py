@@ -170,17 +170,12 @@ def _layer(p: _Places, config: Config, at: str, full: bool) -> Layer:
 
 
 def _attention(p: _Places, config: Config, at: str) -> Attention:
-    part, dim, heads = config.part, config.head_dim, config.num_kv_heads
-    q, kv, first = 2 * part.of(config.num_heads) * dim, part.of(heads) * dim, part.first(heads) * dim
-    parts = (
-        WeightPart(at + "q_proj", q, part.rank * q),
-        WeightPart(at + "k_proj", kv, first),
-        WeightPart(at + "v_proj", kv, first),
-    )
+    dim = config.head_dim
+    q = 2 * config.part.of(config.num_heads) * dim
     return Attention(
-        qkv=p.stack(*parts, columns=config.hidden_size),
-        q_norm=p.gain(at + "q_norm.weight", config.head_dim),
-        k_norm=p.gain(at + "k_norm.weight", config.head_dim),
+        qkv=p.qkv(at, q, config.num_kv_heads, dim),
+        q_norm=p.gain(at + "q_norm.weight", dim),
+        k_norm=p.gain(at + "k_norm.weight", dim),
         o=p.back(at + "o_proj", q // 2),
     )
 
