@@ -15,13 +15,7 @@ from openinfer.graph.runner import Drafting, FirstTokens, Payload, PromptScore, 
 from openinfer.kernels import Store
 from openinfer.kernels.authoring import Adapter
 from openinfer.kvpool import Pool, hash_blocks
-from openinfer.recipes.engine.emitting import (
-    NO_ROWS,
-    Emitting,
-    put_drafted,
-    put_logprobs,
-    put_prompt_logprobs,
-)
+from openinfer.recipes.engine import emitting
 from openinfer.recipes.engine.followers import Followers, NoFollowers
 from openinfer.recipes.engine.gates import Gate, Queue, Refused
 from openinfer.recipes.engine.gates.adapter_places import AdapterPlaces
@@ -83,7 +77,7 @@ class Engine:
         self._stats = contract.EngineStats()
         self._first_tokens = FirstTokens(runner.watch)
         self._slow_loads = SlowLoads(runner.watch, tiers.load_times) if tiers is not None else None
-        self._batch, self.training = NO_ROWS, Training(desk, cache)
+        self._batch, self.training = emitting.NO_ROWS, Training(desk, cache)
         self._counts_at_ready = DriverCounts.now()
         self.info = contract.EngineInfo(
             model=served.name,
@@ -223,7 +217,7 @@ class Engine:
         self._first_tokens.events(events, self._loop.stats)
         if self._slow_loads is not None:
             self._slow_loads.look()
-        put_prompt_logprobs(outputs, self.runner.take_scores(), self._seqs)
+        emitting.put_prompt_logprobs(outputs, self.runner.take_scores(), self._seqs)
         for event in events:
             match event:
                 case Tokens():
@@ -247,12 +241,12 @@ class Engine:
         if not isinstance(payload, Payload):
             raise TypeError(f"a step's payload is {type(payload).__name__}")
         if len(payload.token_ids) > 1:
-            self._stats.generation_tokens += put_drafted(outputs, event, payload)
+            self._stats.generation_tokens += emitting.put_drafted(outputs, event, payload)
             return
         batch = self._batch
         if event.rows is not batch.rows or event.dead:
-            batch = Emitting.of(event)
-            self._batch = batch if len(batch.ids) == len(event.rows) else NO_ROWS
+            batch = emitting.Emitting.of(event)
+            self._batch = batch if len(batch.ids) == len(event.rows) else emitting.NO_ROWS
         token_ids = payload.token_ids[0].tolist()
         if len(batch.ids) != len(event.rows):
             token_ids = [token_ids[position] for position in batch.positions]
@@ -262,7 +256,9 @@ class Engine:
         outputs.token_ids += token_ids
         self._stats.generation_tokens += len(token_ids)
         if batch.wants_logprobs:
-            put_logprobs(outputs, payload, [(0, position, seq) for position, seq in event.emitting()])
+            emitting.put_logprobs(
+                outputs, payload, [(0, position, seq) for position, seq in event.emitting()]
+            )
         elif outputs.logprobs is not None:
             outputs.logprobs += [None] * len(token_ids)
 

@@ -2,17 +2,7 @@
 
 import numpy as np
 
-from openinfer.recipes.engine.gguf import (
-    ATTENTION,
-    MLP,
-    Array,
-    Entries,
-    GgufFormat,
-    GgufMetadata,
-    Json,
-    common,
-    outer,
-)
+from openinfer.recipes.engine import gguf
 from openinfer.tensor import GgufEntry, GgufFile
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
@@ -20,8 +10,8 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?
 NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 
 
-def _config(meta: GgufMetadata, file: GgufFile) -> Json:
-    found = common(meta, file)
+def _config(meta: gguf.GgufMetadata, file: GgufFile) -> gguf.Json:
+    found = gguf.common(meta, file)
     names = ("state_size", "time_step_rank", "group_count")
     key, rank, groups = (meta.of(f"ssm.{name}", int) for name in names)
     inner = meta.of("ssm.inner_size", int)
@@ -31,7 +21,7 @@ def _config(meta: GgufMetadata, file: GgufFile) -> Json:
         )
     dim, sections = meta.of("attention.key_length", int), meta.of("rope.dimension_sections", list, [])
     turned = meta.of("rope.dimension_count", int, dim // 4)
-    rope: Json = {
+    rope: gguf.Json = {
         "rope_type": "default",
         "rope_theta": found.pop("rope_theta"),
         "partial_rotary_factor": turned / dim,
@@ -62,13 +52,13 @@ def _config(meta: GgufMetadata, file: GgufFile) -> Json:
     return {"model_type": "qwen3_5", "tie_word_embeddings": found["tie_word_embeddings"], "text_config": text}
 
 
-def _less_one(weight: Array) -> Array:
+def _less_one(weight: gguf.Array) -> gguf.Array:
     return np.asarray(weight - 1, np.float32)
 
 
-def _entries(meta: GgufMetadata, config: Json) -> Entries:
+def _entries(meta: gguf.GgufMetadata, config: gguf.Json) -> gguf.Entries:
     text, prefix = config["text_config"], "model.language_model."
-    yield from outer(prefix, config["tie_word_embeddings"], _less_one)
+    yield from gguf.outer(prefix, config["tie_word_embeddings"], _less_one)
     key_heads, heads = text["linear_num_key_heads"], text["linear_num_value_heads"]
     # Published head k * (heads / key_heads) + r is the file's head r * key_heads + k.
     order = np.arange(heads).reshape(heads // key_heads, key_heads).T.reshape(-1)
@@ -80,10 +70,10 @@ def _entries(meta: GgufMetadata, config: Json) -> Entries:
         stored, name = f"blk.{layer}.", f"{prefix}layers.{layer}."
         for norm, published in NORMS.items():
             yield f"{name}{published}.weight", GgufEntry(f"{stored}{norm}.weight", change=_less_one)
-        for one, published in MLP.items():
+        for one, published in gguf.MLP.items():
             yield f"{name}mlp.{published}.weight", GgufEntry(f"{stored}{one}.weight")
         if kind == "full_attention":
-            for one, published in ATTENTION.items():
+            for one, published in gguf.ATTENTION.items():
                 yield f"{name}self_attn.{published}.weight", GgufEntry(f"{stored}{one}.weight")
             for one in "qk":
                 entry = GgufEntry(f"{stored}attn_{one}_norm.weight", change=_less_one)
@@ -105,4 +95,4 @@ def _entries(meta: GgufMetadata, config: Json) -> Entries:
         yield f"{mixer}out_proj.weight", GgufEntry(f"{stored}ssm_out.weight", columns=values)
 
 
-FORMAT = GgufFormat(_config, _entries, {"qwen35": _WORDS + r"|\s*[\r\n]+|\s+(?!\S)|\s+"})
+FORMAT = gguf.GgufFormat(_config, _entries, {"qwen35": _WORDS + r"|\s*[\r\n]+|\s+(?!\S)|\s+"})
