@@ -27,7 +27,18 @@ from openinfer.cli.explain.ledger import Machine
 from openinfer.cli.explain.segments import step_segments
 from openinfer.graph import Readback, Shape, StepGraphs
 from openinfer.graph.runner import Runner, readback_bytes, segments
-from openinfer.kernels import H200, CpuPack, NullPack, Op, Pack, Store, Target, Workload, cublas_available
+from openinfer.kernels import (
+    H200,
+    CpuPack,
+    CudaDriver,
+    NullPack,
+    Op,
+    Pack,
+    Store,
+    Target,
+    Workload,
+    cublas_available,
+)
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.blueprint import window_pages
 from openinfer.recipes.deepseek_v4.model import Model
@@ -131,7 +142,7 @@ def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int
     entries = rows * (-(-context // PAGE) + 1) + limits.max_blocks + 2
     pages = (window_pages(rows, tokens, limits.max_model_len) + 1, entries)
     cache = sum(n * group.block_bytes for n, group in zip(pages, blueprint.groups(limits), strict=True))
-    arena, stream = Arena(device, plan.fixed_bytes + cache + (1 << 20)), Stream(device)
+    arena, stream = Arena(device, plan.fixed_bytes + cache + (1 << 20)), Stream(device, CudaDriver.PRIORITY)
     model = blueprint.lay_out(arena, stream, limits, pages)
     fill(model, blueprint.config.num_experts, stream, np.random.default_rng(0))
     store = Store(target.arch) if target else None

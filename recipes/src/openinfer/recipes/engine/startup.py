@@ -266,7 +266,7 @@ class Builder(Generic[O]):
         plan, target, ranks, followers = self.plan, self.target, self.followers.ranks, self.followers
         with _phase("memory"):
             cache = sum(group.num_blocks * group.block_bytes for group in self.cache.pool.groups)
-            size, stream = plan.fixed_bytes + cache + (1 << 20), Stream(device)
+            size, stream = plan.fixed_bytes + cache + (1 << 20), Stream(device, CudaDriver.PRIORITY)
             arena = Arena(device, size, mapped=options.enable_sleep_mode)
             model = blueprint.lay_out(arena, stream, limits, blocks)
         self.loaded = read_modules(options, model.batch.adapters) if ranks.rank == 0 else ()

@@ -169,8 +169,8 @@ class Launch:
     `early`: the kernel may start before the one ahead has ended (programmatic dependent launch), and before those ahead
     of that if it is early too. All launches before the last one that is not early have ended, and so have those before
     one that waits before it lets others start (device.norm.wait_ahead). Before the kernel writes, or reads what those
-    that run may write, it executes griddepcontrol.wait. No launch in a branch of a call is early, nor is the first in a
-    branch of a fork and the first behind branches.
+    that run may write, it executes griddepcontrol.wait. Behind branches it waits for all of them. No launch in a branch
+    of a call is early, nor is the first in the second branch of a fork, because that is slower.
     """
 
     spec: Spec

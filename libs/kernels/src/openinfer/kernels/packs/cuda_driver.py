@@ -3,7 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.op.launch import TRITON_TYPES, Collective, CudaSpec, Matmul, PeerTable, Spec, TensorMap
@@ -40,11 +40,6 @@ class Branch(NamedTuple):
     end: Event
 
 
-BRANCH_PRIORITY = -3
-"""The priority of branch 0's stream; branch n has this + n, up to 0. A device has at most six priorities, and a call
-two or three branches."""
-
-
 @functools.cache
 def encoder() -> Any:
     """cuTensorMapEncodeTiled by ctypes: the binding's does not align its result to the 64 bytes the driver demands."""
@@ -61,6 +56,10 @@ class CudaDriver:
     Use it from one thread, with the device activated. Without `cublas`, plan for a Target with cublas=False. `ranks`:
     needed for collectives.
     """
+
+    PRIORITY: ClassVar[int] = -3
+    """The priority that `stream` should have: a branch n beside it has this + n, up to 0. A device has at most six
+    priorities, and a call two or three branches."""
 
     def __init__(
         self,
@@ -80,8 +79,9 @@ class CudaDriver:
         self._at = stream
         self._start: Event | None = None
         self._branches: dict[int, Branch] = {}
-        self._begun: list[int] = []
-        self._follows = True  # the next launch is behind one kernel in its stream, and nothing else
+        self._forked = False
+        self._begun: list[int] = []  # branches that have streams of their own
+        self._begins = False  # the next launch is the first of one of them
 
     def load(self, spec: Spec) -> Loaded:
         """The kernel, loaded onto the device at first use. Load all before a capture: loading is not capturable."""
@@ -133,8 +133,8 @@ class CudaDriver:
 
     def launch(self, spec: Spec, grid: tuple[int, int, int], parameters: Parameters, early: bool) -> None:
         kernel = self.load(spec)
-        follows, self._follows = self._follows, True
-        if early and follows:
+        begins, self._begins = self._begins, False
+        if early and not begins:
             self._launch_early(kernel, grid, parameters)
             return
         status = self._cu.cuLaunchKernel(
@@ -180,27 +180,31 @@ class CudaDriver:
         """Into branch `number`; 0: back, which waits for all branches since the last 0.
 
         While the stream is captured, a branch is a stream of its own, so that the graph has edges for what waits and
-        no others. Otherwise all stays on the one stream: launched one by one, kernels are seldom waiting.
+        no others. Otherwise all stays on the one stream: launched one by one, kernels are seldom waiting. Branch 1 is
+        the stream itself, whose kernels then start early behind those ahead, and so does the first behind branches.
         """
         if number == 0:
-            begun, self._begun, self._at = self._begun, [], self._stream
-            self._follows = not begun
-            for stream, end in (self._branches[n] for n in begun):
+            for stream, end in (self._branches[n] for n in self._begun):
                 end.record(stream)
                 self._stream.wait(end)
+            self._begun, self._forked, self._at = [], False, self._stream
             return
-        branch = self._branches.get(number)
-        if branch is None:
-            stream = Stream(self._device, min(0, BRANCH_PRIORITY + number))
-            branch = self._branches[number] = Branch(stream, Event(self._device))
         start = self._start = self._start or Event(self._device)
-        if not self._begun:
+        if not self._forked:
             status = check(self._cu.cuStreamIsCapturing(self._stream.handle), "cuStreamIsCapturing")
             if int(status) != CAPTURE_ACTIVE:
                 return
             start.record(self._stream)
+            self._forked = True
+        if number == 1:
+            self._at = self._stream
+            return
+        branch = self._branches.get(number)
+        if branch is None:
+            stream = Stream(self._device, min(0, self.PRIORITY + number))
+            branch = self._branches[number] = Branch(stream, Event(self._device))
         if number not in self._begun:
             branch.stream.wait(start)
             self._begun.append(number)
-            self._follows = False
+            self._begins = True
         self._at = branch.stream
