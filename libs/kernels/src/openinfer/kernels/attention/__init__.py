@@ -43,6 +43,8 @@ CODED_GROUP = 8
 
 PAIRS_KEYS, PAIRS_THREADS = 64, 160
 """Keys of a block and threads of device/attend_pairs.cu, which has these numbers too."""
+MOST_PAIRS = 32
+"""Of a row in that kernel. It has room for 64, but more than 32 have not run on a GPU yet."""
 PAIRS_SMS = 16
 """It is the fastest where heads of rows have so many SMs each, at least (docs/lessons/attention.md)."""
 
@@ -177,7 +179,7 @@ def attend_pairs(target: Target, call: AttentionCall, max_q_len: int, gates: Ten
     it does not take or that others do faster: the cache is in bf16, a row has few pairs, and rows leave SMs idle. What
     is read early is written as for _attend_codes."""
     known = target.nvrtc and not target.interpreted and not target.batch_invariant
-    fits = call.dim in (128, 256) and call.page_size >= 16 and max_q_len * call.group <= SHORT_PAIRS
+    fits = call.dim in (128, 256) and call.page_size >= 16 and max_q_len * call.group <= MOST_PAIRS
     idle = call.rows * call.kv_heads <= target.num_sms // PAIRS_SMS
     if not (known and fits and idle and is_matrix(target, call)) or call.form.scaled or call.windowed:
         return None
