@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from openinfer.kernels import (
     cublas_available,
 )
 from openinfer.kernels.op.coded import Coded
+from openinfer.kernels.op.launch import Spec
+from openinfer.kernels.store import cubins as store_module
 from openinfer.kernels.testing import (
     INTERPRETED,
     compare,
@@ -233,6 +237,42 @@ def check_op_gpu(gpu: tuple[Target, CudaDriver, Device, Stream]) -> CheckOp:
     """Compare kernels on the GPU with the reference; see `_check`."""
     own, driver, _, stream = gpu
     return _check(lambda op, args, target: run_on_gpu(op, args, target, driver, stream), own)
+
+
+@pytest.fixture(scope="session")
+def one_compiler() -> Iterator[Callable[[Mapping[str, Spec], int], Iterator[dict[str, Any]]]]:
+    """What stores compile with, in one process for all tests: to start another takes as long as most kernels take."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(keys: Mapping[str, Spec], arch: int) -> Iterator[dict[str, Any]]:
+        if not started:
+            environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "openinfer.kernels.store.compile_worker"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**environment, "TRITON_DISABLE_LINE_INFO": "1"},
+                )
+            )
+        (worker,) = started
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        for key, spec in keys.items():
+            worker.stdin.write(json.dumps({"key": key, "spec": spec.as_json(), "arch": arch}) + "\n")
+            worker.stdin.flush()
+            yield json.loads(worker.stdout.readline())
+
+    yield run
+    for worker in started:
+        worker.communicate()
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch, one_compiler: Any) -> None:
+    """Have all stores compile in one process. Tests of how a store starts its own override this."""
+    monkeypatch.setattr(store_module, "_run_workers", one_compiler)
 
 
 @pytest.fixture(scope="session")

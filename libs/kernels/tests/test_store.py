@@ -16,6 +16,11 @@ ANSWERS = {}
 """What compile workers answered, by architecture and kernels."""
 
 
+@pytest.fixture(autouse=True)
+def compiler():
+    """Stores start their own processes here."""
+
+
 @pytest.fixture(scope="module")
 def cubins(tmp_path_factory):
     return tmp_path_factory.mktemp("cubins")
