@@ -11,33 +11,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    FLOATS,
-    Aligned,
-    Arg,
-    Array,
-    Command,
-    Cost,
-    Op,
-    Scratch,
-    T,
-    Target,
-    Workload,
-    aligned,
-    expect,
-    expect_bf16,
-    expect_columns,
-    expect_cos_sin,
-    expect_each,
-    f32,
-    launch,
-    power_of_two,
-    require,
-    rms_norm,
-    rotated_pairs,
-    rounded,
-    tensors,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Arg, Array, Command, Cost, Op, Scratch, T, Target, Workload
 from openinfer.tensor import Tensor, float16, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v3.device.latents"
@@ -51,10 +26,10 @@ MOST_PARTS = 128
 def expect_latents(kv: Tensor, block_tables: Tensor) -> None:
     """Raise ContractError unless kv [pages, page_size, C + r] is a layer of pages, dense within a page, pages at any
     stride, and block_tables int32 [S, B] names them."""
-    expect_columns("kv", kv, (-1, -1, -1), *FLOATS)
-    expect("block_tables", block_tables, (-1, -1), int32)
+    op.expect_columns("kv", kv, (-1, -1, -1), *op.FLOATS)
+    op.expect("block_tables", block_tables, (-1, -1), int32)
     size = kv.shape[1]
-    require(size == power_of_two(size), f"pages have {size} tokens; it must be a power of two")
+    op.require(size == op.power_of_two(size), f"pages have {size} tokens; it must be a power of two")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,61 +66,64 @@ def _write_check(a: _WriteArgs[Tensor]) -> None:
     expect_latents(a.kv, a.block_tables)
     tokens, width = a.positions.shape[0], a.q_norm.shape[0]
     latent, rotary = a.kv_norm.shape[0], 2 * a.cos_sin.shape[2]
-    expect_columns("qkv", a.qkv, (tokens, -1), a.kv.dtype)
-    expect("qr", a.qr, (tokens, width), a.kv.dtype)
-    expect("q_norm", a.q_norm, (width,), float32)
-    expect("kv_norm", a.kv_norm, (latent,), float32)
-    expect_cos_sin(a.cos_sin, rotary)
-    expect_each(a, (tokens,), int32, "positions", "token_slots")
-    require(
+    op.expect_columns("qkv", a.qkv, (tokens, -1), a.kv.dtype)
+    op.expect("qr", a.qr, (tokens, width), a.kv.dtype)
+    op.expect("q_norm", a.q_norm, (width,), float32)
+    op.expect("kv_norm", a.kv_norm, (latent,), float32)
+    op.expect_cos_sin(a.cos_sin, rotary)
+    op.expect_each(a, (tokens,), int32, "positions", "token_slots")
+    op.require(
         a.kv.shape[2] == latent + rotary and a.qkv.shape[1] >= width + latent + rotary,
         f"kv has vectors of {a.kv.shape[2]} and qkv {a.qkv.shape[1]} columns; a latent has {latent} numbers, a key "
         f"{rotary}, a query {width}",
     )
-    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
+    op.require(a.eps > 0, f"eps is {a.eps}; it must be positive")
     if a.index_key is None or a.index_norm is None or a.index_pages is None:
-        require(a.index_key is a.index_norm is a.index_pages is None, "an indexer's key has a norm and pages")
+        op.require(
+            a.index_key is a.index_norm is a.index_pages is None, "an indexer's key has a norm and pages"
+        )
         return
     dim = a.index_norm.shape[-1]
-    expect("index_norm", a.index_norm, (2, dim), float32)
-    expect_columns("index_key", a.index_key, (tokens, dim), a.kv.dtype)
-    expect_columns("index_pages", a.index_pages, (*a.kv.shape[:2], dim), a.kv.dtype)
-    require(dim >= rotary, f"an indexer's keys have {dim} numbers, of which {rotary} rotate")
+    op.expect("index_norm", a.index_norm, (2, dim), float32)
+    op.expect_columns("index_key", a.index_key, (tokens, dim), a.kv.dtype)
+    op.expect_columns("index_pages", a.index_pages, (*a.kv.shape[:2], dim), a.kv.dtype)
+    op.require(dim >= rotary, f"an indexer's keys have {dim} numbers, of which {rotary} rotate")
 
 
 def _write_reference(a: _WriteArgs[Array]) -> None:
     width, latent, rotary = len(a.q_norm), len(a.kv_norm), 2 * a.cos_sin.shape[2]
-    a.qr[:] = rms_norm(a.qkv[:, :width], a.q_norm, a.eps)
+    a.qr[:] = op.rms_norm(a.qkv[:, :width], a.q_norm, a.eps)
     live = np.flatnonzero(a.token_slots)
     own, position = a.qkv[live, width : width + latent + rotary], a.positions[live]
     page = a.block_tables[a.token_slots[live], position // a.kv.shape[1]], position % a.kv.shape[1]
-    key = rotated_pairs(f32(own[:, latent:]), a.cos_sin, position)
-    a.kv[page] = np.concatenate([f32(rms_norm(own[:, :latent], a.kv_norm, a.eps)), key], axis=1)
+    key = op.rotated_pairs(op.f32(own[:, latent:]), a.cos_sin, position)
+    a.kv[page] = np.concatenate([op.f32(op.rms_norm(own[:, :latent], a.kv_norm, a.eps)), key], axis=1)
     if a.index_key is not None and a.index_norm is not None and a.index_pages is not None:
-        x = f32(a.index_key[live])
+        x = op.f32(a.index_key[live])
         x = x - x.mean(axis=1, keepdims=True)
         x = x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(KEY_EPS))
-        a.index_pages[page] = rotated_pairs(x * a.index_norm[0] + a.index_norm[1], a.cos_sin, position)
+        a.index_pages[page] = op.rotated_pairs(x * a.index_norm[0] + a.index_norm[1], a.cos_sin, position)
 
 
 def _write_launches(target: Target, a: _WriteArgs[Tensor]) -> Iterator[Command]:
     (tokens, width), latent = a.qr.shape, a.kv_norm.shape[0]
-    expect_bf16(a.kv, "kv")
-    require(latent == power_of_two(latent), f"latents have {latent} numbers; on a GPU a power of two")
+    op.expect_bf16(a.kv, "kv")
+    op.require(latent == op.power_of_two(latent), f"latents have {latent} numbers; on a GPU a power of two")
     key, pages = a.index_key or a.qkv, a.index_pages or a.kv
     dim = 0 if a.index_key is None else a.index_key.shape[1]
-    fits = dim == 0 or dim == power_of_two(dim)
-    require(fits, f"an indexer's keys have {dim} numbers; on a GPU a power of two")
-    yield launch(
+    fits = dim == 0 or dim == op.power_of_two(dim)
+    op.require(fits, f"an indexer's keys have {dim} numbers; on a GPU a power of two")
+    yield op.launch(
         _DEVICE, "write_latents", (tokens, 3 if dim else 2),
         {
-            **tensors(a), "index_key": key, "index_norm": a.index_norm or a.kv_norm, "index_pages": pages,
-            "width": aligned(width), "qkv_stride": aligned(a.qkv.strides[0]), "key_stride": aligned(key.strides[0]),
-            "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0]),
-            "key_page_stride": Aligned(pages.strides[0]), "eps": a.eps, "key_eps": KEY_EPS,
+            **op.tensors(a), "index_key": key, "index_norm": a.index_norm or a.kv_norm, "index_pages": pages,
+            "width": op.aligned(width), "qkv_stride": op.aligned(a.qkv.strides[0]),
+            "key_stride": op.aligned(key.strides[0]), "table_width": a.block_tables.shape[1],
+            "page_stride": op.Aligned(a.kv.strides[0]), "key_page_stride": op.Aligned(pages.strides[0]),
+            "eps": a.eps, "key_eps": KEY_EPS,
         },
         {
-            "BLOCK": power_of_two(width), "C": latent, "ROTARY": 2 * a.cos_sin.shape[2], "PAGE": a.kv.shape[1],
+            "BLOCK": op.power_of_two(width), "C": latent, "ROTARY": 2 * a.cos_sin.shape[2], "PAGE": a.kv.shape[1],
             "KEY": dim,
         },
     )  # fmt: skip
@@ -175,31 +153,33 @@ class _SplitArgs(Generic[T]):
 
 
 def _split_check(a: _SplitArgs[Tensor]) -> None:
-    expect("q", a.q, (-1, -1), *FLOATS)
+    op.expect("q", a.q, (-1, -1), *op.FLOATS)
     (tokens, width), rotary = a.q.shape, 2 * a.cos_sin.shape[2]
-    expect_cos_sin(a.cos_sin, rotary)
-    expect("turned", a.turned, (tokens, -1), a.q.dtype)
+    op.expect_cos_sin(a.cos_sin, rotary)
+    op.expect("turned", a.turned, (tokens, -1), a.q.dtype)
     heads, rest = divmod(a.turned.shape[1], rotary)
-    require(heads > 0 and not rest, f"turned has {a.turned.shape[1]} columns; heads have {rotary} each")
-    expect("plain", a.plain, (tokens, width - heads * rotary), a.q.dtype)
-    require(a.plain.shape[1] % heads == 0, f"{heads} heads cannot share {a.plain.shape[1]} columns of plain")
-    expect("positions", a.positions, (tokens,), int32)
+    op.require(heads > 0 and not rest, f"turned has {a.turned.shape[1]} columns; heads have {rotary} each")
+    op.expect("plain", a.plain, (tokens, width - heads * rotary), a.q.dtype)
+    op.require(
+        a.plain.shape[1] % heads == 0, f"{heads} heads cannot share {a.plain.shape[1]} columns of plain"
+    )
+    op.expect("positions", a.positions, (tokens,), int32)
 
 
 def _split_reference(a: _SplitArgs[Array]) -> None:
     rotary = 2 * a.cos_sin.shape[2]
     q = a.q.reshape(len(a.q), a.turned.shape[1] // rotary, -1)
     a.plain[:] = q[:, :, :-rotary].reshape(a.plain.shape)
-    a.turned[:] = rotated_pairs(f32(q[:, :, -rotary:]), a.cos_sin, a.positions).reshape(a.turned.shape)
+    a.turned[:] = op.rotated_pairs(op.f32(q[:, :, -rotary:]), a.cos_sin, a.positions).reshape(a.turned.shape)
 
 
 def _split_launches(target: Target, a: _SplitArgs[Tensor]) -> Iterator[Command]:
     rotary = 2 * a.cos_sin.shape[2]
     heads = a.turned.shape[1] // rotary
     plain = a.plain.shape[1] // heads
-    yield launch(
-        _DEVICE, "split_queries", (a.q.shape[0], -(-heads // 16)), {**tensors(a), "heads": heads},
-        {"PLAIN": plain, "BLOCK": power_of_two(plain), "ROTARY": rotary, "HEADS": 16},
+    yield op.launch(
+        _DEVICE, "split_queries", (a.q.shape[0], -(-heads // 16)), {**op.tensors(a), "heads": heads},
+        {"PLAIN": plain, "BLOCK": op.power_of_two(plain), "ROTARY": rotary, "HEADS": 16},
     )  # fmt: skip
 
 
@@ -247,19 +227,19 @@ class _AttendArgs(Generic[T]):
 
 def _attend_check(a: _AttendArgs[Tensor]) -> None:
     expect_latents(a.kv, a.block_tables)
-    expect("q", a.q, (-1, -1), a.kv.dtype)
+    op.expect("q", a.q, (-1, -1), a.kv.dtype)
     tokens, width = a.q.shape
-    expect("turned", a.turned, (tokens, -1), a.kv.dtype)
-    expect("out", a.out, (tokens, width), a.kv.dtype)
+    op.expect("turned", a.turned, (tokens, -1), a.kv.dtype)
+    op.expect("out", a.out, (tokens, width), a.kv.dtype)
     heads = a.heads
-    require(
+    op.require(
         heads > 0 and width % heads == 0 and width + a.turned.shape[1] == heads * a.kv.shape[2],
         f"q and turned have {width} and {a.turned.shape[1]} columns; together they are heads of {a.kv.shape[2]}",
     )
-    expect_each(a, (tokens,), int32, "positions", "token_slots")
+    op.expect_each(a, (tokens,), int32, "positions", "token_slots")
     if a.selected is not None:
-        expect("selected", a.selected, (tokens, -1), int32)
-    require(a.scale > 0, f"scale is {a.scale}; it must be positive")
+        op.expect("selected", a.selected, (tokens, -1), int32)
+    op.require(a.scale > 0, f"scale is {a.scale}; it must be positive")
 
 
 def _attend_reference(a: _AttendArgs[Array]) -> None:
@@ -270,50 +250,54 @@ def _attend_reference(a: _AttendArgs[Array]) -> None:
     for token in np.flatnonzero(a.token_slots):  # one at a time: the result must not depend on the chunk
         end = a.positions[token] + 1
         seen = np.arange(end) if a.selected is None else a.selected[token, :end]
-        keys = f32(a.kv[a.block_tables[a.token_slots[token], seen // size], seen % size])
-        logits = (f32(q[token]) @ keys.T) * np.float32(a.scale)
+        keys = op.f32(a.kv[a.block_tables[a.token_slots[token], seen // size], seen % size])
+        logits = (op.f32(q[token]) @ keys.T) * np.float32(a.scale)
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         total = weights.sum(axis=1, keepdims=True)
-        a.out[token] = (rounded(weights, dtype) @ keys[:, :latent] / total).reshape(-1)
+        a.out[token] = (op.rounded(weights, dtype) @ keys[:, :latent] / total).reshape(-1)
 
 
 def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command]:
     (tokens, width), heads, size = a.q.shape, a.heads, a.kv.shape[1]
     latent, rotary = width // heads, a.turned.shape[1] // heads
-    expect_bf16(a.kv, "kv")
-    fits = all(one == power_of_two(one) for one in (latent, rotary)) and latent >= 64 and rotary >= 16
-    require(fits, f"latents of {latent} and keys of {rotary}; on a GPU powers of two from 64 and from 16")
+    op.expect_bf16(a.kv, "kv")
+    fits = all(one == op.power_of_two(one) for one in (latent, rotary)) and latent >= 64 and rotary >= 16
+    op.require(fits, f"latents of {latent} and keys of {rotary}; on a GPU powers of two from 64 and from 16")
     most = 0 if a.selected is None else a.selected.shape[1]
     aligned_sizes = not (heads % 64 or latent % 128 or a.kv.strides[0] % 64) and rotary == 64
     hopper = target.arch == 90 and not target.interpreted and aligned_sizes
-    rows, block = max(16, min(64, power_of_two(heads))), 64 if target.arch == 90 else 16
+    rows, block = max(16, min(64, op.power_of_two(heads))), 64 if target.arch == 90 else 16
     programs, blocks = tokens * -(-heads // rows), -(-(most or a.block_tables.shape[1] * size) // block)
     parts = target.num_sms * (1 if rows == 64 else 2) // programs  # programs that an SM has at a time
     splits = 1 if target.batch_invariant else max(1, min(parts, blocks, MOST_PARTS))
     # A part is a mean of vectors that were normed: float16 holds it to 11 bits where bfloat16 has 8.
     partial = Scratch((tokens, splits, heads, latent), float16) if splits > 1 else a.out
     weight = Scratch((tokens, splits, heads), float32) if splits > 1 else a.positions
-    sees: dict[str, Arg] = {"positions": a.positions, "token_slots": a.token_slots, "heads": aligned(heads)}
+    sees: dict[str, Arg] = {
+        "positions": a.positions,
+        "token_slots": a.token_slots,
+        "heads": op.aligned(heads),
+    }
     constants = {"C": latent, "BN": block, "SPLITS": splits}
     own, warps, stages = {"ROTARY": rotary, "BM": rows}, 4 if rows == 16 else 8, 3 if rows == 16 else 2
     if hopper:
         own, warps = {"STAGES": 2, "TURNS": 1}, 4
-    yield launch(
+    yield op.launch(
         _HOPPER if hopper else _DEVICE, "latent_attend_hopper" if hopper else "latent_attend",
         (splits, tokens, -(-heads // rows)),
         {
             "out": a.out, "q": a.q, "turned": a.turned, "kv": a.kv, "selected": a.selected or a.positions,
             "block_tables": a.block_tables, "partial": partial, "weight": weight, **sees,
-            "table_width": a.block_tables.shape[1], "page_stride": Aligned(a.kv.strides[0]),
+            "table_width": a.block_tables.shape[1], "page_stride": op.Aligned(a.kv.strides[0]),
             "scale": a.scale * math.log2(math.e),
         },
         {**constants, "PAGE_BITS": size.bit_length() - 1, "MOST": most, **own}, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
-        yield launch(
+        yield op.launch(
             _DEVICE, "merge_latents", (tokens, heads, 4),
             {"out": a.out, "partial": partial, "weight": weight, **sees},
-            {**constants, "PARTS": power_of_two(splits)}, num_warps=4 if splits <= 32 else 8,
+            {**constants, "PARTS": op.power_of_two(splits)}, num_warps=4 if splits <= 32 else 8,
         )  # fmt: skip
 
 

@@ -6,26 +6,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    FLOATS,
-    Arg,
-    Array,
-    Command,
-    Cost,
-    Op,
-    T,
-    Target,
-    Workload,
-    aligned,
-    expect,
-    expect_bf16,
-    f32,
-    launch,
-    matmul_nt,
-    power_of_two,
-    require,
-    tensors,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Arg, Array, Command, Cost, Op, T, Target, Workload
 from openinfer.tensor import Tensor, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.blocks"
@@ -55,9 +37,9 @@ class _StartArgs(Generic[T]):
 def _start_check(a: _StartArgs[Tensor]) -> None:
     rows, size, tokens = a.slots.shape[0], a.alive.shape[0], a.token_ids.shape[0]
     shapes = {"slots": rows, "emits": rows, "token_ids": tokens, "positions": tokens, "token_slots": tokens}
-    for name, tensor in tensors(a).items():
-        expect(name, tensor, (shapes.get(name, size),), int32)
-    require(tokens % rows == 0, f"{tokens} tokens cannot be divided among {rows} rows")
+    for name, tensor in op.tensors(a).items():
+        op.expect(name, tensor, (shapes.get(name, size),), int32)
+    op.require(tokens % rows == 0, f"{tokens} tokens cannot be divided among {rows} rows")
 
 
 def _start_reference(a: _StartArgs[Array]) -> None:
@@ -73,7 +55,9 @@ def _start_reference(a: _StartArgs[Array]) -> None:
 def _start_launches(target: Target, a: _StartArgs[Tensor]) -> Iterator[Command]:
     tokens, block = a.token_ids.shape[0], 128
     sizes = {"tokens": tokens, "rows": a.slots.shape[0], "noise": a.noise}
-    yield launch(_DEVICE, "start_block", (-(-tokens // block),), {**tensors(a), **sizes}, {"BLOCK": block})
+    yield op.launch(
+        _DEVICE, "start_block", (-(-tokens // block),), {**op.tensors(a), **sizes}, {"BLOCK": block}
+    )
 
 
 def _start_cost(workload: Workload, a: _StartArgs[Tensor]) -> Cost:
@@ -109,37 +93,37 @@ class _MarkovArgs(Generic[T]):
 
 
 def _markov_check(a: _MarkovArgs[Tensor]) -> None:
-    expect("hidden", a.hidden, (-1, -1), *FLOATS)
+    op.expect("hidden", a.hidden, (-1, -1), *op.FLOATS)
     (rows, width), (vocabulary, rank) = a.hidden.shape, a.before.shape
-    expect("logits", a.logits, (rows, vocabulary), float32)
-    expect("token_ids", a.token_ids, (rows,), int32)
-    expect("before", a.before, (vocabulary, rank), a.hidden.dtype)
-    expect("after", a.after, (vocabulary, rank), a.hidden.dtype)
-    expect("confidence", a.confidence, (1, width + rank), float32)
-    expect("survival", a.survival, (rows,), float32)
-    require(a.place >= 1, f"place is {a.place}; it must be 1 or more")
+    op.expect("logits", a.logits, (rows, vocabulary), float32)
+    op.expect("token_ids", a.token_ids, (rows,), int32)
+    op.expect("before", a.before, (vocabulary, rank), a.hidden.dtype)
+    op.expect("after", a.after, (vocabulary, rank), a.hidden.dtype)
+    op.expect("confidence", a.confidence, (1, width + rank), float32)
+    op.expect("survival", a.survival, (rows,), float32)
+    op.require(a.place >= 1, f"place is {a.place}; it must be 1 or more")
 
 
 def _markov_reference(a: _MarkovArgs[Array]) -> None:
     e = a.before[a.token_ids]
-    a.logits[:] += matmul_nt(e, a.after)
-    score = (np.concatenate([f32(a.hidden), f32(e)], axis=1) * a.confidence).sum(axis=1)
+    a.logits[:] += op.matmul_nt(e, a.after)
+    score = (np.concatenate([op.f32(a.hidden), op.f32(e)], axis=1) * a.confidence).sum(axis=1)
     sure = np.float32(0.5) * (np.float32(1) + np.tanh(score * np.float32(0.5)))
     a.survival[:] = sure if a.place == 1 else a.survival * sure
 
 
 def _markov_launches(target: Target, a: _MarkovArgs[Tensor]) -> Iterator[Command]:
-    expect_bf16(a.hidden)
+    op.expect_bf16(a.hidden)
     (rows, width), (vocabulary, rank) = a.hidden.shape, a.before.shape
-    sizes = {"rows": rows, "vocabulary": vocabulary, "rank": aligned(rank)}
-    depth = max(16, power_of_two(rank))
-    args: dict[str, Arg] = {**tensors(a, "logits", "token_ids", "before", "after"), **sizes}
+    sizes = {"rows": rows, "vocabulary": vocabulary, "rank": op.aligned(rank)}
+    depth = max(16, op.power_of_two(rank))
+    args: dict[str, Arg] = {**op.tensors(a, "logits", "token_ids", "before", "after"), **sizes}
     grid = (-(-vocabulary // 64), -(-rows // 16))
-    yield launch(_DEVICE, "markov_logits", grid, args, {"BV": 64, "RANK": depth})
-    args = {**tensors(a, "survival", "hidden", "token_ids", "before", "confidence")}
+    yield op.launch(_DEVICE, "markov_logits", grid, args, {"BV": 64, "RANK": depth})
+    args = {**op.tensors(a, "survival", "hidden", "token_ids", "before", "confidence")}
     args |= {"width": width, "rank": rank}
-    constants = {"FIRST": a.place == 1, "BLOCK": power_of_two(width), "RANK": depth}
-    yield launch(_DEVICE, "markov_survival", (rows,), args, constants)
+    constants = {"FIRST": a.place == 1, "BLOCK": op.power_of_two(width), "RANK": depth}
+    yield op.launch(_DEVICE, "markov_survival", (rows,), args, constants)
 
 
 def _markov_cost(workload: Workload, a: _MarkovArgs[Tensor]) -> Cost:

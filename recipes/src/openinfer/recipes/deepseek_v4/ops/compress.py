@@ -6,34 +6,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    FLOATS,
-    Aligned,
-    Arg,
-    Array,
-    Command,
-    Cost,
-    Op,
-    T,
-    Target,
-    Workload,
-    aligned,
-    expect,
-    expect_bf16,
-    expect_columns,
-    expect_cos_sin,
-    expect_rows,
-    f32,
-    hadamard,
-    launch,
-    power_of_two,
-    q4,
-    require,
-    rms_norm,
-    rotated_pairs,
-    rounded,
-    tensors,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Arg, Array, Command, Cost, Op, T, Target, Workload
 from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
 from openinfer.tensor import Tensor, float32, int32
@@ -111,33 +85,37 @@ class _Args(Generic[T]):
 
 
 def _check(a: _Args[Tensor]) -> None:
-    expect_columns("state", a.state, (-1, -1, 3, -1), float32)
+    op.expect_columns("state", a.state, (-1, -1, 3, -1), float32)
     dim, kinds, window = a.state.shape[3], a.state.shape[1], a.ape.shape[0]
-    require(kinds in (1, 3), f"state has {kinds} accumulations; it must be 1, or 3 where windows overlap")
+    op.require(kinds in (1, 3), f"state has {kinds} accumulations; it must be 1, or 3 where windows overlap")
     columns = dim * (2 if kinds == 3 else 1)
     fits = window >= 1 and PAGE % window == 0
-    require(fits, f"ape is of windows of {window} tokens; that must divide {PAGE}")
-    expect("ape", a.ape, (window, columns), float32)
-    expect_columns("az", a.az, (-1, 2 * columns), float32)
-    expect_columns("entries", a.entries, (-1, PAGE // window, dim), *FLOATS)
-    expect("norm_weight", a.norm_weight, (dim,), float32)
-    expect_cos_sin(a.cos_sin, dim)
-    _, size = expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, alive=a.alive)
-    expect("state_tables", a.state_tables, (size, -1), int32)
-    expect("entry_tables", a.entry_tables, (size, -1), int32)
-    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
-    require(a.rounding in ROUNDINGS, f"rounding is {a.rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
+    op.require(fits, f"ape is of windows of {window} tokens; that must divide {PAGE}")
+    op.expect("ape", a.ape, (window, columns), float32)
+    op.expect_columns("az", a.az, (-1, 2 * columns), float32)
+    op.expect_columns("entries", a.entries, (-1, PAGE // window, dim), *op.FLOATS)
+    op.expect("norm_weight", a.norm_weight, (dim,), float32)
+    op.expect_cos_sin(a.cos_sin, dim)
+    _, size = op.expect_rows(a.slots, a.q_starts, seq_lens=a.seq_lens, alive=a.alive)
+    op.expect("state_tables", a.state_tables, (size, -1), int32)
+    op.expect("entry_tables", a.entry_tables, (size, -1), int32)
+    op.require(a.eps > 0, f"eps is {a.eps}; it must be positive")
+    op.require(
+        a.rounding in ROUNDINGS, f"rounding is {a.rounding!r}; it must be one of {', '.join(ROUNDINGS)}"
+    )
     plain = dim - 2 * a.cos_sin.shape[2]
     whole = a.rounding != "q8" or plain % KV_BLOCK == 0
-    require(whole, f"{plain} channels are not rotated; q8 takes multiples of {KV_BLOCK}")
+    op.require(whole, f"{plain} channels are not rotated; q8 takes multiples of {KV_BLOCK}")
     fits = a.rounding != "hadamard_q4" or (dim & (dim - 1) == 0 and dim >= 32)
-    require(fits, f"entries of {dim}; a Hadamard transform takes powers of two from 32")
+    op.require(fits, f"entries of {dim}; a Hadamard transform takes powers of two from 32")
     if a.recent is not None:
-        expect("recent", a.recent, (size, -1, *a.state.shape[1:]), float32, dense=False)
+        op.expect("recent", a.recent, (size, -1, *a.state.shape[1:]), float32, dense=False)
         ring = a.recent.shape[1]
-        require(ring == power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two")
+        op.require(
+            ring == op.power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two"
+        )
     possible = 1 <= a.max_q_len <= a.az.shape[0]
-    require(possible, f"max_q_len is {a.max_q_len}; it must be in [1, {a.az.shape[0]}]")
+    op.require(possible, f"max_q_len is {a.max_q_len}; it must be in [1, {a.az.shape[0]}]")
 
 
 def _empty(windows: int, dim: int) -> Array:
@@ -217,26 +195,26 @@ def _reference(a: _Args[Array]) -> None:
             full = sums[:done]
             e = _merged(full[:, A_PREVIOUS], full[:, B]) if kinds == 3 else full[:, 0, 2] / full[:, 0, 1]
             w = low + np.arange(done)
-            y = f32(rms_norm(e.astype(dtype), a.norm_weight, a.eps))
-            y = rounded(rotated_pairs(y, a.cos_sin, w * window), dtype)
+            y = op.f32(op.rms_norm(e.astype(dtype), a.norm_weight, a.eps))
+            y = op.rounded(op.rotated_pairs(y, a.cos_sin, w * window), dtype)
             if a.rounding == "q8":
                 y = rounded_key(y, 2 * a.cos_sin.shape[2])
             elif a.rounding == "hadamard_q4":
-                y = q4(rounded(hadamard(y), dtype))
+                y = op.q4(op.rounded(op.hadamard(y), dtype))
             a.entries[a.entry_tables[slot, w // per_page], w % per_page] = y
 
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     dim, rows, alike = a.state.shape[3], a.slots.shape[0], target.batch_invariant
     single = a.max_q_len == 1 and not alike
-    expect_bf16(a.entries, "entries")
-    require(dim == power_of_two(dim), f"entries of {dim}; on a GPU a power of two")
-    args: dict[str, Arg] = {**tensors(a, "entries", "state", "az", "ape", "norm_weight", "cos_sin")}
-    args |= tensors(a, "slots", "q_starts", "seq_lens", "alive", "state_tables", "entry_tables")
+    op.expect_bf16(a.entries, "entries")
+    op.require(dim == op.power_of_two(dim), f"entries of {dim}; on a GPU a power of two")
+    args: dict[str, Arg] = {**op.tensors(a, "entries", "state", "az", "ape", "norm_weight", "cos_sin")}
+    args |= op.tensors(a, "slots", "q_starts", "seq_lens", "alive", "state_tables", "entry_tables")
     args["recent"] = a.state if a.recent is None else a.recent
-    args["recent_stride"] = Aligned(0 if a.recent is None else a.recent.strides[0])
-    args |= {"az_stride": aligned(a.az.strides[0]), "state_stride": Aligned(a.state.strides[0])}
-    args |= {"entry_stride": Aligned(a.entries.strides[0]), "state_width": a.state_tables.shape[1]}
+    args["recent_stride"] = op.Aligned(0 if a.recent is None else a.recent.strides[0])
+    args |= {"az_stride": op.aligned(a.az.strides[0]), "state_stride": op.Aligned(a.state.strides[0])}
+    args |= {"entry_stride": op.Aligned(a.entries.strides[0]), "state_width": a.state_tables.shape[1]}
     args |= {"entry_width": a.entry_tables.shape[1], "rows": rows, "eps": a.eps}
     window, overlap, early = a.ape.shape[0], a.state.shape[1] == 3, target.early(a.az.shape[0])
     constants: dict[str, int | str] = {"D": dim, "ROTARY": 2 * a.cos_sin.shape[2], "WINDOW": window}
@@ -246,11 +224,11 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         windows = 16 if a.rounding == "hadamard_q4" else min(16, max(1, 2048 // dim))
         grid = (a.az.shape[0] // (windows * window) + 2 * rows,)
         own = {**constants, "WINDOWS": windows}
-        yield launch(_DEVICE, "compress_windows", grid, args, own, early=early)
+        yield op.launch(_DEVICE, "compress_windows", grid, args, own, early=early)
     grid = (rows if single else a.az.shape[0] // PAGE + 2 * rows,)
     constants |= {"OVERLAP": overlap, "SINGLE": single, "STAGES": 1 if single else STAGES}
     constants["ENTRIES"] = single or alike or not overlap
-    yield launch(_DEVICE, "compress", grid, args, constants, early=early)
+    yield op.launch(_DEVICE, "compress", grid, args, constants, early=early)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:

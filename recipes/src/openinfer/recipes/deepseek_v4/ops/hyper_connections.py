@@ -9,46 +9,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    FLOATS,
-    NCCL,
-    SCALE_BLOCK,
-    Aligned,
-    Arg,
-    Array,
-    Coded,
-    Collective,
-    Command,
-    Communicator,
-    Cost,
-    Memory,
-    Op,
-    OpCase,
-    Scratch,
-    T,
-    Target,
-    Workload,
-    aligned,
-    depth,
-    expect,
-    expect_bf16,
-    expect_columns,
-    expect_q8,
-    expect_values,
-    f32,
-    launch,
-    matmul_nt,
-    power_of_two,
-    pushed_rows,
-    require,
-    rms_norm,
-    rounded,
-    sum_of_ranks,
-    sum_over,
-    tensors,
-    way_of,
-    write_values,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Arg, Array, Coded, Command, Cost, Op, Scratch, T, Target, Workload
 from openinfer.tensor import Tensor, float32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
@@ -72,12 +34,12 @@ def _mixing_launches(target: Target, a: _MixingArgs[Tensor]) -> Iterator[Command
     SMs."""
     pre = a if isinstance(a, _PreArgs) else None
     coded = pre.rounded_out if pre is not None else None
-    expect_bf16(a.streams)
-    expect_q8(target, coded is not None)
+    op.expect_bf16(a.streams)
+    op.expect_q8(target, coded is not None)
     (tokens, width), columns, n = a.out.shape, a.fn.shape[1], a.streams.shape[1]
-    require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
+    op.require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
     bt = 16 if tokens <= 64 or target.batch_invariant else 64
-    tiles, bk = -(-tokens // bt), depth(columns, 128)
+    tiles, bk = -(-tokens // bt), op.depth(columns, 128)
     split, programs = 1, target.num_sms // 2 if bt == 16 else 3 * target.num_sms
     while split < 128 and 2 * split * bk <= columns:
         if tiles * split >= programs and not target.batch_invariant:
@@ -85,29 +47,29 @@ def _mixing_launches(target: Target, a: _MixingArgs[Tensor]) -> Iterator[Command
         split *= 2
     partial = Scratch((split, tokens, 32), float32)
     own, early = {"NUMBERS": a.fn.shape[0], "SPLIT": split}, target.early(tokens)
-    args: dict[str, Arg] = {"partial": partial, **tensors(a, "streams", "fn"), "tokens": tokens}
+    args: dict[str, Arg] = {"partial": partial, **op.tensors(a, "streams", "fn"), "tokens": tokens}
     constants = own | {"BT": bt, "BK": bk, "STEPS": -(-columns // (bk * split))}
     grid = (split, tiles)
-    yield launch(_DEVICE, "hc_numbers", grid, args | {"K": Aligned(columns)}, constants, early=early)
+    yield op.launch(_DEVICE, "hc_numbers", grid, args | {"K": op.Aligned(columns)}, constants, early=early)
     codes, scales = (a.out, a.out) if coded is None else (coded.codes, coded.scales)
     mix, norm_weight = (a.base, a.base) if pre is None else (pre.mix, pre.norm_weight)
     args = {"out": a.out, "codes": codes, "scales": scales, "mix": mix, "streams": a.streams}
-    args |= {"partial": partial, **tensors(a, "base", "scale"), "norm_weight": norm_weight}
-    args |= {"tokens": tokens, "width": Aligned(width), "eps": a.eps, "hc_eps": a.hc_eps}
-    constants = own | {"BLOCKS": power_of_two(-(-width // 128)), "NORM": pre is not None}
+    args |= {"partial": partial, **op.tensors(a, "base", "scale"), "norm_weight": norm_weight}
+    args |= {"tokens": tokens, "width": op.Aligned(width), "eps": a.eps, "hc_eps": a.hc_eps}
+    constants = own | {"BLOCKS": op.power_of_two(-(-width // 128)), "NORM": pre is not None}
     constants["CODED"], warps = coded is not None, 8 if width > 2048 else 4
-    yield launch(_DEVICE, "hc_collapse", (tokens,), args, constants, num_warps=warps, early=early)
+    yield op.launch(_DEVICE, "hc_collapse", (tokens,), args, constants, num_warps=warps, early=early)
 
 
 def _mixing_check(a: _MixingArgs[Tensor]) -> None:
-    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
+    op.expect("streams", a.streams, (-1, -1, -1), *op.FLOATS)
     tokens, n, width = a.streams.shape
     numbers, scales = (2 * n + n * n, 3) if isinstance(a, _PreArgs) else (n, 1)
-    expect("out", a.out, (tokens, width), a.streams.dtype)
-    expect("fn", a.fn, (numbers, n * width), float32)
-    expect("base", a.base, (numbers,), float32)
-    expect("scale", a.scale, (scales,), float32)
-    require(a.eps > 0 and a.hc_eps > 0, f"eps is {a.eps} and hc_eps {a.hc_eps}; both must be positive")
+    op.expect("out", a.out, (tokens, width), a.streams.dtype)
+    op.expect("fn", a.fn, (numbers, n * width), float32)
+    op.expect("base", a.base, (numbers,), float32)
+    op.expect("scale", a.scale, (scales,), float32)
+    op.require(a.eps > 0 and a.hc_eps > 0, f"eps is {a.eps} and hc_eps {a.hc_eps}; both must be positive")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,34 +99,36 @@ def _pre_check(a: _PreArgs[Tensor]) -> None:
     _mixing_check(a)
     tokens, n, width = a.streams.shape
     if a.rounded_out is not None:
-        expect_values("rounded_out", a.rounded_out, (tokens, width), a.streams.dtype)
-    expect("mix", a.mix, (tokens, n + n * n), float32)
-    expect("norm_weight", a.norm_weight, (width,), float32)
-    require(width % SCALE_BLOCK == 0, f"streams are {width} wide; it must be a multiple of {SCALE_BLOCK}")
+        op.expect_values("rounded_out", a.rounded_out, (tokens, width), a.streams.dtype)
+    op.expect("mix", a.mix, (tokens, n + n * n), float32)
+    op.expect("norm_weight", a.norm_weight, (width,), float32)
+    op.require(
+        width % op.SCALE_BLOCK == 0, f"streams are {width} wide; it must be a multiple of {op.SCALE_BLOCK}"
+    )
 
 
 def _mixing(streams: Array, fn: Array, eps: float) -> Array:
-    flat = f32(streams).reshape(len(streams), -1)
+    flat = op.f32(streams).reshape(len(streams), -1)
     rms = np.sqrt(np.mean(flat * flat, axis=1, keepdims=True) + np.float32(eps))
-    return np.asarray(matmul_nt(flat, fn) / rms)
+    return np.asarray(op.matmul_nt(flat, fn) / rms)
 
 
 def _collapsed(streams: Array, pre: Array) -> Array:
     """sum_s pre[t, s] * streams[t, s], one stream after the other, rounded: float32 [T, D]."""
-    total = pre[:, :1] * f32(streams[:, 0])
+    total = pre[:, :1] * op.f32(streams[:, 0])
     for s in range(1, streams.shape[1]):
-        total = total + pre[:, s : s + 1] * f32(streams[:, s])
-    return rounded(total, streams.dtype)
+        total = total + pre[:, s : s + 1] * op.f32(streams[:, s])
+    return op.rounded(total, streams.dtype)
 
 
 def _pre_reference(a: _PreArgs[Array]) -> None:
     n = a.streams.shape[1]
     m = _mixing(a.streams, a.fn, a.eps) * np.repeat(a.scale, [n, n, n * n]) + a.base
     pre, a.mix[:] = sigmoid(m[:, :n]) + np.float32(a.hc_eps), m[:, n:]
-    normed = rms_norm(_collapsed(a.streams, pre).astype(a.streams.dtype), a.norm_weight, a.eps)
+    normed = op.rms_norm(_collapsed(a.streams, pre).astype(a.streams.dtype), a.norm_weight, a.eps)
     a.out[:] = normed
     if a.rounded_out is not None:
-        write_values(a.rounded_out, normed)
+        op.write_values(a.rounded_out, normed)
 
 
 def _pre_cost(workload: Workload, a: _PreArgs[Tensor]) -> Cost:
@@ -235,12 +199,12 @@ class _PostArgs(Generic[T]):
 
 
 def _post_check(a: _PostArgs[Tensor]) -> None:
-    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
+    op.expect("streams", a.streams, (-1, -1, -1), *op.FLOATS)
     tokens, n, width = a.streams.shape
-    expect("y", a.y, (tokens, width), a.streams.dtype)
-    expect("mix", a.mix, (tokens, n + n * n), float32)
-    require(a.hc_eps > 0, f"hc_eps is {a.hc_eps}; it must be positive")
-    require(a.iters >= 1, f"iters is {a.iters}; it must be at least 1")
+    op.expect("y", a.y, (tokens, width), a.streams.dtype)
+    op.expect("mix", a.mix, (tokens, n + n * n), float32)
+    op.require(a.hc_eps > 0, f"hc_eps is {a.hc_eps}; it must be positive")
+    op.require(a.iters >= 1, f"iters is {a.iters}; it must be at least 1")
 
 
 def sigmoid(x: Array) -> Array:
@@ -260,10 +224,10 @@ def sinkhorn(logits: Array, hc_eps: float, iters: int) -> Array:
     return np.asarray(c, np.float32)
 
 
-def _post_reference(a: _PostArgs[Array], communicator: Communicator | None) -> None:
+def _post_reference(a: _PostArgs[Array], communicator: op.Communicator | None) -> None:
     tokens, n, _ = a.streams.shape
     post, comb = 2 * sigmoid(a.mix[:, :n]), sinkhorn(a.mix[:, n:].reshape(tokens, n, n), a.hc_eps, a.iters)
-    old, added = f32(a.streams).copy(), rounded(sum_over(communicator, a.y), a.y.dtype)
+    old, added = op.f32(a.streams).copy(), op.rounded(op.sum_over(communicator, a.y), a.y.dtype)
     for k in range(n):
         total = post[:, k : k + 1] * added
         for j in range(n):
@@ -272,36 +236,36 @@ def _post_reference(a: _PostArgs[Array], communicator: Communicator | None) -> N
 
 
 def _post_launches(target: Target, a: _PostArgs[Tensor]) -> Iterator[Command]:
-    expect_bf16(a.streams)
+    op.expect_bf16(a.streams)
     tokens, n, width = a.streams.shape
     early = target.early(tokens)
-    require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
-    args: dict[str, Arg] = {**tensors(a, "streams", "y", "mix"), "hc_eps": a.hc_eps, "iters": a.iters}
+    op.require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
+    args: dict[str, Arg] = {**op.tensors(a, "streams", "y", "mix"), "hc_eps": a.hc_eps, "iters": a.iters}
     if a.ranks > 1:
-        part = depth(width, 1024)  # the width of all rows that the model's kernels push
-        rows, way = a.y.reshape(-1, part), way_of(target, a.ranks, a.y, ONE_KERNEL)
+        part = op.depth(width, 1024)  # the width of all rows that the model's kernels push
+        rows, way = a.y.reshape(-1, part), op.way_of(target, a.ranks, a.y, ONE_KERNEL)
         if part < 64:
-            way = NCCL
+            way = op.NCCL
         if way.kind == "push":
             warps = max(1, part // 256)
-            for pushed in pushed_rows(target, a.ranks, rows.shape[0], part, warps):
+            for pushed in op.pushed_rows(target, a.ranks, rows.shape[0], part, warps):
                 own, constants = args | pushed.args, {**pushed.constants, "PARTS": width // part}
-                yield launch(
+                yield op.launch(
                     _DEVICE, "hc_post_ranks", pushed.grid, own, constants, num_warps=warps, early=early
                 )
             return
-        yield from sum_of_ranks(target, rows, rows, a.ranks, add=False, way=way)
+        yield from op.sum_of_ranks(target, rows, rows, a.ranks, add=False, way=way)
     # Each program finds its token's numbers, so a token has one, but for tokens that leave SMs idle.
     few = 4 * tokens <= target.num_sms and not target.batch_invariant
-    block = min(1024 if few else 4096, power_of_two(width))
-    args, grid = args | {"width": Aligned(width)}, (tokens, -(-width // block))
-    yield launch(_DEVICE, "hc_post", grid, args, {"BLOCK": block}, early=early)
+    block = min(1024 if few else 4096, op.power_of_two(width))
+    args, grid = args | {"width": op.Aligned(width)}, (tokens, -(-width // block))
+    yield op.launch(_DEVICE, "hc_post", grid, args, {"BLOCK": block}, early=early)
 
 
 def _post_cost(workload: Workload, a: _PostArgs[Tensor]) -> Cost:
     _, n, width = a.streams.shape
     numbers = (2 * n + 1) * width * a.streams.itemsize + a.mix.shape[1] * 4
-    link = Collective("all_reduce", a.y, a.y, a.ranks).link_bytes
+    link = op.Collective("all_reduce", a.y, a.y, a.ranks).link_bytes
     return Cost(workload.tokens * numbers, workload.tokens * 2 * (n * n + n) * width, link)
 
 
@@ -322,20 +286,20 @@ class _SpreadArgs(Generic[T]):
 
 
 def _spread_check(a: _SpreadArgs[Tensor]) -> None:
-    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
-    expect("x", a.x, (a.streams.shape[0], a.streams.shape[2]), a.streams.dtype)
+    op.expect("streams", a.streams, (-1, -1, -1), *op.FLOATS)
+    op.expect("x", a.x, (a.streams.shape[0], a.streams.shape[2]), a.streams.dtype)
 
 
 def _spread_reference(a: _SpreadArgs[Array]) -> None:
-    a.streams[:] = f32(a.streams) + f32(a.x)[:, None] if a.add else a.x[:, None]
+    a.streams[:] = op.f32(a.streams) + op.f32(a.x)[:, None] if a.add else a.x[:, None]
 
 
 def _spread_launches(target: Target, a: _SpreadArgs[Tensor]) -> Iterator[Command]:
     tokens, n, width = a.streams.shape
-    block = min(1024, power_of_two(width))
-    args, grid = {**tensors(a), "width": aligned(width)}, (tokens, -(-width // block))
+    block = min(1024, op.power_of_two(width))
+    args, grid = {**op.tensors(a), "width": op.aligned(width)}, (tokens, -(-width // block))
     constants = {"STREAMS": n, "ADD": a.add, "BLOCK": block}
-    yield launch(_DEVICE, "spread", grid, args, constants, early=target.early(tokens))
+    yield op.launch(_DEVICE, "spread", grid, args, constants, early=target.early(tokens))
 
 
 def _spread_cost(workload: Workload, a: _SpreadArgs[Tensor]) -> Cost:
@@ -357,21 +321,21 @@ class _MeanArgs(Generic[T]):
 
 
 def _mean_check(a: _MeanArgs[Tensor]) -> None:
-    expect("streams", a.streams, (-1, -1, -1), *FLOATS)
+    op.expect("streams", a.streams, (-1, -1, -1), *op.FLOATS)
     tokens, _, width = a.streams.shape
-    expect_columns("out", a.out, (tokens, width), a.streams.dtype)
+    op.expect_columns("out", a.out, (tokens, width), a.streams.dtype)
 
 
 def _mean_reference(a: _MeanArgs[Array]) -> None:
-    a.out[:] = f32(a.streams).mean(axis=1)
+    a.out[:] = op.f32(a.streams).mean(axis=1)
 
 
 def _mean_launches(target: Target, a: _MeanArgs[Tensor]) -> Iterator[Command]:
-    expect_bf16(a.streams)
+    op.expect_bf16(a.streams)
     tokens, n, width = a.streams.shape
-    args = {**tensors(a), "width": aligned(width), "stride": aligned(a.out.strides[0])}
-    constants, early = {"STREAMS": n, "BLOCKS": power_of_two(-(-width // 128))}, target.early(tokens)
-    yield launch(_DEVICE, "mean_streams", (tokens,), args, constants, early=early)
+    args = {**op.tensors(a), "width": op.aligned(width), "stride": op.aligned(a.out.strides[0])}
+    constants, early = {"STREAMS": n, "BLOCKS": op.power_of_two(-(-width // 128))}, target.early(tokens)
+    yield op.launch(_DEVICE, "mean_streams", (tokens,), args, constants, early=early)
 
 
 def _mean_cost(workload: Workload, a: _MeanArgs[Tensor]) -> Cost:
@@ -382,7 +346,7 @@ def _mean_cost(workload: Workload, a: _MeanArgs[Tensor]) -> Cost:
 mean_streams = Op("mean_streams", _MeanArgs[Tensor], _mean_check, _mean_reference, _mean_launches, _mean_cost)
 
 
-def cases(memory: Memory) -> Iterator[OpCase]:
+def cases(memory: op.Memory) -> Iterator[op.OpCase]:
     """The streams of a DeepSeek-V4-Flash layer."""
     hidden, n, numbers = 4096, 4, 24
     for tokens in (1, 8, 32, 128, 1024, 4096):
@@ -398,10 +362,10 @@ def cases(memory: Memory) -> Iterator[OpCase]:
             "out": out, "rounded_out": rounded_out, "mix": mix, **both, "base": base, "scale": scale,
             "norm_weight": memory.normal(hidden, dtype=float32), "eps": 1e-6, "hc_eps": 1e-6,
         }  # fmt: skip
-        yield OpCase(f"V4-Flash, {tokens} tokens", hc_pre, memory.copies(pre, "streams", "fn"), workload)
+        yield op.OpCase(f"V4-Flash, {tokens} tokens", hc_pre, memory.copies(pre, "streams", "fn"), workload)
         y = memory.normal(tokens, hidden)
         post = {"streams": both["streams"], "y": y, "mix": mix, "hc_eps": 1e-6, "iters": 20}
-        yield OpCase(f"V4-Flash, {tokens} tokens", hc_post, memory.copies(post, "streams"), workload)
+        yield op.OpCase(f"V4-Flash, {tokens} tokens", hc_post, memory.copies(post, "streams"), workload)
         head = {"out": out, "streams": both["streams"], "fn": both["fn"][:n], "base": base[:n], "scale": scale[:1],
                 "eps": 1e-6, "hc_eps": 1e-6}  # fmt: skip
-        yield OpCase(f"V4-Flash, {tokens} tokens", hc_head, memory.copies(head, "streams"), workload)
+        yield op.OpCase(f"V4-Flash, {tokens} tokens", hc_head, memory.copies(head, "streams"), workload)

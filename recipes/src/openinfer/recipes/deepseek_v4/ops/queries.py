@@ -8,38 +8,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    FLOATS,
-    SCALE_BLOCK,
-    Aligned,
-    Arg,
-    Array,
-    Coded,
-    Command,
-    Cost,
-    Op,
-    T,
-    Target,
-    Workload,
-    aligned,
-    code_args,
-    expect,
-    expect_bf16,
-    expect_columns,
-    expect_cos_sin,
-    expect_each,
-    expect_values,
-    f32,
-    launch,
-    power_of_two,
-    q8,
-    require,
-    rms_norm,
-    rotated_pairs,
-    rounded,
-    tensors,
-    write_values,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Arg, Array, Coded, Command, Cost, Op, T, Target, Workload
 from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.tensor import Tensor, float32, int32
 
@@ -50,7 +20,7 @@ KV_BLOCK = 64
 
 def rounded_key(x: Array, rotary: int) -> Array:
     """Float32 x [..., d] with all but the last `rotary` channels through q8 in blocks of 64."""
-    return np.concatenate([q8(x[..., :-rotary], KV_BLOCK), x[..., -rotary:]], axis=-1)
+    return np.concatenate([op.q8(x[..., :-rotary], KV_BLOCK), x[..., -rotary:]], axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,30 +53,34 @@ class _Args(Generic[T]):
 def _check(a: _Args[Tensor]) -> None:
     dim, tokens = a.kv.shape[-1], a.positions.shape[0]
     if a.block_tables is None:
-        expect("kv", a.kv, (tokens, dim), *FLOATS)
+        op.expect("kv", a.kv, (tokens, dim), *op.FLOATS)
     else:
-        expect_columns("kv", a.kv, (-1, PAGE, -1), *FLOATS)
-        expect("block_tables", a.block_tables, (-1, -1), int32)
-    expect_values("qr", a.qr, (tokens, -1), a.kv.dtype)
+        op.expect_columns("kv", a.kv, (-1, PAGE, -1), *op.FLOATS)
+        op.expect("block_tables", a.block_tables, (-1, -1), int32)
+    op.expect_values("qr", a.qr, (tokens, -1), a.kv.dtype)
     width = a.qr.shape[1]
-    expect("qkv", a.qkv, (tokens, width + dim), a.kv.dtype)
-    expect("q_norm", a.q_norm, (width,), float32)
-    expect("kv_norm", a.kv_norm, (dim,), float32)
-    expect_cos_sin(a.cos_sin, dim)
-    expect_each(a, (tokens,), int32, "positions", "token_slots")
+    op.expect("qkv", a.qkv, (tokens, width + dim), a.kv.dtype)
+    op.expect("q_norm", a.q_norm, (width,), float32)
+    op.expect("kv_norm", a.kv_norm, (dim,), float32)
+    op.expect_cos_sin(a.cos_sin, dim)
+    op.expect_each(a, (tokens,), int32, "positions", "token_slots")
     plain = dim - 2 * a.cos_sin.shape[2]
-    require(width % SCALE_BLOCK == 0, f"qr has {width} columns; it must be a multiple of {SCALE_BLOCK}")
-    require(plain % KV_BLOCK == 0, f"{plain} channels are not rotated; it must be a multiple of {KV_BLOCK}")
-    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
+    op.require(
+        width % op.SCALE_BLOCK == 0, f"qr has {width} columns; it must be a multiple of {op.SCALE_BLOCK}"
+    )
+    op.require(
+        plain % KV_BLOCK == 0, f"{plain} channels are not rotated; it must be a multiple of {KV_BLOCK}"
+    )
+    op.require(a.eps > 0, f"eps is {a.eps}; it must be positive")
 
 
 def _reference(a: _Args[Array]) -> None:
     width = a.qr.shape[1]
-    write_values(a.qr, f32(rms_norm(a.qkv[:, :width], a.q_norm, a.eps)))
+    op.write_values(a.qr, op.f32(op.rms_norm(a.qkv[:, :width], a.q_norm, a.eps)))
     live = np.flatnonzero(a.token_slots)
     position = a.positions[live]
-    key = f32(rms_norm(a.qkv[live, width:], a.kv_norm, a.eps))
-    key = rounded(rotated_pairs(key, a.cos_sin, position), a.kv.dtype)
+    key = op.f32(op.rms_norm(a.qkv[live, width:], a.kv_norm, a.eps))
+    key = op.rounded(op.rotated_pairs(key, a.cos_sin, position), a.kv.dtype)
     key = rounded_key(key, 2 * a.cos_sin.shape[2]) if a.quantized else key
     if a.block_tables is None:
         a.kv[live] = key
@@ -116,16 +90,16 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     (tokens, width), dim, tables = a.qr.shape, a.kv.shape[-1], a.block_tables
-    expect_bf16(a.kv, "kv")
-    require(dim == power_of_two(dim), f"kv has vectors of {dim}; on a GPU a power of two")
-    args = {**code_args(a.qr), **tensors(a, "kv", "qkv", "q_norm", "kv_norm", "cos_sin", "positions")}
+    op.expect_bf16(a.kv, "kv")
+    op.require(dim == op.power_of_two(dim), f"kv has vectors of {dim}; on a GPU a power of two")
+    args = {**op.code_args(a.qr), **op.tensors(a, "kv", "qkv", "q_norm", "kv_norm", "cos_sin", "positions")}
     args |= {"token_slots": a.token_slots, "block_tables": a.token_slots if tables is None else tables}
-    args |= {"width": aligned(width), "table_width": 0 if tables is None else tables.shape[1]}
-    args |= {"page_stride": Aligned(a.kv.strides[0]), "eps": a.eps}
-    constants = {"BLOCK": power_of_two(width), "D": dim, "ROTARY": 2 * a.cos_sin.shape[2]}
+    args |= {"width": op.aligned(width), "table_width": 0 if tables is None else tables.shape[1]}
+    args |= {"page_stride": op.Aligned(a.kv.strides[0]), "eps": a.eps}
+    constants = {"BLOCK": op.power_of_two(width), "D": dim, "ROTARY": 2 * a.cos_sin.shape[2]}
     constants |= {"PAGE": 0 if tables is None else PAGE, "CODED": isinstance(a.qr, Coded)}
     constants |= {"QUANTIZED": a.quantized}
-    yield launch(_DEVICE, "q_kv_write", (tokens, 2), args, constants, early=target.early(tokens))
+    yield op.launch(_DEVICE, "q_kv_write", (tokens, 2), args, constants, early=target.early(tokens))
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
@@ -149,10 +123,10 @@ class _PlaceArgs(Generic[T]):
 
 def _place_check(a: _PlaceArgs[Tensor]) -> None:
     tokens, dim = a.positions.shape[0], a.kv.shape[-1]
-    expect("x", a.x, (tokens, dim), *FLOATS)
-    expect_columns("kv", a.kv, (-1, PAGE, -1), a.x.dtype)
-    expect("block_tables", a.block_tables, (-1, -1), int32)
-    expect_each(a, (tokens,), int32, "positions", "token_slots")
+    op.expect("x", a.x, (tokens, dim), *op.FLOATS)
+    op.expect_columns("kv", a.kv, (-1, PAGE, -1), a.x.dtype)
+    op.expect("block_tables", a.block_tables, (-1, -1), int32)
+    op.expect_each(a, (tokens,), int32, "positions", "token_slots")
 
 
 def _place_reference(a: _PlaceArgs[Array]) -> None:
@@ -163,11 +137,15 @@ def _place_reference(a: _PlaceArgs[Array]) -> None:
 
 def _place_launches(target: Target, a: _PlaceArgs[Tensor]) -> Iterator[Command]:
     tokens, dim = a.x.shape
-    require(dim == power_of_two(dim), f"x has vectors of {dim}; on a GPU a power of two")
-    page_stride = Aligned(a.kv.strides[0])
-    args: dict[str, Arg] = {**tensors(a), "table_width": a.block_tables.shape[1], "page_stride": page_stride}
+    op.require(dim == op.power_of_two(dim), f"x has vectors of {dim}; on a GPU a power of two")
+    page_stride = op.Aligned(a.kv.strides[0])
+    args: dict[str, Arg] = {
+        **op.tensors(a),
+        "table_width": a.block_tables.shape[1],
+        "page_stride": page_stride,
+    }
     constants, early = {"D": dim, "PAGE": PAGE}, target.early(tokens)
-    yield launch(_DEVICE, "place_vectors", (tokens,), args, constants, num_warps=1, early=early)
+    yield op.launch(_DEVICE, "place_vectors", (tokens,), args, constants, num_warps=1, early=early)
 
 
 def _place_cost(workload: Workload, a: _PlaceArgs[Tensor]) -> Cost:

@@ -7,36 +7,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    CONSUMER_SHARED_BYTES,
-    FLOATS,
-    Aligned,
-    Arg,
-    Array,
-    Command,
-    Cost,
-    Launch,
-    Op,
-    Scratch,
-    T,
-    Target,
-    Workload,
-    aligned,
-    expect,
-    expect_bf16,
-    expect_columns,
-    expect_cos_sin,
-    expect_each,
-    f32,
-    launch,
-    power_of_two,
-    require,
-    rms_norm,
-    rotated_pairs,
-    rounded,
-    shared_bytes,
-    tensors,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Arg, Array, Command, Cost, Launch, Op, Scratch, T, Target, Workload
 from openinfer.recipes.deepseek_v4.ops import PAGE
 from openinfer.tensor import Tensor, float16, float32, int32
 
@@ -95,8 +67,8 @@ def hopper_tuning(target: Target, tokens: int, heads: int, vectors: int) -> Hopp
 def attend_tuning(target: Target, tokens: int, heads: int, vectors: int, *, selected: bool) -> AttendTuning:
     """The tuning for tokens that see at most `vectors`: as many parts as fill the GPU once, with one program an SM."""
     # With the queries and two blocks in shared memory, as the architecture's compiler lays them out.
-    block = 64 if target.arch == 90 else 32 if shared_bytes(target.arch) > CONSUMER_SHARED_BYTES else 16
-    rows = max(16, min(64, power_of_two(heads)))
+    block = 64 if target.arch == 90 else 32 if op.shared_bytes(target.arch) > op.CONSUMER_SHARED_BYTES else 16
+    rows = max(16, min(64, op.power_of_two(heads)))
     programs, blocks = tokens * -(-heads // rows), -(-vectors // block)
     splits = 1 if target.batch_invariant else max(1, min(target.num_sms // programs, blocks, MOST_PARTS))
     return AttendTuning(block, 4 if selected else 3, splits, rows)
@@ -179,10 +151,14 @@ class SparseAttendArgs(Generic[T]):
         weight = Scratch((tokens, splits, heads), float32) if splits > 1 else self.sinks
         entries = self.entries or self.kv
         every = replace(self, entries=entries, selected=self.selected or self.token_slots)
-        sees: dict[str, Arg] = {"heads": aligned(heads), "window": self.window, "most": aligned(self.most)}
-        args: dict[str, Arg] = {**tensors(every), "partial": partial, "weight": weight}
+        sees: dict[str, Arg] = {
+            "heads": op.aligned(heads),
+            "window": self.window,
+            "most": op.aligned(self.most),
+        }
+        args: dict[str, Arg] = {**op.tensors(every), "partial": partial, "weight": weight}
         args |= {"kv_width": self.kv_tables.shape[1], "entry_width": self.entry_tables.shape[1]}
-        args |= {"kv_stride": Aligned(self.kv.strides[0]), "entry_stride": Aligned(entries.strides[0])}
+        args |= {"kv_stride": op.Aligned(self.kv.strides[0]), "entry_stride": op.Aligned(entries.strides[0])}
         args |= {**sees, "scale": self.scale * math.log2(math.e), "eps": self.eps}
         constants = {"D": dim, "PAGE_BITS": PAGE.bit_length() - 1, "BN": tuning.block, "SPLITS": splits}
         constants["ENTRY_BITS"] = -1 if self.most == self.block else entries.shape[1].bit_length() - 1
@@ -190,52 +166,52 @@ class SparseAttendArgs(Generic[T]):
         own = constants | {"SELECTED": self.selected is not None}
         if isinstance(tuning, HopperTuning):
             own, grid = own | {"STAGES": tuning.stages}, (splits, tokens, heads // 64)
-            yield launch(_HOPPER, "sparse_attend_hopper", grid, args, own, num_warps=4, early=early)
+            yield op.launch(_HOPPER, "sparse_attend_hopper", grid, args, own, num_warps=4, early=early)
         else:
             grid, stages = (splits, tokens, -(-heads // tuning.heads)), tuning.stages
             own |= {**rotary, "BM": tuning.heads}
-            yield launch(
+            yield op.launch(
                 _ATTEND, "sparse_attend", grid, args, own, num_warps=8, num_stages=stages, early=early
             )
         if splits > 1:
-            block = min(power_of_two(heads), max(1, 16 // power_of_two(splits)))
+            block = min(op.power_of_two(heads), max(1, 16 // op.power_of_two(splits)))
             args = {"out": self.out, "partial": partial, "weight": weight}
-            args |= {**tensors(self, "sinks", "cos_sin", "positions", "token_slots"), **sees}
+            args |= {**op.tensors(self, "sinks", "cos_sin", "positions", "token_slots"), **sees}
             merge, own = (tokens, -(-heads // block)), constants | rotary | {"HEADS": block}
-            yield launch(_ATTEND, "merge_parts", merge, args, own, num_warps=2 * block, early=early)
+            yield op.launch(_ATTEND, "merge_parts", merge, args, own, num_warps=2 * block, early=early)
 
 
 def _check(a: SparseAttendArgs[Tensor]) -> None:
-    expect("q", a.q, (-1, -1, -1), *FLOATS)
+    op.expect("q", a.q, (-1, -1, -1), *op.FLOATS)
     tokens, heads, dim = a.q.shape
-    expect("out", a.out, (tokens, heads * dim), a.q.dtype)
-    expect_columns("kv", a.kv, (-1, PAGE, dim), a.q.dtype)
+    op.expect("out", a.out, (tokens, heads * dim), a.q.dtype)
+    op.expect_columns("kv", a.kv, (-1, PAGE, dim), a.q.dtype)
     if a.block and a.entries is not None:
-        require(a.selected is None, "a block has its entries, of which none are selected")
-        require(tokens % a.block == 0, f"{tokens} tokens cannot be divided into blocks of {a.block}")
-        expect("entries", a.entries, (tokens, dim), a.q.dtype)
+        op.require(a.selected is None, "a block has its entries, of which none are selected")
+        op.require(tokens % a.block == 0, f"{tokens} tokens cannot be divided into blocks of {a.block}")
+        op.expect("entries", a.entries, (tokens, dim), a.q.dtype)
     elif a.entries is not None:
-        expect_columns("entries", a.entries, (-1, -1, dim), a.q.dtype)
+        op.expect_columns("entries", a.entries, (-1, -1, dim), a.q.dtype)
         per_page = a.entries.shape[1]
-        require(PAGE % per_page == 0, f"entries has {per_page} a page; that must divide {PAGE}")
+        op.require(PAGE % per_page == 0, f"entries has {per_page} a page; that must divide {PAGE}")
     if a.selected is not None:
-        require(a.entries is not None, "selected is given, and no entries to select from")
-        expect("selected", a.selected, (tokens, -1), int32)
-    expect("sinks", a.sinks, (heads,), float32)
-    expect_cos_sin(a.cos_sin, dim)
-    expect_each(a, (tokens,), int32, "positions", "token_slots")
-    expect("kv_tables", a.kv_tables, (-1, -1), int32)
-    expect("entry_tables", a.entry_tables, (a.kv_tables.shape[0], -1), int32)
-    require(a.scale > 0, f"scale is {a.scale}; it must be positive")
-    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
-    require(not a.block or a.entries is not None, "a block has entries")
-    require(1 <= a.window <= PAGE, f"window is {a.window}; it must be in [1, {PAGE}]")
+        op.require(a.entries is not None, "selected is given, and no entries to select from")
+        op.expect("selected", a.selected, (tokens, -1), int32)
+    op.expect("sinks", a.sinks, (heads,), float32)
+    op.expect_cos_sin(a.cos_sin, dim)
+    op.expect_each(a, (tokens,), int32, "positions", "token_slots")
+    op.expect("kv_tables", a.kv_tables, (-1, -1), int32)
+    op.expect("entry_tables", a.entry_tables, (a.kv_tables.shape[0], -1), int32)
+    op.require(a.scale > 0, f"scale is {a.scale}; it must be positive")
+    op.require(a.eps > 0, f"eps is {a.eps}; it must be positive")
+    op.require(not a.block or a.entries is not None, "a block has entries")
+    op.require(1 <= a.window <= PAGE, f"window is {a.window}; it must be in [1, {PAGE}]")
 
 
 def _reference(a: SparseAttendArgs[Array]) -> None:
     dtype = a.q.dtype
-    unit = f32(rms_norm(a.q, np.ones(a.q.shape[2], np.float32), a.eps))
-    turned = rounded(rotated_pairs(unit, a.cos_sin, a.positions), dtype)
+    unit = op.f32(op.rms_norm(a.q, np.ones(a.q.shape[2], np.float32), a.eps))
+    turned = op.rounded(op.rotated_pairs(unit, a.cos_sin, a.positions), dtype)
     o = np.zeros_like(turned)
     for token in np.flatnonzero(a.token_slots):
         # One query at a time: the result must not depend on the chunk.
@@ -243,29 +219,29 @@ def _reference(a: SparseAttendArgs[Array]) -> None:
         rows = len(o) // a.block if a.block else 1
         end = int(a.positions[token % rows]) if a.block else p + 1
         position = np.arange(max(0, end - a.window), end)
-        parts = [f32(a.kv[a.kv_tables[slot, position // PAGE], position % PAGE])]
+        parts = [op.f32(a.kv[a.kv_tables[slot, position // PAGE], position % PAGE])]
         if a.block and a.entries is not None:
-            parts.append(f32(a.entries[token % rows :: rows]))
+            parts.append(op.f32(a.entries[token % rows :: rows]))
         elif a.entries is not None:
             per_page = a.entries.shape[1]
             w = np.arange((p + 1) // (PAGE // per_page))
             if a.selected is not None:
                 w = a.selected[token, : len(w)]
-            parts.append(f32(a.entries[a.entry_tables[slot, w // per_page], w % per_page]))
+            parts.append(op.f32(a.entries[a.entry_tables[slot, w // per_page], w % per_page]))
         keys = np.concatenate(parts)
         logits = (turned[token] @ keys.T) * np.float32(a.scale)
         top = np.maximum(logits.max(axis=1), a.sinks)[:, None]
         weights = np.exp(logits - top)
         total = weights.sum(axis=1, keepdims=True) + np.exp(a.sinks[:, None] - top)
-        o[token] = rounded(rounded(weights, dtype) @ keys / total, dtype)
-    a.out[:] = rotated_pairs(o, a.cos_sin, a.positions, back=True).reshape(a.out.shape)
+        o[token] = op.rounded(op.rounded(weights, dtype) @ keys / total, dtype)
+    a.out[:] = op.rotated_pairs(o, a.cos_sin, a.positions, back=True).reshape(a.out.shape)
 
 
 def _launches(target: Target, a: SparseAttendArgs[Tensor]) -> Iterator[Command]:
-    expect_bf16(a.q, "q")
+    op.expect_bf16(a.q, "q")
     dim, rotary = a.q.shape[2], 2 * a.cos_sin.shape[2]
-    require(
-        dim == power_of_two(dim) and dim >= 64 and rotary <= dim // 4,
+    op.require(
+        dim == op.power_of_two(dim) and dim >= 64 and rotary <= dim // 4,
         f"heads of {dim}, of which {rotary} channels rotate; on a GPU a power of two from 64, and a quarter",
     )
     yield from a.launches(target, a.tuning(target))

@@ -7,34 +7,8 @@ from typing import Generic
 import numpy as np
 
 from openinfer.kernels import attend, norm_rope_attend, qk_norm_rope_write
-from openinfer.kernels.authoring import (
-    FLOATS,
-    NEW_PAIRS,
-    Array,
-    AttentionCall,
-    Command,
-    Cost,
-    Op,
-    QkvAttentionArgs,
-    Scratch,
-    T,
-    Target,
-    Workload,
-    aligned,
-    attend_pairs,
-    attention_launches,
-    choose_attention,
-    expect,
-    expect_cos_sin,
-    f32,
-    launch,
-    new_tokens,
-    require,
-    require_attention,
-    rounded,
-    tensors,
-    write_launch,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Array, Command, Cost, Op, Scratch, T, Target, Workload
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import sigmoid
 from openinfer.tensor import Tensor, float32
 
@@ -49,26 +23,28 @@ class GateArgs(Generic[T]):
 
 
 def _gate_check(a: GateArgs[Tensor]) -> None:
-    expect("out", a.out, (-1, -1, -1), *FLOATS)
+    op.expect("out", a.out, (-1, -1, -1), *op.FLOATS)
     tokens, heads, dim = a.out.shape
-    expect("gate", a.gate, (tokens, heads, -1), a.out.dtype, dense=False)
+    op.expect("gate", a.gate, (tokens, heads, -1), a.out.dtype, dense=False)
     fits = a.gate.shape[2] in (1, dim)
-    require(fits, f"gate has {a.gate.shape[2]} columns a head; it must have 1 or {dim}")
-    require(a.gate.shape[2] == 1 or a.gate.strides[2] == 1, "the columns of gate must be next to each other")
+    op.require(fits, f"gate has {a.gate.shape[2]} columns a head; it must have 1 or {dim}")
+    op.require(
+        a.gate.shape[2] == 1 or a.gate.strides[2] == 1, "the columns of gate must be next to each other"
+    )
 
 
 def _gate_reference(a: GateArgs[Array]) -> None:
-    a.out[:] = f32(a.out) * rounded(sigmoid(f32(a.gate)), a.out.dtype)
+    a.out[:] = op.f32(a.out) * op.rounded(sigmoid(op.f32(a.gate)), a.out.dtype)
 
 
 def _gate_launches(target: Target, a: GateArgs[Tensor]) -> Iterator[Command]:
     (tokens, heads, dim), block = a.out.shape, 1024
-    by_token, by_head = (aligned(stride) for stride in a.gate.strides[:2])
-    sizes = {"width": aligned(heads * dim), "token_stride": by_token, "head_stride": by_head}
+    by_token, by_head = (op.aligned(stride) for stride in a.gate.strides[:2])
+    sizes = {"width": op.aligned(heads * dim), "token_stride": by_token, "head_stride": by_head}
     constants = {"DIM": dim, "GATES": a.gate.shape[2], "BLOCK": block}
-    yield launch(
+    yield op.launch(
         "openinfer.recipes.qwen3_5.device.gates", "sigmoid_gate", (tokens, -(-heads * dim // block)),
-        {**tensors(a), **sizes}, constants, early=target.starts_early,
+        {**op.tensors(a), **sizes}, constants, early=target.starts_early,
     )  # fmt: skip
 
 
@@ -82,7 +58,7 @@ sigmoid_gate = Op("sigmoid_gate", GateArgs[Tensor], _gate_check, _gate_reference
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Args(QkvAttentionArgs[T], Generic[T]):
+class _Args(op.QkvAttentionArgs[T], Generic[T]):
     """Three ops in one: qk_norm_rope_write, attend and sigmoid_gate.
 
     qk_norm_rope_write takes qkv [T, (2 A + 2 G) d] and writes kv. attend takes its queries and writes out [T, A * d].
@@ -97,9 +73,9 @@ class _Args(QkvAttentionArgs[T], Generic[T]):
 def _check(a: _Args[Tensor]) -> None:
     a.expect(gated=True)
     dim = a.kv.shape[4]
-    expect("q_norm", a.q_norm, (dim,), a.out.dtype, float32)
-    expect("k_norm", a.k_norm, (dim,), a.q_norm.dtype)
-    expect_cos_sin(a.cos_sin, dim)
+    op.expect("q_norm", a.q_norm, (dim,), a.out.dtype, float32)
+    op.expect("k_norm", a.k_norm, (dim,), a.q_norm.dtype)
+    op.expect_cos_sin(a.cos_sin, dim)
 
 
 def _reference(a: _Args[Array]) -> None:
@@ -120,25 +96,25 @@ def columns(wide: Tensor, first: int, shape: tuple[int, int], strides: tuple[int
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     page_size, dim = a.kv.shape[3:]
-    require_attention(a.out.dtype, dim, page_size)
+    op.require_attention(a.out.dtype, dim, page_size)
     shape = (a.out.shape[0], a.out.shape[1] // dim, dim)
     q = Scratch(shape, a.out.dtype)
-    call = AttentionCall.of(a.attending(q, 0))
+    call = op.AttentionCall.of(a.attending(q, 0))
     gates_of_heads = columns(a.qkv, dim, (shape[1], dim), (2 * dim, 1))
-    if pairs := attend_pairs(target, call, a.max_q_len, gates_of_heads):
-        yield write_launch(target, a.writing(q), early_behind=True)
+    if pairs := op.attend_pairs(target, call, a.max_q_len, gates_of_heads):
+        yield op.write_launch(target, a.writing(q), early_behind=True)
         yield pairs
         return
-    choice = choose_attention(target, call)
+    choice = op.choose_attention(target, call)
     rotary = 2 * a.cos_sin.shape[2]
     # With more programs than SMs nothing hides what a program does before its first page, and three kernels are faster.
-    one_kernel = call.group <= NEW_PAIRS and call.rows * call.kv_heads <= target.num_sms
+    one_kernel = call.group <= op.NEW_PAIRS and call.rows * call.kv_heads <= target.num_sms
     if a.max_q_len == 1 and one_kernel and rotary >= 2 and not target.batch_invariant:
-        new = tensors(a, "qkv", "q_norm", "k_norm", "cos_sin")
-        yield new_tokens(call, choice, new, {}, a.eps, rotary=rotary, gated=True)
+        new = op.tensors(a, "qkv", "q_norm", "k_norm", "cos_sin")
+        yield op.new_tokens(call, choice, new, {}, a.eps, rotary=rotary, gated=True)
         return
-    yield write_launch(target, a.writing(q))
-    yield from attention_launches(call, choice, a.max_q_len)
+    yield op.write_launch(target, a.writing(q))
+    yield from op.attention_launches(call, choice, a.max_q_len)
     gates = GateArgs(out=a.out.reshape(*shape), gate=gates_of_heads)
     yield from sigmoid_gate.launches(target, gates)
 

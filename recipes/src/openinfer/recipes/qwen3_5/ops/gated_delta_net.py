@@ -7,38 +7,8 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    FLOATS,
-    Arg,
-    Array,
-    CaseRows,
-    Command,
-    Commands,
-    Cost,
-    Launch,
-    Memory,
-    Op,
-    OpCase,
-    Scratch,
-    T,
-    Target,
-    Workload,
-    aligned,
-    beside,
-    expect,
-    expect_bf16,
-    expect_columns,
-    expect_each,
-    expect_max_q_len,
-    expect_rows,
-    f32,
-    launch,
-    power_of_two,
-    require,
-    rounded,
-    silu,
-    tensors,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Arg, Array, Command, Cost, Launch, Op, Scratch, T, Target, Workload
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 STATE_CHUNK = 64
@@ -189,8 +159,8 @@ def _taps(a: DeltaArgs[Tensor]) -> dict[str, int]:
 
 def _strides(a: DeltaArgs[Tensor], *names: str) -> dict[str, Arg]:
     """Elements from one token or block of a tensor to the next, as `<name>_stride`."""
-    given = tensors(a, *names).items()
-    return {f"{name}_stride".replace("_state_", "_"): aligned(tensor.strides[0]) for name, tensor in given}
+    given = op.tensors(a, *names).items()
+    return {f"{name}_stride".replace("_state_", "_"): op.aligned(tensor.strides[0]) for name, tensor in given}
 
 
 def delta_launches(a: DeltaArgs[Tensor], tuning: Tuning) -> Iterator[Command]:
@@ -215,7 +185,7 @@ def delta_launches(a: DeltaArgs[Tensor], tuning: Tuning) -> Iterator[Command]:
     elif rows == 1:  # a prompt: that it may have one token left is not worth a launch in every step
         yield from _chunks(a, tuning, 0)
     elif tuning.beside:
-        yield from beside(_chunks(a, tuning, 1), [_step(a, tuning, 0)])
+        yield from op.beside(_chunks(a, tuning, 1), [_step(a, tuning, 0)])
     else:
         yield from (*_chunks(a, tuning, 1), _step(a, tuning, 0))
 
@@ -225,14 +195,14 @@ def _step(a: DeltaArgs[Tensor], tuning: Tuning, tokens: int) -> Launch:
     (_, heads, _, dv), rows = a.state.shape, a.slots.shape[0]
     columns = min(tuning.step_columns, dv)
     own = ("out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state", "state")
-    args: dict[str, Arg] = {**tensors(a, *own, *_OF_ROWS, "state_from", "state_to")}
+    args: dict[str, Arg] = {**op.tensors(a, *own, *_OF_ROWS, "state_from", "state_to")}
     args["partial"] = Scratch((rows, heads, dv), float32)
     args["arrived"] = Scratch((rows, heads), int32, zeroed=True)
     args |= {**_strides(a, "qkv", "z", "ba", "conv_state", "state"), "eps": a.eps, "tokens": tokens}
     grid, constants = (heads * (dv // columns), rows), _sizes(a) | _taps(a) | {"BV": columns}
     warps, registers = tuning.step_warps, tuning.step_registers
     name = "delta_step"
-    return launch(_DEVICE + name, name, grid, args, constants, num_warps=warps, max_registers=registers)
+    return op.launch(_DEVICE + name, name, grid, args, constants, num_warps=warps, max_registers=registers)
 
 
 def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterator[Launch]:
@@ -241,35 +211,35 @@ def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterat
     (_, heads, dk, dv), (rows, snapshots) = a.state.shape, a.snapshot_ends.shape
     width, ring = a.qkv.shape[1], a.recent.shape[1] if a.recent is not None else 0
     short, places = (tokens, tokens + rows * ring // 2) if alone else (ring // 2, rows * ring)
-    rest = tensors(a, *_OF_ROWS, "state_from", "state_to", "snapshot_ends", "snapshot_blocks")
+    rest = op.tensors(a, *_OF_ROWS, "state_from", "state_to", "snapshot_ends", "snapshot_blocks")
     rest |= {"recent": a.recent or a.qkv, "accepted": a.accepted or a.seq_lens}
     rest["num_drafts"] = a.num_drafts or a.slots
     made: dict[str, Arg] = {
-        "recent_stride": aligned(0 if a.recent is None else a.recent.strides[0]),
+        "recent_stride": op.aligned(0 if a.recent is None else a.recent.strides[0]),
         "made": Scratch((places, width), float32), "snapshots": snapshots if a.max_q_len > 1 else 0,
         "short": short, "ring_size": ring,
     }  # fmt: skip
     tile, constants = TILE if alone else ring, {**_sizes(a), "BY_ROW": not alone}
-    args: dict[str, Arg] = {**tensors(a, "qkv", "ba", "conv_weight", "conv_state"), **rest}
+    args: dict[str, Arg] = {**op.tensors(a, "qkv", "ba", "conv_weight", "conv_state"), **rest}
     args |= {**_strides(a, "qkv", "ba", "conv_state"), **made}
-    inputs = constants | _taps(a) | {"TILE": tile, "WIDE": max(dk, dv), "GATES": power_of_two(2 * heads)}
+    inputs = constants | _taps(a) | {"TILE": tile, "WIDE": max(dk, dv), "GATES": op.power_of_two(2 * heads)}
     programs = 2 * a.sizes.key_heads + heads + 1, rows, max(1, min(-(-short // tile), DEALT // rows))
-    yield launch(_TOKENS, "delta_token_inputs", programs, args, inputs)
-    constants |= {"SNAPSHOTS": power_of_two(snapshots)}
+    yield op.launch(_TOKENS, "delta_token_inputs", programs, args, inputs)
+    constants |= {"SNAPSHOTS": op.power_of_two(snapshots)}
     columns = min(ALONE_COLUMNS if alone else VERIFIED_COLUMNS, dv)
     out = Scratch((tokens, heads, dv), a.out.dtype) if alone else a.out
     without, sums = dict.fromkeys(["partial", "arrived"]) if alone else {}, dict[str, Arg]()
     if not alone:
         sums["partial"] = Scratch((rows, heads, short, dv), float32)
         sums["arrived"] = Scratch((rows, heads), int32, zeroed=True)
-    own = tensors(a, "z", "ba", "decay", "dt_bias", "norm_weight", "state")
+    own = op.tensors(a, "z", "ba", "decay", "dt_bias", "norm_weight", "state")
     args = {"out": out, **own, **rest, **_strides(a, "z", "ba", "state"), **made, **sums}
     args |= {"eps": a.eps, "tokens": tokens}
     grid = (heads * (dv // columns), rows)
-    yield launch(_TOKENS, "delta_tokens", grid, args, constants | {"BV": columns, **without}, num_warps=1)
+    yield op.launch(_TOKENS, "delta_tokens", grid, args, constants | {"BV": columns, **without}, num_warps=1)
     if alone:
-        args = {"out": a.out, "o": out, **tensors(a, "z", "norm_weight"), **_strides(a, "z"), "eps": a.eps}
-        yield launch(_TOKENS, "delta_token_norm", (tokens, heads), args, {"DV": dv}, num_warps=1)
+        args = {"out": a.out, "o": out, **op.tensors(a, "z", "norm_weight"), **_strides(a, "z"), "eps": a.eps}
+        yield op.launch(_TOKENS, "delta_token_norm", (tokens, heads), args, {"DV": dv}, num_warps=1)
 
 
 _CHUNKS = _DEVICE + "delta_chunks"
@@ -287,32 +257,32 @@ def _chunks(a: DeltaArgs[Tensor], tuning: Tuning, short: int) -> Iterator[Launch
     tiles, loop = tokens // STATE_CHUNK + 2 * min(rows, TILED_ROWS), rows > TILED_ROWS
     sizes = _sizes(a) | {"C": STATE_CHUNK}
     args: dict[str, Arg] = {"q": q, "k": k, "v": v}
-    args |= tensors(a, "qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
+    args |= op.tensors(a, "qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
     args |= _strides(a, "qkv", "conv_state") | common
-    yield launch(
+    yield op.launch(
         _CHUNKS, "delta_inputs", (2 * a.sizes.key_heads + heads, tiles), args, sizes | _taps(a) | {"LOOP": loop},
         num_warps=tuning.inputs_warps, max_registers=128 if loop else tuning.inputs_registers,
     )  # fmt: skip
-    args = {**made, "q": q, "k": k, **tensors(a, "ba", "decay", "dt_bias", *_OF_ROWS), **_strides(a, "ba")}
+    args = {**made, "q": q, "k": k, **op.tensors(a, "ba", "decay", "dt_bias", *_OF_ROWS), **_strides(a, "ba")}
     constants = {name: sizes[name] for name in ("KEYS", "DK", "GROUP", "C")}
     constants |= {"LEVELS": STATE_CHUNK.bit_length() - 1, "LOOP": loop}
-    yield launch(
+    yield op.launch(
         _CHUNKS, "delta_prepare", (heads, tiles, 2), {**args, "tokens": tokens, **common}, constants,
         num_warps=tuning.prepare_warps, max_registers=0 if loop else tuning.prepare_registers,
     )  # fmt: skip
     snapshots, columns = a.snapshot_ends.shape[1], min(2 * tuning.columns if loop else tuning.columns, dv)
     args = {"out": o, "q": q, "k": k, "v": v, **made}
-    args |= tensors(a, "qkv", "conv_state", "state", *_OF_ROWS, "state_from", "state_to")
-    args |= tensors(a, "snapshot_ends", "snapshot_blocks") | _strides(a, "qkv", "conv_state", "state")
+    args |= op.tensors(a, "qkv", "conv_state", "state", *_OF_ROWS, "state_from", "state_to")
+    args |= op.tensors(a, "snapshot_ends", "snapshot_blocks") | _strides(a, "qkv", "conv_state", "state")
     args |= {"snapshots": snapshots, "tokens": tokens, **common}
-    constants = sizes | _taps(a) | {"BV": columns, "SNAPSHOTS": power_of_two(snapshots)}
+    constants = sizes | _taps(a) | {"BV": columns, "SNAPSHOTS": op.power_of_two(snapshots)}
     constants |= {"STAGES": tuning.scan_stages, "LOOP": loop}
     grid = (dv // columns, heads, SCANNED_ROWS if loop else rows)
-    yield launch(_CHUNKS, "delta_scan", grid, args, constants, num_warps=tuning.scan_warps)
-    args = {"out": a.out, "o": o, **tensors(a, "z", "norm_weight", "slots", "q_starts", "alive")}
+    yield op.launch(_CHUNKS, "delta_scan", grid, args, constants, num_warps=tuning.scan_warps)
+    args = {"out": a.out, "o": o, **op.tensors(a, "z", "norm_weight", "slots", "q_starts", "alive")}
     args |= _strides(a, "z") | {"rows": rows, "tokens": tokens, "eps": a.eps, "short": short}
     constants = {"HEADS": heads, "DV": dv, "C": STATE_CHUNK}
-    yield launch(_CHUNKS, "delta_norm", (heads, tiles), args, constants, num_warps=tuning.norm_warps)
+    yield op.launch(_CHUNKS, "delta_norm", (heads, tiles), args, constants, num_warps=tuning.norm_warps)
 
 
 L2_EPS = 1e-6
@@ -320,39 +290,41 @@ L2_EPS = 1e-6
 
 
 def _check(a: DeltaArgs[Tensor]) -> None:
-    expect_columns("state", a.state, (-1, -1, -1, -1), float32, bfloat16)
+    op.expect_columns("state", a.state, (-1, -1, -1, -1), float32, bfloat16)
     _, heads, key_dim, value_dim = a.state.shape
-    expect_columns("qkv", a.qkv, (-1, -1), *FLOATS)
+    op.expect_columns("qkv", a.qkv, (-1, -1), *op.FLOATS)
     tokens, width = a.qkv.shape
     dtype = a.qkv.dtype
     key_width = width - heads * value_dim
-    require(
+    op.require(
         key_width > 0 and key_width % (2 * key_dim) == 0 and heads % (key_width // (2 * key_dim)) == 0,
         f"qkv has {width} columns: {heads} value heads of {value_dim} leave {key_width} for queries and keys, which "
         f"must be heads of {key_dim} that divide the value heads",
     )
-    expect_columns("z", a.z, (tokens, heads * value_dim), dtype)
-    expect_columns("ba", a.ba, (tokens, 2 * heads), dtype)
-    expect("out", a.out, (tokens, heads * value_dim), dtype)
-    expect("conv_weight", a.conv_weight, (width, -1), dtype)
-    expect_each(a, (heads,), float32, "decay", "dt_bias")
-    expect("norm_weight", a.norm_weight, (value_dim,), float32)
-    expect_columns("conv_state", a.conv_state, (a.state.shape[0], a.conv_weight.shape[1], width), dtype)
+    op.expect_columns("z", a.z, (tokens, heads * value_dim), dtype)
+    op.expect_columns("ba", a.ba, (tokens, 2 * heads), dtype)
+    op.expect("out", a.out, (tokens, heads * value_dim), dtype)
+    op.expect("conv_weight", a.conv_weight, (width, -1), dtype)
+    op.expect_each(a, (heads,), float32, "decay", "dt_bias")
+    op.expect("norm_weight", a.norm_weight, (value_dim,), float32)
+    op.expect_columns("conv_state", a.conv_state, (a.state.shape[0], a.conv_weight.shape[1], width), dtype)
     by_slot = {"seq_lens": a.seq_lens, "alive": a.alive, "state_from": a.state_from, "state_to": a.state_to}
-    rows, size = expect_rows(a.slots, a.q_starts, **by_slot)
-    expect("snapshot_ends", a.snapshot_ends, (rows, -1), int32)
-    expect("snapshot_blocks", a.snapshot_blocks, a.snapshot_ends.shape, int32)
+    rows, size = op.expect_rows(a.slots, a.q_starts, **by_slot)
+    op.expect("snapshot_ends", a.snapshot_ends, (rows, -1), int32)
+    op.expect("snapshot_blocks", a.snapshot_blocks, a.snapshot_ends.shape, int32)
     if a.recent is not None and a.accepted is not None and a.num_drafts is not None:
-        expect("recent", a.recent, (size, -1, a.qkv.shape[1] + a.ba.shape[1]), a.qkv.dtype, dense=False)
-        expect("accepted", a.accepted, (size,), int32)
-        expect("num_drafts", a.num_drafts, (rows,), int32)
+        op.expect("recent", a.recent, (size, -1, a.qkv.shape[1] + a.ba.shape[1]), a.qkv.dtype, dense=False)
+        op.expect("accepted", a.accepted, (size,), int32)
+        op.expect("num_drafts", a.num_drafts, (rows,), int32)
         ring = a.recent.shape[1]
-        require(ring == power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two")
+        op.require(
+            ring == op.power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two"
+        )
     else:
         together = a.recent is a.accepted is a.num_drafts
-        require(together, "recent, accepted and num_drafts must be given together")
-    require(a.eps > 0, f"eps is {a.eps}; it must be positive")
-    expect_max_q_len(a.max_q_len, tokens, rows)
+        op.require(together, "recent, accepted and num_drafts must be given together")
+    op.require(a.eps > 0, f"eps is {a.eps}; it must be positive")
+    op.expect_max_q_len(a.max_q_len, tokens, rows)
 
 
 def causal_conv1d(m: Array, ring: Array, weight: Array, start: int) -> Array:
@@ -361,14 +333,14 @@ def causal_conv1d(m: Array, ring: Array, weight: Array, start: int) -> Array:
     taps = weight.shape[1]
     before = np.zeros((taps - 1, m.shape[1]), np.float32)
     for back in range(1, min(taps - 1, start) + 1):
-        before[-back] = f32(ring[(start - back) % taps])
-    padded = np.concatenate([before, f32(m)])
+        before[-back] = op.f32(ring[(start - back) % taps])
+    padded = np.concatenate([before, op.f32(m)])
     total = np.zeros(m.shape, np.float32)
     for j in range(taps):
-        total += f32(weight[:, j]) * padded[j : j + len(m)]
+        total += op.f32(weight[:, j]) * padded[j : j + len(m)]
     for position in range(max(start, start + len(m) - taps), start + len(m)):
         ring[position % taps] = m[position - start]
-    return rounded(silu(total), m.dtype)
+    return op.rounded(op.silu(total), m.dtype)
 
 
 def sigmoid(x: Array) -> Array:
@@ -388,8 +360,8 @@ def delta_rule(q: Array, k: Array, v: Array, beta: Array, g: Array, state: Array
 def _gated_norm(o: Array, z: Array, weight: Array, eps: float, dtype: np.dtype[np.generic]) -> Array:
     """RMS norm of o's last axis, times silu(z); rounded to `dtype` after the norm, its weight and at the end."""
     scale = np.float32(1) / np.sqrt(np.mean(o * o, axis=-1, keepdims=True) + np.float32(eps))
-    normed = rounded(weight * rounded(o * scale, dtype), dtype)
-    return rounded(normed * silu(f32(z)), dtype)
+    normed = op.rounded(weight * op.rounded(o * scale, dtype), dtype)
+    return op.rounded(normed * op.silu(op.f32(z)), dtype)
 
 
 def _unit(x: Array) -> Array:
@@ -412,9 +384,9 @@ def _reference(a: DeltaArgs[Array]) -> None:
             positions = np.arange(start + last - first - drafts, start + last - first) % a.recent.shape[1]
             a.recent[slot, positions] = np.concatenate([m, gates], axis=1)[len(m) - drafts :]
             start -= replayed
-        x = f32(gates[:, heads:]) + a.dt_bias
+        x = op.f32(gates[:, heads:]) + a.dt_bias
         g = a.decay * (np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))))
-        beta = rounded(sigmoid(f32(gates[:, :heads])), dtype)
+        beta = op.rounded(sigmoid(op.f32(gates[:, :heads])), dtype)
         left = zip(a.snapshot_ends[row], a.snapshot_blocks[row], strict=True) if a.max_q_len > 1 else ()
         ends = {int(end): int(block) for end, block in left if end}
         live = a.state[source].astype(np.float32) if start else np.zeros(a.state.shape[1:], np.float32)
@@ -431,24 +403,26 @@ def _reference(a: DeltaArgs[Array]) -> None:
             v = c[:, 2 * key_heads * dk :].reshape(-1, heads, dv)
             for i in range(high - low):
                 o[low + i] = delta_rule(q[i], k[i], v[i], beta[low + i], g[low + i], live)
-                live = rounded(live, a.state.dtype)
+                live = op.rounded(live, a.state.dtype)
             if start + high in ends:
                 block = ends[start + high]
                 a.state[block], a.conv_state[block] = live, ring
             if high == count - drafts:
                 a.state[target], a.conv_state[target] = live, ring
         gate = a.z[first:last].reshape(-1, heads, dv)
-        normed = _gated_norm(rounded(o[replayed:], dtype), gate, a.norm_weight, a.eps, dtype)
+        normed = _gated_norm(op.rounded(o[replayed:], dtype), gate, a.norm_weight, a.eps, dtype)
         a.out[first:last] = normed.reshape(last - first, -1)
 
 
 def _launches(target: Target, a: DeltaArgs[Tensor]) -> Iterator[Command]:
     sizes, taps = a.sizes, a.conv_weight.shape[1]
-    expect_bf16(a.qkv, "qkv")
+    op.expect_bf16(a.qkv, "qkv")
     for name, size in (("key", sizes.key_dim), ("value", sizes.value_dim)):
-        fits = 16 <= size == power_of_two(size)
-        require(fits, f"{name} heads are of {size}; on a GPU they are powers of two from 16")
-    require(taps == power_of_two(taps), f"the convolution has {taps} taps; on a GPU it has a power of two")
+        fits = 16 <= size == op.power_of_two(size)
+        op.require(fits, f"{name} heads are of {size}; on a GPU they are powers of two from 16")
+    op.require(
+        taps == op.power_of_two(taps), f"the convolution has {taps} taps; on a GPU it has a power of two"
+    )
     yield from delta_launches(a, choose_tuning(target, sizes.value_heads, a.slots.shape[0]))
 
 
@@ -469,13 +443,13 @@ gated_delta_net = Op(
 )  # fmt: skip
 
 
-def cases(memory: Memory) -> Iterator[OpCase]:
+def cases(memory: op.Memory) -> Iterator[op.OpCase]:
     """Layers of Qwen3.5-4B: decode, prompts and a chunk beside decode rows."""
     heads, key_heads, dim, taps, layers = 32, 16, 128, 4, 4
     width = (2 * key_heads + heads) * dim
-    steps = {f"decode {rows}": CaseRows([1] * rows, [1000] * rows) for rows in (1, 8, 32, 128, 256)}
-    steps |= {f"prompt {n}": CaseRows([n], [0]) for n in (128, 1024, 4096, 8192)}
-    steps["chunk 1984 and 64 rows"] = CaseRows([1984] + [1] * 64, [0] + [1000] * 64)
+    steps = {f"decode {rows}": op.CaseRows([1] * rows, [1000] * rows) for rows in (1, 8, 32, 128, 256)}
+    steps |= {f"prompt {n}": op.CaseRows([n], [0]) for n in (128, 1024, 4096, 8192)}
+    steps["chunk 1984 and 64 rows"] = op.CaseRows([1984] + [1] * 64, [0] + [1000] * 64)
     for name, rows in steps.items():
         blocks, tokens = len(rows.lengths), rows.tokens
         mixed = memory.normal(tokens, width + heads * dim + 2 * heads)
@@ -500,10 +474,10 @@ def cases(memory: Memory) -> Iterator[OpCase]:
             "max_q_len": max(rows.lengths),
         }
         copies = [{**args, "conv_state": rings[:, n], "state": state[:, n]} for n in range(layers)]
-        yield OpCase(f"4B {name}", gated_delta_net, copies, rows.workload)
+        yield op.OpCase(f"4B {name}", gated_delta_net, copies, rows.workload)
 
 
-def variants(target: Target, case: OpCase) -> Iterator[tuple[str, Commands]]:
+def variants(target: Target, case: op.OpCase) -> Iterator[tuple[str, op.Commands]]:
     """Other shares of a state for a program, stages and registers."""
     a: DeltaArgs[Tensor] = case.calls[0]
     changes: dict[str, dict[str, Any]] = {

@@ -6,20 +6,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    Command,
-    Cost,
-    Op,
-    T,
-    Target,
-    Workload,
-    expect,
-    expect_each,
-    launch,
-    power_of_two,
-    require,
-    tensors,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Command, Cost, Op, T, Target, Workload
 from openinfer.sampler.gpu.ops import NO_TOKEN, UNSOUND, Adjustment, Array, RowStatus
 from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, expect_state
 from openinfer.sampler.gpu.ops.step import StepArgs, expect_step
@@ -62,9 +50,9 @@ class _Args(StepArgs[T], Generic[T]):
 
 def _check(a: _Args[Tensor]) -> None:
     rows, size = expect_step(a)
-    expect("last_tokens", a.last_tokens, (size,), int32)
-    expect("result", a.result, (rows, 3), int32)
-    expect_state(tensors(a, *ADVANCE_FIELDS), size)
+    op.expect("last_tokens", a.last_tokens, (size,), int32)
+    op.expect("result", a.result, (rows, 3), int32)
+    expect_state(op.tensors(a, *ADVANCE_FIELDS), size)
 
 
 def _reference(a: _Args[Array]) -> None:
@@ -96,13 +84,15 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     rows, block = a.slots.shape[0], 128
-    yield launch(
+    yield op.launch(
         "openinfer.sampler.gpu.device.advance",
         "advance",
         (-(-rows // block),),
         {
-            **tensors(a, "result", "tokens", "logprobs", "slots", "q_starts", "emits", "alive", "seq_lens"),
-            **tensors(a, "last_tokens", *ADVANCE_FIELDS),
+            **op.tensors(
+                a, "result", "tokens", "logprobs", "slots", "q_starts", "emits", "alive", "seq_lens"
+            ),
+            **op.tensors(a, "last_tokens", *ADVANCE_FIELDS),
             "rows": rows,
             "stop_width": a.stop_ids.shape[1],
             "count_width": a.output_counts.shape[1],
@@ -158,14 +148,14 @@ class _AcceptArgs(Generic[T]):
 
 def _accept_check(a: _AcceptArgs[Tensor]) -> None:
     rows, size = a.slots.shape[0], a.seq_lens.shape[0]
-    expect_each(a, (rows,), int32, "follows", "slots", "emits", "num_drafts")
-    expect("starts", a.starts, (rows + 1,), int32)
-    expect("result", a.result, (rows, 3), int32)
-    expect_each(a, (size,), int32, "seq_lens", "last_tokens", "alive", "accepted")
-    expect("drafts", a.drafts, (size, -1), int32)
+    op.expect_each(a, (rows,), int32, "follows", "slots", "emits", "num_drafts")
+    op.expect("starts", a.starts, (rows + 1,), int32)
+    op.expect("result", a.result, (rows, 3), int32)
+    op.expect_each(a, (size,), int32, "seq_lens", "last_tokens", "alive", "accepted")
+    op.expect("drafts", a.drafts, (size, -1), int32)
     width = a.drafts.shape[1]
-    require(width == power_of_two(width), f"drafts has {width} columns; it must have a power of two")
-    require(1 <= a.place < width, f"place is {a.place}; it must be in [1, {width})")
+    op.require(width == op.power_of_two(width), f"drafts has {width} columns; it must have a power of two")
+    op.require(1 <= a.place < width, f"place is {a.place}; it must be in [1, {width})")
 
 
 def _accept_reference(a: _AcceptArgs[Array]) -> None:
@@ -184,12 +174,12 @@ def _accept_reference(a: _AcceptArgs[Array]) -> None:
 def _accept_launches(target: Target, a: _AcceptArgs[Tensor]) -> Iterator[Command]:
     rows = a.slots.shape[0]
     states = (RowStatus.RUNNING, RowStatus.STOP, RowStatus.DRAFTED_STOP, RowStatus.UNTRIED)
-    yield launch(
+    yield op.launch(
         "openinfer.sampler.gpu.device.advance",
         "accept",
         (1,),
-        {**tensors(a), "rows": rows, "width": a.drafts.shape[1], "place": a.place},
-        {"BLOCK": power_of_two(rows), **{s.name: int(s) for s in states}},
+        {**op.tensors(a), "rows": rows, "width": a.drafts.shape[1], "place": a.place},
+        {"BLOCK": op.power_of_two(rows), **{s.name: int(s) for s in states}},
     )
 
 

@@ -6,19 +6,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    Command,
-    Cost,
-    Op,
-    T,
-    Target,
-    Workload,
-    expect,
-    expect_each,
-    launch,
-    require,
-    tensors,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Command, Cost, Op, T, Target, Workload
 from openinfer.sampler.gpu.ops import Array
 from openinfer.tensor import Tensor, float32, int32
 
@@ -58,8 +47,8 @@ def _follow_check(a: _FollowArgs[Tensor]) -> None:
     rows, tokens, size = a.slots.shape[0], a.token_ids.shape[0], a.accepted.shape[0]
     shapes = {"next_ids": tokens, "token_ids": tokens, "positions": tokens, "lens": size, "accepted": size}
     shapes |= {"last_tokens": size, "ends": rows + 1, "spans": rows + 1, "q_starts": rows + 1}
-    for name, tensor in tensors(a).items():
-        expect(name, tensor, (shapes.get(name, rows),), int32)
+    for name, tensor in op.tensors(a).items():
+        op.expect(name, tensor, (shapes.get(name, rows),), int32)
 
 
 def _follow_reference(a: _FollowArgs[Array]) -> None:
@@ -81,7 +70,7 @@ def _follow_reference(a: _FollowArgs[Array]) -> None:
 
 
 def _follow_launches(target: Target, a: _FollowArgs[Tensor]) -> Iterator[Command]:
-    yield launch(_MODULE, "follow", (a.slots.shape[0],), tensors(a), {"BLOCK": 256})
+    yield op.launch(_MODULE, "follow", (a.slots.shape[0],), op.tensors(a), {"BLOCK": 256})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,15 +108,15 @@ class _ProposeArgs(Generic[T]):
 
 def _propose_check(a: _ProposeArgs[Tensor]) -> None:
     rows, size = a.slots.shape[0], a.seq_lens.shape[0]
-    expect_each(a, (rows,), int32, "next_ids", "positions", "token_slots", "tokens", "emits", "slots")
-    expect_each(a, (size,), int32, "lens", "alive", "reserved", "seq_lens")
-    expect("spans", a.spans, (rows + 1,), int32)
-    expect("drafts", a.drafts, (size, -1), int32)
-    require(a.place >= 1, f"place is {a.place}; it must be 1 or more")
-    require((a.survival is None) == (a.floor is None), "survival and floor are given together")
+    op.expect_each(a, (rows,), int32, "next_ids", "positions", "token_slots", "tokens", "emits", "slots")
+    op.expect_each(a, (size,), int32, "lens", "alive", "reserved", "seq_lens")
+    op.expect("spans", a.spans, (rows + 1,), int32)
+    op.expect("drafts", a.drafts, (size, -1), int32)
+    op.require(a.place >= 1, f"place is {a.place}; it must be 1 or more")
+    op.require((a.survival is None) == (a.floor is None), "survival and floor are given together")
     if a.survival is not None and a.floor is not None:
-        expect("survival", a.survival, (rows,), float32)
-        expect("floor", a.floor, (1,), float32)
+        op.expect("survival", a.survival, (rows,), float32)
+        op.expect("floor", a.floor, (1,), float32)
 
 
 def _propose_reference(a: _ProposeArgs[Array]) -> None:
@@ -149,7 +138,7 @@ def _propose_launches(target: Target, a: _ProposeArgs[Tensor]) -> Iterator[Comma
     grid, sizes = (-(-rows // block),), {"rows": rows, "width": a.drafts.shape[1], "place": a.place}
     cut = {"survival": a.survival or a.tokens, "floor": a.floor or a.tokens}
     constants = {"BLOCK": block, "CUT": a.floor is not None}
-    yield launch(_MODULE, "propose", grid, {**tensors(a), **cut, **sizes}, constants)
+    yield op.launch(_MODULE, "propose", grid, {**op.tensors(a), **cut, **sizes}, constants)
 
 
 def _cost(workload: Workload, a: _FollowArgs[Tensor] | _ProposeArgs[Tensor]) -> Cost:
@@ -176,9 +165,9 @@ class _WidenArgs(Generic[T]):
 
 
 def _widen_check(a: _WidenArgs[Tensor]) -> None:
-    expect("logits", a.logits, (-1, -1), float32)
-    expect("out", a.out, (a.logits.shape[0], -1), float32)
-    expect("sources", a.sources, (a.out.shape[1],), int32)
+    op.expect("logits", a.logits, (-1, -1), float32)
+    op.expect("out", a.out, (a.logits.shape[0], -1), float32)
+    op.expect("sources", a.sources, (a.out.shape[1],), int32)
 
 
 def _widen_reference(a: _WidenArgs[Array]) -> None:
@@ -188,7 +177,9 @@ def _widen_reference(a: _WidenArgs[Array]) -> None:
 def _widen_launches(target: Target, a: _WidenArgs[Tensor]) -> Iterator[Command]:
     rows, vocabulary = a.out.shape
     sizes = {"vocabulary": vocabulary, "width": a.logits.shape[1]}
-    yield launch(_MODULE, "widen", (rows, -(-vocabulary // BLOCK)), {**tensors(a), **sizes}, {"BLOCK": BLOCK})
+    yield op.launch(
+        _MODULE, "widen", (rows, -(-vocabulary // BLOCK)), {**op.tensors(a), **sizes}, {"BLOCK": BLOCK}
+    )
 
 
 def _widen_cost(workload: Workload, a: _WidenArgs[Tensor]) -> Cost:

@@ -6,21 +6,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    Aligned,
-    Command,
-    Cost,
-    Op,
-    Scratch,
-    T,
-    Target,
-    Workload,
-    aligned,
-    expect,
-    launch,
-    power_of_two,
-    tensors,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Command, Cost, Op, Scratch, T, Target, Workload
 from openinfer.sampler.gpu.ops import NO_TOKEN, UNSOUND, Adjustment, Array, Tiles
 from openinfer.sampler.gpu.ops.adjustments import AdjustArgs, adjust_row
 from openinfer.sampler.gpu.ops.state import ADJUSTMENTS, GREEDY_FIELDS, SAMPLE_FIELDS, expect_state
@@ -85,10 +72,10 @@ class _Args(AdjustArgs[T], Generic[T]):
 
 def _check(a: _Args[Tensor]) -> None:
     rows, size = expect_step(a)
-    expect("logits", a.logits, (rows, -1), float32)
-    expect_state(tensors(a, *SAMPLE_FIELDS), size, a.logits.shape[1])
-    expect("biases", a.biases, a.bias_ids.shape, float32)
-    expect("recent_tokens", a.recent_tokens, (size, a.bad_words.shape[2]), int32)
+    op.expect("logits", a.logits, (rows, -1), float32)
+    expect_state(op.tensors(a, *SAMPLE_FIELDS), size, a.logits.shape[1])
+    op.expect("biases", a.biases, a.bias_ids.shape, float32)
+    op.expect("recent_tokens", a.recent_tokens, (size, a.bad_words.shape[2]), int32)
 
 
 def _reference(a: _Args[Array]) -> None:
@@ -109,7 +96,7 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     rows, tiles = a.logits.shape[0], Tiles.of(a.logits.shape[1])
-    chosen, raw = tensors(a, "tokens", "logprobs"), tiles.found(rows, float32, "tops", "sums")
+    chosen, raw = op.tensors(a, "tokens", "logprobs"), tiles.found(rows, float32, "tops", "sums")
     best = tiles.found(rows, float32, "bests") | tiles.found(rows, int32, "best_ids")
     peaks, masses = tiles.found(rows, float32, "peaks"), tiles.found(rows, float32, "masses")
     floors, below = tiles.found(rows, float32, "floors"), tiles.found(rows, float32, "below")
@@ -123,26 +110,26 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     }
     adjusted = {"adjusted": Scratch(a.logits.shape, float32)}
     bias_width, (_, words, word_length) = a.bias_ids.shape[1], a.bad_words.shape
-    adjustments: dict[str, Tensor | Aligned | int] = {
-        **tensors(a, *(name for name in ADJUSTMENTS if name != "adjusts")),
+    adjustments: dict[str, Tensor | op.Aligned | int] = {
+        **op.tensors(a, *(name for name in ADJUSTMENTS if name != "adjusts")),
         "mask_width": a.prompt_masks.shape[1],
         "count_width": a.output_counts.shape[1],
         "bias_width": bias_width,
         "words": words,
         "word_length": word_length,
     }
-    step: dict[str, Tensor | Aligned | int] = {
-        **tensors(a, "logits", *STEP),
-        **tensors(a, *(n for n in SAMPLE_FIELDS if n == "adjusts" or n not in ADJUSTMENTS)),
-        "vocabulary": aligned(tiles.vocabulary),
+    step: dict[str, Tensor | op.Aligned | int] = {
+        **op.tensors(a, "logits", *STEP),
+        **op.tensors(a, *(n for n in SAMPLE_FIELDS if n == "adjusts" or n not in ADJUSTMENTS)),
+        "vocabulary": op.aligned(tiles.vocabulary),
         "stop_width": a.stop_ids.shape[1],
         "parts": tiles.parts,
     }
     grid, greedy = (rows, tiles.parts), {"GREEDY": GREEDY_TEMPERATURE}
-    parts = {"PARTS": power_of_two(tiles.parts)}
+    parts = {"PARTS": op.power_of_two(tiles.parts)}
     cut = {**greedy, "CHUNK": tiles.chunk}
     counters = {**bins, **arrived, "listed": listed["listed"]}
-    yield launch(
+    yield op.launch(
         _MODULE,
         "scan",
         grid,
@@ -150,13 +137,13 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         {
             **cut,
             "BINS": BINS,
-            "BIASES": power_of_two(bias_width),
-            "WORDS": power_of_two(words),
+            "BIASES": op.power_of_two(bias_width),
+            "WORDS": op.power_of_two(words),
             **{str(one.name): int(one) for one in Adjustment},
         },
         num_warps=8,
     )
-    yield launch(
+    yield op.launch(
         _SEARCH,
         "spread",
         grid,
@@ -164,7 +151,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         {**cut, **parts, "BINS": BINS, "SLACK": SLACK},
         num_warps=8,
     )
-    yield launch(
+    yield op.launch(
         _SEARCH,
         "sift",
         grid,
@@ -172,7 +159,7 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
         {**cut, **parts, "LIST": LIST, "FEW": LIST // (4 * tiles.parts), "BLOCK": min(BLOCK, tiles.chunk)},
         num_warps=8,
     )
-    yield launch(
+    yield op.launch(
         _MODULE,
         "draw",
         (rows,),
@@ -204,8 +191,8 @@ class _GreedyArgs(ChoiceArgs[T], Generic[T]):
 
 def _greedy_check(a: _GreedyArgs[Tensor]) -> None:
     rows, size = expect_step(a)
-    expect("logits", a.logits, (rows, -1), float32)
-    expect_state(tensors(a, *GREEDY_FIELDS), size)
+    op.expect("logits", a.logits, (rows, -1), float32)
+    expect_state(op.tensors(a, *GREEDY_FIELDS), size)
 
 
 def _greedy_reference(a: _GreedyArgs[Array]) -> None:
@@ -220,26 +207,26 @@ def _greedy_reference(a: _GreedyArgs[Array]) -> None:
 def _greedy_launches(target: Target, a: _GreedyArgs[Tensor]) -> Iterator[Command]:
     rows, tiles = a.logits.shape[0], Tiles.of(a.logits.shape[1])
     found = tiles.found(rows, float32, "tops", "bests") | tiles.found(rows, int32, "best_ids")
-    chosen, marks = tensors(a, "tokens", "logprobs"), tensors(a, "slots", "alive", "emits")
-    yield launch(
+    chosen, marks = op.tensors(a, "tokens", "logprobs"), op.tensors(a, "slots", "alive", "emits")
+    yield op.launch(
         _GREEDY_MODULE,
         "scan_greedy",
         (rows, tiles.parts),
         {
             **found,
-            **tensors(a, "logits", *STEP, *GREEDY_FIELDS),
-            "vocabulary": aligned(tiles.vocabulary),
+            **op.tensors(a, "logits", *STEP, *GREEDY_FIELDS),
+            "vocabulary": op.aligned(tiles.vocabulary),
             "stop_width": a.stop_ids.shape[1],
             "parts": tiles.parts,
         },
         {"CHUNK": tiles.chunk},
     )
-    yield launch(
+    yield op.launch(
         _GREEDY_MODULE,
         "take_greedy",
         (rows,),
         {**chosen, **found, **marks, "parts": tiles.parts},
-        {"NO_TOKEN": NO_TOKEN, "UNSOUND": UNSOUND, "PARTS": power_of_two(tiles.parts)},
+        {"NO_TOKEN": NO_TOKEN, "UNSOUND": UNSOUND, "PARTS": op.power_of_two(tiles.parts)},
         num_warps=1,
     )
 

@@ -6,23 +6,8 @@ from typing import Generic
 
 import numpy as np
 
-from openinfer.kernels.authoring import (
-    Aligned,
-    Command,
-    Cost,
-    Op,
-    Scratch,
-    T,
-    Target,
-    Workload,
-    aligned,
-    expect,
-    expect_each,
-    launch,
-    power_of_two,
-    require,
-    tensors,
-)
+from openinfer.kernels import authoring as op
+from openinfer.kernels.authoring import Command, Cost, Op, Scratch, T, Target, Workload
 from openinfer.sampler.gpu.ops import NO_TOKEN, Array, Tiles
 from openinfer.sampler.params import MAX_LOGPROBS
 from openinfer.sampler.reference import log_sum_exp, most_likely
@@ -54,13 +39,13 @@ class _Args(Generic[T]):
 
 def _check(a: _Args[Tensor]) -> None:
     rows, size = a.slots.shape[0], a.alive.shape[0]
-    expect("logits", a.logits, (rows, -1), float32)
-    expect("ids", a.ids, (rows, -1), int32)
+    op.expect("logits", a.logits, (rows, -1), float32)
+    op.expect("ids", a.ids, (rows, -1), int32)
     width = a.ids.shape[1]
-    require(1 <= width <= MAX_LOGPROBS, f"ids has {width} columns; it must have 1 to {MAX_LOGPROBS}")
-    expect("values", a.values, (rows, width), float32)
-    expect_each(a, (rows,), int32, "slots", "emits")
-    expect_each(a, (size,), int32, "alive", "num_logprobs")
+    op.require(1 <= width <= MAX_LOGPROBS, f"ids has {width} columns; it must have 1 to {MAX_LOGPROBS}")
+    op.expect("values", a.values, (rows, width), float32)
+    op.expect_each(a, (rows,), int32, "slots", "emits")
+    op.expect_each(a, (size,), int32, "alive", "num_logprobs")
 
 
 def _reference(a: _Args[Array]) -> None:
@@ -79,24 +64,24 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     rows, width, tiles = a.logits.shape[0], a.ids.shape[1], Tiles.of(a.logits.shape[1])
     found = tiles.found(rows, float32, "tops", "sums")
     found["maxima"] = Scratch((rows, tiles.groups), float32)
-    step: dict[str, Tensor | Aligned | int] = {
-        **tensors(a, "logits", "slots", "alive", "emits", "num_logprobs"),
-        "vocabulary": aligned(tiles.vocabulary),
+    step: dict[str, Tensor | op.Aligned | int] = {
+        **op.tensors(a, "logits", "slots", "alive", "emits", "num_logprobs"),
+        "vocabulary": op.aligned(tiles.vocabulary),
         "groups": tiles.groups,
     }
     constants = {"K": width, "GROUP": tiles.group}
     grid = (rows, tiles.parts)
-    yield launch(_MODULE, "summarise", grid, {**found, **step}, {**constants, "CHUNK": tiles.chunk})
-    yield launch(
+    yield op.launch(_MODULE, "summarise", grid, {**found, **step}, {**constants, "CHUNK": tiles.chunk})
+    yield op.launch(
         _MODULE,
         "pick",
         (rows,),
         {"ids": a.ids, "values": a.values, **found, **step, "parts": tiles.parts},
         {
             **constants,
-            "COLUMNS": power_of_two(width),
-            "PARTS": power_of_two(tiles.parts),
-            "GROUPS": power_of_two(tiles.groups),
+            "COLUMNS": op.power_of_two(width),
+            "PARTS": op.power_of_two(tiles.parts),
+            "GROUPS": op.power_of_two(tiles.groups),
         },
     )
 
@@ -125,10 +110,10 @@ class _ScoreArgs(Generic[T]):
 
 
 def _score_check(a: _ScoreArgs[Tensor]) -> None:
-    expect("logits", a.logits, (-1, -1), float32)
+    op.expect("logits", a.logits, (-1, -1), float32)
     rows = a.logits.shape[0]
-    expect("logprobs", a.logprobs, (rows,), float32)
-    expect_each(a, (rows,), int32, "ranks", "targets")
+    op.expect("logprobs", a.logprobs, (rows,), float32)
+    op.expect_each(a, (rows,), int32, "ranks", "targets")
 
 
 def _score_reference(a: _ScoreArgs[Array]) -> None:
@@ -144,14 +129,18 @@ def _score_reference(a: _ScoreArgs[Array]) -> None:
 def _score_launches(target: Target, a: _ScoreArgs[Tensor]) -> Iterator[Command]:
     rows, tiles = a.logits.shape[0], Tiles.of(a.logits.shape[1])
     found = tiles.found(rows, float32, "tops", "sums") | tiles.found(rows, int32, "larger")
-    given = {**tensors(a, "logits", "targets"), "vocabulary": aligned(tiles.vocabulary), "parts": tiles.parts}
-    yield launch(_MODULE, "weigh", (rows, tiles.parts), {**found, **given}, {"CHUNK": tiles.chunk})
-    yield launch(
+    given = {
+        **op.tensors(a, "logits", "targets"),
+        "vocabulary": op.aligned(tiles.vocabulary),
+        "parts": tiles.parts,
+    }
+    yield op.launch(_MODULE, "weigh", (rows, tiles.parts), {**found, **given}, {"CHUNK": tiles.chunk})
+    yield op.launch(
         _MODULE,
         "score",
         (rows,),
         {"logprobs": a.logprobs, "ranks": a.ranks, **found, **given},
-        {"PARTS": power_of_two(tiles.parts)},
+        {"PARTS": op.power_of_two(tiles.parts)},
     )
 
 
