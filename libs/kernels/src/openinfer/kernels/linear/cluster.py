@@ -16,6 +16,7 @@ from openinfer.kernels.linear.choices import (
 from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.lora.low_rank import Lora
 from openinfer.kernels.op.launch import Arg, Command, Launch, Scratch, TensorMap, launch_cuda
+from openinfer.kernels.op.op import tensors
 from openinfer.kernels.store.tables import ProductChoice
 from openinfer.tensor import Tensor, float32, int32
 
@@ -44,11 +45,8 @@ def cluster_product(c: ProductChoice, p: Problem) -> Launch:
     stage = (rows + row) * ROW_BYTES
     sums = parts * c.bm * (row + (40 - row % 32) % 32) * 4
     codes, held, steps = 0, 0, -(-k // c.bk // c.split)
-    args: dict[str, Arg] = {
-        "out": p.out,
-        "x": TensorMap(p.x, (rows, c.bk)),
-        "weight": TensorMap(weight, (c.bn, c.bk)),
-    }
+    args: dict[str, Arg] = {"out": p.out, "x": TensorMap(p.x, (rows, c.bk))}
+    args["weight"] = TensorMap(weight, (c.bn, c.bk))
     if p.x_scales is not None and p.weight.scales is not None:
         args |= {"x_scales": p.x_scales, "scales": p.weight.scales}
         codes = 2 if p.form == Fp8(by_row=True) else 1
@@ -58,32 +56,14 @@ def cluster_product(c: ProductChoice, p: Problem) -> Launch:
         held = adapters_bytes(c.bm, rows, p.adapter.b.shape[2])
         more, constants = _adapters(c, p, p.adapter, grid)
         args |= more
-    return launch_cuda(
-        "openinfer.kernels.device",
-        "cluster_product.cu",
-        "cluster_product",
-        (grid,),
-        {**args, **p.sizes},
-        {
-            "TOKENS": c.bm,
-            "ROWS": rows,
-            "COLUMNS": c.bn,
-            "SPLIT": c.split,
-            "STAGES": c.stages,
-            "UNDER_WAY": under_way(c.stages, row * ROW_BYTES, rows, codes=codes > 0),
-            "GATED": p.gated,
-            "ADD": p.add,
-            "CODES": codes,
-            "STEPS": steps if codes == 1 else 0,
-            **constants,
-        },
-        threads=384,
-        shared=max(c.stages * stage, sums)
-        + sent_bytes(rows, row, c.split, parts)
-        + 16 * (c.stages + 1)
-        + held,
-        early=isinstance(weight, Tensor),
-    )
+    most = under_way(c.stages, row * ROW_BYTES, rows, codes=codes > 0)
+    constants |= {"TOKENS": c.bm, "ROWS": rows, "COLUMNS": c.bn, "SPLIT": c.split, "STAGES": c.stages}
+    constants |= {"UNDER_WAY": most, "GATED": p.gated, "ADD": p.add, "CODES": codes}
+    constants["STEPS"] = steps if codes == 1 else 0
+    shared = max(c.stages * stage, sums) + sent_bytes(rows, row, c.split, parts) + 16 * (c.stages + 1) + held
+    kernel = "openinfer.kernels.device", "cluster_product.cu", "cluster_product", (grid,)
+    early = isinstance(weight, Tensor)
+    return launch_cuda(*kernel, {**args, **p.sizes}, constants, threads=384, shared=shared, early=early)
 
 
 def adapted_choice(p: Problem, lora: Lora[Tensor]) -> ProductChoice | None:
@@ -116,21 +96,13 @@ def _adapters(
     a, b, parts = lora.a, lora.b, lora.parts
     (places, width, _), chunks = a.shape, _chunks(lora)
     ends = [sum(parts[: i + 1]) for i in range(len(parts) - 1)]
-    args: dict[str, Arg] = {
-        "hidden": p.x,
-        "a": a,
-        "b": b,
-        "adapters": lora.adapters,
-        "token_slots": lora.token_slots,
-        "low_sums": Scratch((chunks, c.bm, width), float32, zeroed=True),
-        "state": Scratch((3,), int32, zeroed=True),
-        "a_stride": a.strides[0],
-        "b_stride": b.strides[0],
-        "places": places,
-        "workers": min(WORKERS, 2 * blocks),
-        **{f"end{i}": ends[i] if i < len(ends) else 0 for i in range(3)},
-        "columns": sum(parts),
-    }
+    args: dict[str, Arg] = {"hidden": p.x, **tensors(lora, "a", "b", "adapters", "token_slots")}
+    args["low_sums"] = Scratch((chunks, c.bm, width), float32, zeroed=True)
+    args["state"] = Scratch((3,), int32, zeroed=True)
+    args |= {"a_stride": a.strides[0], "b_stride": b.strides[0], "places": places}
+    args |= {"workers": min(WORKERS, 2 * blocks)}
+    args |= {f"end{i}": ends[i] if i < len(ends) else 0 for i in range(3)}
+    args["columns"] = sum(parts)
     return args, {"RANK": b.shape[2], "PROJECTIONS": len(parts), "CHUNKS": chunks}
 
 

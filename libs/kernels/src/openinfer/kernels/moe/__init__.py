@@ -43,6 +43,11 @@ class Pairs:
         return cls(tokens, chosen, experts, order, starts, target.batch_invariant)
 
     @property
+    def sorted(self) -> dict[str, Scratch]:
+        """`order` and `starts` as arguments of a kernel."""
+        return {"order": self.order, "starts": self.starts}
+
+    @property
     def count(self) -> int:
         """How many pairs there are."""
         return self.tokens * self.chosen

@@ -14,7 +14,7 @@ from openinfer.kernels.linear.mx import multiplies_codes
 from openinfer.kernels.moe import Pairs
 from openinfer.kernels.op.coded import Coded
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
-from openinfer.kernels.op.op import T
+from openinfer.kernels.op.op import T, tensors
 from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
@@ -150,30 +150,13 @@ class PackedExperts:
         scales = Scratch((inter // 128, pairs.count + tile.bm) if tile.coded else (1,), float32)
         yield self._product(pairs, both, self.arranged, self.x_scales, linear_of(self.a.gate_up))
         blocks = min(8, power_of_two(inter // 128))
-        yield launch(
-            _DEVICE,
-            "activate",
-            (pairs.count, -(-inter // (128 * blocks))),
-            {
-                "hidden": hidden,
-                "scales": scales,
-                "both": both,
-                "order": pairs.order,
-                "starts": pairs.starts,
-                "expert_weights": self.a.expert_weights,
-                "limit": self.a.limit,
-                "width": Aligned(inter),
-                "STRIDE": pairs.count + tile.bm,
-            },
-            {
-                "EXPERTS": pairs.experts,
-                "BLOCKS": blocks,
-                "KIND": kind_of(linear_of(self.a.down)),
-                "QUANTIZED": self.a.quantized,
-                "CODES": tile.coded,
-            },
-            early=self._early,
-        )
+        args: dict[str, Arg] = {"hidden": hidden, "scales": scales, "both": both, **pairs.sorted}
+        args |= {**tensors(self.a, "expert_weights"), "limit": self.a.limit, "width": Aligned(inter)}
+        args["STRIDE"] = pairs.count + tile.bm
+        constants = {"EXPERTS": pairs.experts, "BLOCKS": blocks, "KIND": kind_of(linear_of(self.a.down))}
+        constants |= {"QUANTIZED": self.a.quantized, "CODES": tile.coded}
+        grid = (pairs.count, -(-inter // (128 * blocks)))
+        yield launch(_DEVICE, "activate", grid, args, constants, early=self._early)
         yield self._product(pairs, self.results, hidden, scales, linear_of(self.a.down))
         yield add_chosen(self.target, self.a, self.results)
 
@@ -182,34 +165,14 @@ class PackedExperts:
         x, (tokens, width), kind = self.a.x, self.a.x.shape, kind_of(linear_of(self.a.down))
         block = pairs.sorted_at_once
         copies = -(-tokens * width // COPY_BLOCK) if isinstance(self.arranged, Scratch) else 0
-        return launch(
-            _DEVICE,
-            "sort_pairs",
-            (pairs.experts + 1 + copies,),
-            {
-                "order": pairs.order,
-                "starts": pairs.starts,
-                "arranged": self.arranged,
-                "scales": self.x_scales,
-                "expert_ids": self.a.expert_ids,
-                "x": x.codes if isinstance(x, Coded) else x,
-                "x_scales": x.scales if isinstance(x, Coded) else x,
-                "pairs": pairs.count,
-                "numbers": Aligned(tokens * width),
-                "K_BLOCKS": width // 128,
-                "STRIDE": tokens,
-            },
-            {
-                "EXPERTS": pairs.experts,
-                "BLOCK": block,
-                "COPY": COPY_BLOCK,
-                "KIND": kind,
-                "CODED": isinstance(x, Coded),
-                "CODES": self.tile.coded,
-            },
-            num_warps=4 if block < 2048 else 8,
-            early=self._early,
-        )
+        codes, scales = (x.codes, x.scales) if isinstance(x, Coded) else (x, x)
+        args: dict[str, Arg] = {**pairs.sorted, "arranged": self.arranged, "scales": self.x_scales}
+        args |= {"expert_ids": self.a.expert_ids, "x": codes, "x_scales": scales, "pairs": pairs.count}
+        args |= {"numbers": Aligned(tokens * width), "K_BLOCKS": width // 128, "STRIDE": tokens}
+        constants = {"EXPERTS": pairs.experts, "BLOCK": block, "COPY": COPY_BLOCK, "KIND": kind}
+        constants |= {"CODED": isinstance(x, Coded), "CODES": self.tile.coded}
+        grid, warps = (pairs.experts + 1 + copies,), 4 if block < 2048 else 8
+        return launch(_DEVICE, "sort_pairs", grid, args, constants, num_warps=warps, early=self._early)
 
     @property
     def _early(self) -> bool:
@@ -231,25 +194,12 @@ class PackedExperts:
         args: dict[str, Arg] = {"out": out, "x": x}
         if tile.coded:
             args["x_scales"] = x_scales
-        args |= {
-            "weight": words,
-            "scales": scales,
-            "order": pairs.order,
-            "starts": pairs.starts,
-            "N": Aligned(n),
-            "K": Aligned(k),
-            "K_WORDS": Aligned(words.shape[2]),
-            "K_BLOCKS": k // 128,
-        }
+        args |= {"weight": words, "scales": scales, **pairs.sorted, "N": Aligned(n), "K": Aligned(k)}
+        args |= {"K_WORDS": Aligned(words.shape[2]), "K_BLOCKS": k // 128}
         if tile.coded:
             args["STRIDE"] = x_scales.shape[1]
-        constants = {
-            "CHOSEN": pairs.chosen if first else 1,
-            "EXPERTS": pairs.experts,
-            "E_BLOCK": power_of_two(pairs.experts),
-            "BM": tile.bm,
-            "FIRST": first,
-        }
+        constants = {"CHOSEN": pairs.chosen if first else 1, "EXPERTS": pairs.experts}
+        constants |= {"E_BLOCK": power_of_two(pairs.experts), "BM": tile.bm, "FIRST": first}
         warps = min(tile.warps, rows // 16)
         if tile.kernel == "fp4_product":
             grid = (n // rows, pairs.count // tile.bm + pairs.experts)
@@ -271,12 +221,7 @@ def add_chosen(target: Target, a: ExpertsArgs[Tensor], results: Scratch) -> Laun
     """The results [pairs, D] of each token and `shared`, in `out`."""
     (tokens, width), chosen = a.x.shape, a.expert_ids.shape[1]
     block = min(1024, power_of_two(width))
-    args: dict[str, Arg] = {
-        "out": a.out,
-        "shared": a.shared,
-        "results": results,
-        "expert_ids": a.expert_ids,
-        "width": Aligned(width),
-    }
+    args: dict[str, Arg] = {**tensors(a, "out", "shared"), "results": results}
+    args |= {"expert_ids": a.expert_ids, "width": Aligned(width)}
     grid, constants = (tokens, -(-width // block)), {"CHOSEN": chosen, "BLOCK": block}
     return launch(_DEVICE, "add_chosen", grid, args, constants, early=target.early(tokens))

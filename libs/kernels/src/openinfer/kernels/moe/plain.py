@@ -5,7 +5,7 @@ The gate is part of the first product, and the experts' weights are part of the 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from openinfer.kernels.errors import ContractError
@@ -17,6 +17,7 @@ from openinfer.kernels.linear.few_bits import form_kernels, in_pairs, unpacks
 from openinfer.kernels.moe import Pairs
 from openinfer.kernels.moe.ring import launch_ring, ring_tile, takes_many
 from openinfer.kernels.op.launch import Aligned, Arg, Launch, Scratch, depth, launch, power_of_two
+from openinfer.kernels.op.op import tensors
 from openinfer.kernels.op.target import Target, shared_bytes
 from openinfer.tensor import Tensor, int32
 
@@ -127,28 +128,18 @@ class PlainExperts:
             yield launch_ring(self.target, pairs, None, self.results, mlp, self.down, first=False)
             yield self._add(pairs)
             return
-        yield self._product(pairs, self.first, mlp, x, self.gate_up, arranged, first=True)
+        yield self._product(pairs, mlp, x, arranged, first=True)
         if self._sums(pairs):
             yield self._summed(pairs, mlp)
         else:
-            yield self._product(pairs, self.second, self.results, mlp, self.down, arranged, first=False)
+            yield self._product(pairs, self.results, mlp, arranged, first=False)
             yield self._add(pairs)
 
     def _sort(self, pairs: Pairs) -> Launch:
         """Fill `order` and `starts`."""
-        return launch(
-            _DEVICE,
-            "sort_pairs",
-            (pairs.experts + 1,),
-            {
-                "order": pairs.order,
-                "starts": pairs.starts,
-                "expert_ids": self.expert_ids,
-                "pairs": pairs.count,
-            },
-            {"BLOCK": pairs.sorted_at_once},
-            early=self.target.starts_early,
-        )
+        args: dict[str, Arg] = {**pairs.sorted, "expert_ids": self.expert_ids, "pairs": pairs.count}
+        grid, constants = (pairs.experts + 1,), {"BLOCK": pairs.sorted_at_once}
+        return launch(_DEVICE, "sort_pairs", grid, args, constants, early=self.target.starts_early)
 
     def _summed(self, pairs: Pairs, hidden: Scratch) -> Launch:
         """The second product, which adds up its results."""
@@ -156,16 +147,8 @@ class PlainExperts:
         (n, k), choices = weight.shape[1:], power_of_two(pairs.chosen)
         columns = power_of_two(k)
         rows = min(128, SUMMED_NUMBERS // (choices * columns))
-        args: dict[str, Arg] = {
-            "x": self.x,
-            "hidden": hidden,
-            "weight": weight,
-            "scales": hidden if scales is None else scales,
-            "expert_ids": self.expert_ids,
-            "expert_weights": self.expert_weights,
-            "N": Aligned(n),
-            "K": Aligned(k),
-        }
+        args: dict[str, Arg] = {"x": self.x, "hidden": hidden, "weight": weight, "scales": scales or hidden}
+        args |= {**tensors(self, "expert_ids", "expert_weights"), "N": Aligned(n), "K": Aligned(k)}
         constants = {"CHOSEN": pairs.chosen, "CHOICES": choices, "BN": rows, "BK": columns}
         constants |= {"SCALED": scales is not None, "ADDS": self.adds}
         return launch(_DEVICE, "experts_sums", (-(-n // rows), pairs.tokens), args, constants)
@@ -174,43 +157,26 @@ class PlainExperts:
         """The weighted results of a token, added up."""
         width = self.x.shape[1]
         block = min(1024, power_of_two(width))
-        return launch(
-            _DEVICE,
-            "add_chosen",
-            (pairs.tokens, -(-width // block)),
-            {
-                "x": self.x,
-                "results": self.results,
-                "expert_ids": self.expert_ids,
-                "expert_weights": self.expert_weights,
-                "width": Aligned(width),
-            },
-            {"CHOSEN": pairs.chosen, "BLOCK": block, "ADDS": self.adds},
-            early=self.target.starts_early,
-        )
+        args: dict[str, Arg] = {"x": self.x, "results": self.results}
+        args |= {**tensors(self, "expert_ids", "expert_weights"), "width": Aligned(width)}
+        grid, constants = (pairs.tokens, -(-width // block)), {"CHOSEN": pairs.chosen, "BLOCK": block}
+        constants["ADDS"] = self.adds
+        return launch(_DEVICE, "add_chosen", grid, args, constants, early=self.target.starts_early)
 
     def _product(
-        self,
-        pairs: Pairs,
-        tile: ExpertTile,
-        out: Scratch,
-        x: Tensor | Scratch,
-        weight: Linear[Tensor],
-        arranged: bool,
-        *,
-        first: bool,
+        self, pairs: Pairs, out: Scratch, x: Tensor | Scratch, arranged: bool, *, first: bool
     ) -> Launch:
         """One of the two products; the first is that from the tokens' hidden rows."""
+        tile, weight = (self.first, self.gate_up) if first else (self.second, self.down)
         n, k, ids = out.shape[1], x.shape[1], self._ids(pairs)
         if not ids and (ring := ring_tile(self.target, pairs.count, weight, first=first)):
             return launch_ring(self.target, pairs, ring, out, x, weight, first=first)
         own: dict[str, int | bool]
-        form, scales = weight.form, weight.scales
-        args: dict[str, Arg]
+        module, form, scales = _DEVICE, weight.form, weight.scales or x
+        args: Mapping[str, Arg] = {"weight": weight.weight, "scales": scales}
         if isinstance(form, Int4Groups):
-            assert scales is not None
-            module, kernel = "openinfer.kernels.device.experts", "experts_product_int4"
-            own, args = {"GROUP": form.group}, {"weight": weight.weight, "words": scales}
+            kernel, own = "experts_product_int4", {"GROUP": form.group}
+            args = {"weight": weight.weight, "words": scales}
         elif (kernels := form_kernels(weight)) is not None:
             if not unpacks(form, k):
                 raise ContractError(
@@ -221,42 +187,17 @@ class PlainExperts:
             if kernels.paired:
                 own, args = {**own, "ARRANGED": arranged}, kernels.words()
         elif tile.by_row:
-            assert scales is not None
-            module, kernel = _DEVICE, "experts_rows"
-            own, args = {"BK": tile.bk}, {"weight": weight.weight, "scales": scales}
+            kernel, own = "experts_rows", {"BK": tile.bk}
         elif _word_bits(weight):
-            assert scales is not None
-            module, kernel = _DEVICE, "experts_product_float8"
-            own = {"ARRANGED": arranged, "WARPS": tile.warps, "PAIRS": in_pairs(self.target)}
+            kernel, own = "experts_product_float8", {"ARRANGED": arranged, "WARPS": tile.warps}
+            own["PAIRS"] = in_pairs(self.target)
             args = {"weight": weight.weight.view_as(int32), "scales": scales}
         else:
-            module, kernel = _DEVICE, "experts_product"
-            own = {"BK": tile.bk, "SCALED": scales is not None, "TALL": tile.tall}
-            args = {"weight": weight.weight, "scales": x if scales is None else scales}
-        return launch(
-            module,
-            kernel,
-            (-(-n // tile.bn), pairs.tiles(tile.bm)),
-            {
-                "out": out,
-                "x": x,
-                **args,
-                "order": self.expert_ids if ids else pairs.order,
-                "starts": self.expert_ids if ids else pairs.starts,
-                "N": Aligned(n),
-                "K": Aligned(k),
-            },
-            {
-                "CHOSEN": pairs.chosen,
-                "EXPERTS": pairs.experts,
-                "E_BLOCK": power_of_two(pairs.experts),
-                "BM": tile.bm,
-                "BN": tile.bn,
-                "FIRST": first,
-                "FEW": pairs.few(tile.bm),
-                "IDS": ids,
-                **own,
-            },
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+            kernel, own = "experts_product", {"BK": tile.bk, "TALL": tile.tall}
+            own["SCALED"] = weight.scales is not None
+        found = dict.fromkeys(("order", "starts"), self.expert_ids) if ids else pairs.sorted
+        args = {"out": out, "x": x, **args, **found, "N": Aligned(n), "K": Aligned(k)}
+        own = {**own, "CHOSEN": pairs.chosen, "EXPERTS": pairs.experts, "BM": tile.bm, "BN": tile.bn}
+        own |= {"E_BLOCK": power_of_two(pairs.experts), "FIRST": first, "FEW": pairs.few(tile.bm), "IDS": ids}
+        grid, warps, stages = (-(-n // tile.bn), pairs.tiles(tile.bm)), tile.warps, tile.stages
+        return launch(module, kernel, grid, args, own, num_warps=warps, num_stages=stages)

@@ -93,26 +93,10 @@ def launch_ring(
         name, weights, threads = "experts_ring", weight.weight, 32 * tile.warps + 32
         constants |= {"ROWS": tile.rows, "PARTS": tile.parts, "WARPS": tile.warps, "STAGES": tile.stages}
         shared = tile.shared(k, experts)
-    args: dict[str, Arg] = {
-        "out": out,
-        "x": x,
-        "weight": weights,
-        "scales": weight.scales,
-        "order": pairs.order,
-        "starts": pairs.starts,
-        "N": Aligned(out.shape[1]),
-    }
-    return launch_cuda(
-        "openinfer.kernels.device",
-        f"{name}.cu",
-        name,
-        (target.num_sms,),
-        args,
-        constants,
-        threads=threads,
-        shared=shared,
-        early=target.starts_early,
-    )
+    args: dict[str, Arg] = {"out": out, "x": x, "weight": weights, "scales": weight.scales, **pairs.sorted}
+    args["N"] = Aligned(out.shape[1])
+    kernel = "openinfer.kernels.device", f"{name}.cu", name, (target.num_sms,)
+    return launch_cuda(*kernel, args, constants, threads=threads, shared=shared, early=target.starts_early)
 
 
 FP4_ROWS, FP4_DEPTH, FP4_PARTS, FP4_PAIRS = 64, 1024, 4, 1024
@@ -174,35 +158,14 @@ def _fp4_product(
     k, ids = 2 * words, a.expert_ids
     room = shared_bytes(target.arch) - 1024
     stages = max(s for s in range(2, 9) if _fp4_shared(s, k, experts) <= room)
-    args: dict[str, Arg] = {
-        "out": out,
-        "x": x,
-        "factors": factors,
-        "weight": TensorMap(weight.weight.reshape(-1, k // 2), (FP4_ROWS, 128)),
-        "scales": TensorMap(weight.scales.reshape(-1, k // 32), (FP4_ROWS, FP4_DEPTH // 32)),
-        "expert_ids": ids,
-        "pairs": ids.numel,
-        "N": Aligned(n),
-        "limit": a.limit,
-    }
-    constants = {
-        "K": k,
-        "STAGES": stages,
-        "UNDER_WAY": min(stages, FP4_UNDER_WAY),
-        "BUFFERS": _buffers(stages, k),
-        "EXPERTS": experts,
-        "CHOSEN": ids.shape[1],
-        "MOST_PAIRS": FP4_PAIRS,
-        "FIRST": first,
-    }
-    return launch_cuda(
-        "openinfer.kernels.device",
-        "experts_fp4.cu",
-        "experts_fp4",
-        (target.num_sms,),
-        args,
-        constants,
-        threads=128 * (FP4_PARTS + 1),
-        shared=_fp4_shared(stages, k, experts),
-        early=target.early(a.x.shape[0]),
-    )
+    codes = TensorMap(weight.weight.reshape(-1, k // 2), (FP4_ROWS, 128))
+    scales = TensorMap(weight.scales.reshape(-1, k // 32), (FP4_ROWS, FP4_DEPTH // 32))
+    args: dict[str, Arg] = {"out": out, "x": x, "factors": factors, "weight": codes, "scales": scales}
+    args |= {"expert_ids": ids, "pairs": ids.numel, "N": Aligned(n), "limit": a.limit}
+    constants = {"K": k, "STAGES": stages, "UNDER_WAY": min(stages, FP4_UNDER_WAY)}
+    constants |= {"BUFFERS": _buffers(stages, k), "EXPERTS": experts, "CHOSEN": ids.shape[1]}
+    constants |= {"MOST_PAIRS": FP4_PAIRS, "FIRST": first}
+    kernel = "openinfer.kernels.device", "experts_fp4.cu", "experts_fp4", (target.num_sms,)
+    threads, shared = 128 * (FP4_PARTS + 1), _fp4_shared(stages, k, experts)
+    early = target.early(a.x.shape[0])
+    return launch_cuda(*kernel, args, constants, threads=threads, shared=shared, early=early)
