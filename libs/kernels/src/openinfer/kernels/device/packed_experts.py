@@ -90,6 +90,19 @@ def sort_pairs(
 
 
 @triton.jit
+def _places(order, begin, end, BM: tl.constexpr, CHOSEN: tl.constexpr, FIRST: tl.constexpr):
+    """A tile's places, whether they are before its `end`, and the rows of x that they read and of `out` that they
+    write: from tokens to places if FIRST, else from places to pairs."""
+    place = begin + tl.arange(0, BM)
+    inside = place < end
+    pair = tl.load(order + place, mask=inside, other=0)
+    source, target = tl.where(inside, place, begin), pair
+    if FIRST:
+        source, target = pair // CHOSEN, place
+    return place, inside, source, target
+
+
+@triton.jit
 def experts_product(
     out, x, weight, scales, order, starts, N, K, K_WORDS, K_BLOCKS,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
@@ -110,12 +123,7 @@ def experts_product(
     if begin >= end:
         return
     on = tl.program_id(0) * ROWS
-    place = begin + tl.arange(0, BM)
-    inside = place < end
-    pair = tl.load(order + place, mask=inside, other=0)
-    source = tl.where(inside, place, begin)
-    if FIRST:
-        source = pair // CHOSEN
+    _, inside, source, target = _places(order, begin, end, BM, CHOSEN, FIRST)
     of_x = x + source.to(tl.int64)[None, :] * K
     used = inside[None, :]
     acc = tl.zeros((ROWS, BM), tl.float32)
@@ -148,9 +156,6 @@ def experts_product(
                 exponents = tl.load(of_blocks + k // 2).to(tl.int32) + tl.zeros_like(words)
                 value = tl.load(of_x + k * 64, mask=used, other=0.0)
                 acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
-    target = place
-    if not FIRST:
-        target = pair
     to = out + target.to(tl.int64)[None, :] * N + (on + tl.arange(0, ROWS))[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=inside[None, :])
 
@@ -219,14 +224,8 @@ def coded_product(
     if begin >= end:
         return
     on = tl.program_id(0) * ROWS
-    place = begin + tl.arange(0, BM)
-    inside = place < end
-    pair = tl.load(order + place, mask=inside, other=0)
-    source = tl.where(inside, place, begin)
-    of_x_scales = x_scales + place
-    if FIRST:
-        source = pair // CHOSEN
-        of_x_scales = x_scales + source
+    place, inside, source, target = _places(order, begin, end, BM, CHOSEN, FIRST)
+    of_x_scales = x_scales + (source if FIRST else place)
     of_x = x + source.to(tl.int64)[None, :] * K + tl.arange(0, 128)[:, None]
     used = inside[None, :]
     acc = tl.zeros((ROWS, BM), tl.float32)
@@ -242,9 +241,6 @@ def coded_product(
         of_weight = weight + row[:, None] * K + tl.arange(0, 128)[None, :]
         of_blocks = scales + (expert * (N // 128) + on // 128) * K_BLOCKS
         acc = _add_float8(acc, of_x, of_x_scales, used, of_weight, of_blocks, K_BLOCKS, STRIDE)
-    target = place
-    if not FIRST:
-        target = pair
     to = out + target.to(tl.int64)[None, :] * N + (on + tl.arange(0, ROWS))[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=inside[None, :])
 

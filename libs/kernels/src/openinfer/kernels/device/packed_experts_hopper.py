@@ -78,22 +78,10 @@ def _tile(tile, starts, EXPERTS: gl.constexpr, E_BLOCK: gl.constexpr, BM: gl.con
 
 
 @gluon.jit
-def _copy(
-    k,
-    into,
-    words,
-    exponents,
-    values,
-    value_scales,
-    of_words,
-    of_scales,
-    of_x,
-    used,
-    of_x_scales,
-    K_BLOCKS,
-    STRIDE,
-):
-    """Ask for block k into stage `into`, if there is such a block."""
+def _copy(k, into, stages, sources, used, K_BLOCKS, STRIDE):
+    """Ask for block k into stage `into`, if there is such a block: words, exponents, values and their scales."""
+    words, exponents, values, value_scales = stages
+    of_words, of_scales, of_x, of_x_scales = sources
     if k < K_BLOCKS:
         load_elements(words.index(into), of_words + k * 16)
         load_elements(exponents.index(into), of_scales + k)
@@ -129,10 +117,9 @@ def _sums(
     exponents = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
     values = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BM, 128], gl.NVMMASharedLayout(128, 8, 2))
     value_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BM], FLAT)
+    stages, sources = (words, exponents, values, value_scales), (of_words, of_scales, of_x, of_x_scales)
     for k in gl.static_range(STAGES - 1):
-        _copy(
-            k, k, words, exponents, values, value_scales, of_words, of_scales, of_x, used, of_x_scales, K_BLOCKS, STRIDE
-        )  # fmt: skip
+        _copy(k, k, stages, sources, used, K_BLOCKS, STRIDE)
     async_copy.wait_group(STAGES - 2)
     a, b, c, d = _unpacked(words.index(0), exponents.index(0), HELD)
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
@@ -144,10 +131,7 @@ def _sums(
             operand, values.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         ahead = k + STAGES - 1
-        _copy(
-            ahead, ahead % STAGES, words, exponents, values, value_scales, of_words, of_scales, of_x, used, of_x_scales,
-            K_BLOCKS, STRIDE,
-        )  # fmt: skip
+        _copy(ahead, ahead % STAGES, stages, sources, used, K_BLOCKS, STRIDE)
         async_copy.wait_group(STAGES - 2)
         following = (k + 1) % STAGES  # after the last block what is there is unpacked for nothing
         scale = value_scales.index(stage).load(gl.SliceLayout(0, MMA))

@@ -17,18 +17,45 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
+def loading(access):
+    """Assembly that loads four words where $5 is not 0, and makes zeros elsewhere."""
+    return tl.constexpr(f"""{{
+        .reg .pred p;
+        setp.ne.b32 p, $5, 0;
+        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+        @p {access} {{$0, $1, $2, $3}}, [$4];
+        }}""")
+
+
+def storing(access):
+    """Assembly that stores four words where $2 is not 0."""
+    return tl.constexpr(f"""{{
+        .reg .pred p;
+        setp.ne.b32 p, $2, 0;
+        @p {access} [$1], {{$3, $4, $5, $6}};
+        mov.b32 $0, 0;
+        }}""")
+
+
+LOAD, PEEK = loading("ld.global.cg.v4.b32"), loading("ld.relaxed.sys.global.v4.b32")
+STORE, PUT = storing("st.relaxed.sys.global.v4.b32"), storing("st.global.v4.b32")
+
+
 @triton.jit
 def load16(address, inside):
     """Four words; zeros where `inside` is 0. Not from this SM's first-level cache: a kernel that starts early has that
     of the kernel ahead."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.b32 p, $5, 0;
-        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-        @p ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];
-        }""",
-        "=&r,=&r,=&r,=&r,l,r", [address, inside],
+        LOAD, "=&r,=&r,=&r,=&r,l,r", [address, inside],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def peek16(address, inside):
+    """Four words of a slot, whether they have arrived or not; zeros where `inside` is 0."""
+    return tl.inline_asm_elementwise(
+        PEEK, "=&r,=&r,=&r,=&r,l,r", [address, inside],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -37,43 +64,16 @@ def load16(address, inside):
 def store16(address, inside, a, b, c, d):
     """Four words where `inside` is not 0, by an access that reaches other GPUs."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.b32 p, $2, 0;
-        @p st.relaxed.sys.global.v4.b32 [$1], {$3, $4, $5, $6};
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r,r,r,r,r", [address, inside, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        STORE, "=r,l,r,r,r,r,r", [address, inside, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
 def put16(address, inside, a, b, c, d):
     """Four words where `inside` is not 0, for this GPU's later kernels."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.b32 p, $2, 0;
-        @p st.global.v4.b32 [$1], {$3, $4, $5, $6};
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r,r,r,r,r", [address, inside, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def peek16(address, inside):
-    """Four words of a slot, whether they have arrived or not; zeros where `inside` is 0."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.b32 p, $5, 0;
-        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-        @p ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
-        }""",
-        "=&r,=&r,=&r,=&r,l,r", [address, inside],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
+        PUT, "=r,l,r,r,r,r,r", [address, inside, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -12,14 +12,15 @@ from openinfer.kernels.device.attention import merge_parts, over_keys, pair_plac
 
 
 @triton.jit
-def _item(item, slots, q_starts, seq_lens, alive, rows, over, most, room, least, most_parts, window, BQ: tl.constexpr,
-          BN: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
+def _item(item, of_rows, limits, rows, window, BQ: tl.constexpr, BN: tl.constexpr, SEARCH: tl.constexpr):
     """(row, tile of the row, part of the tile, parts at most, keys of a part, first place of the tile's results) of an
     item; row = rows past the last item.
 
     A row of more than `over` and at most `most` tokens has a tile for every BQ of them. Its tiles have the same number
     of parts, at most `most_parts`. A part has `least` keys, or more, so that there are at most `room` items more
     than tiles. Only a row of several parts has places: one an item, and at most 2 * room in all."""
+    slots, q_starts, seq_lens, alive = of_rows
+    over, most, room, least, most_parts = limits
     r = tl.arange(0, SEARCH)
     real = r < rows
     slot = tl.load(slots + r, mask=real, other=0)
@@ -66,23 +67,8 @@ def attend_split(
     for token in range(tl.load(q_starts + rows) + item, tokens, items):
         rest = pair_places(token, head, heads, GROUP, D, BM)[:, None] + column
         tl.store(out + rest, zero, mask=(pair < GROUP)[:, None])
-    row, tile, part, parts, size, first_place = _item(
-        item,
-        slots,
-        q_starts,
-        seq_lens,
-        alive,
-        rows,
-        over,
-        most,
-        room,
-        least,
-        most_parts,
-        window,
-        BQ,
-        BN,
-        SEARCH,
-    )
+    of_rows, limits = (slots, q_starts, seq_lens, alive), (over, most, room, least, most_parts)
+    row, tile, part, parts, size, first_place = _item(item, of_rows, limits, rows, window, BQ, BN, SEARCH)
     if row >= rows:
         return
     first = tl.load(q_starts + row)
