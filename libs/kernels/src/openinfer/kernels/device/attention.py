@@ -13,9 +13,9 @@ float32 sums are those of a cache in bfloat16, however long the context is.
 # mypy: ignore-errors
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.formats import e8m0
+from openinfer.kernels.device.norm import start_next
 
 LOW = tl.constexpr(-1.0e30)
 """The maximum before any key was seen. It must be finite, so that its distance to a hidden score is not NaN."""
@@ -252,9 +252,7 @@ def attend_short(
     heads], zero before and after. MR: short * GROUP or the next power of two. EARLY: whether this kernel starts
     before the one ahead has ended, and lets the next one do so (launch.Launch, `early`).
     """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(EARLY)
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, kv_heads, splits = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
     pair = tl.arange(0, BM)

@@ -8,9 +8,8 @@ own, which is added in float32.
 # mypy: ignore-errors
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openinfer.kernels.device.norm import gated, weighted
+from openinfer.kernels.device.norm import gated, start_next, weighted
 
 
 @triton.jit
@@ -61,10 +60,8 @@ def code_rows(
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, STATIC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x [T, width] as codes and scales, SIZE * 128 columns a program; all columns without BLOCKS. STATIC: the scale is
-    x_scale. EARLY: as for norm.rms_norm. Grid (T, cdiv(width, SIZE * 128))."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    x_scale. EARLY: as for norm.start_next. Grid (T, cdiv(width, SIZE * 128))."""
+    start_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -78,10 +75,8 @@ def norm_codes(
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, STATIC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x [T, width] / rms(x) weighted and rounded, as codes and scales; width <= SIZE * 128. EARLY: as for
-    norm.rms_norm. Grid (T,)."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    norm.start_next. Grid (T,)."""
+    start_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, SIZE)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]

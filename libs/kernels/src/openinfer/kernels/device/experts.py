@@ -4,7 +4,7 @@ A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice.
 has order[starts[e]] to order[starts[e + 1]]. The number of pairs of an expert is data. Expert e gets the tiles from
 starts[e] // BM + e on, which may be one more than its pairs fill; a tile without pairs ends at once. If there are fewer
 pairs than such tiles, each place in the order has a tile (FEW). A tile inside the BM places of another then ends at
-once. EARLY: as for norm.rms_norm.
+once. EARLY: as for norm.start_next.
 
 IDS: few pairs are not sorted. `order` and `starts` are both the expert ids of the pairs then, at most IDS (a power of
 two). Each pair has a tile, and its number is its place.
@@ -13,12 +13,11 @@ two). Each pair has a tile, and its number is its place.
 # mypy: ignore-errors
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.formats import float8_operand, operand_row, word_column, word_place
 from openinfer.kernels.device.int4 import sum_of_groups
 from openinfer.kernels.device.linear import add_product
-from openinfer.kernels.device.norm import gated
+from openinfer.kernels.device.norm import gated, start_next
 
 
 @triton.jit
@@ -45,9 +44,7 @@ def sort_expert(order, starts, expert_ids, expert, experts, pairs, BLOCK: tl.con
 @triton.jit
 def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """sort_expert, a program an expert. Grid (experts + 1,)."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(EARLY)
     sort_expert(order, starts, expert_ids, tl.program_id(0), tl.num_programs(0) - 1, pairs, BLOCK)
 
 
@@ -290,9 +287,7 @@ def add_chosen(
 ):  # fmt: skip
     """x[t] += (ADDS; else =) the sum of a token's results [pairs, width], weighted, in the order of its choices;
     results of no expert are not read. Grid (T, cdiv(width, BLOCK))."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -21,6 +21,15 @@ def wait_ahead(EARLY: tl.constexpr):
 
 
 @triton.jit
+def start_next(EARLY: tl.constexpr):
+    """If EARLY, let the kernel behind start at once, and wait until the one ahead has ended (launch.Launch). What other
+    kernels ahead may have changed since this one started is not read from this SM's first-level cache (.cg)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def weighted(unit, gain, dtype: tl.constexpr):
     """Float32 `unit` times a weight, rounded to `dtype` before and after; only after if the weight is float32."""
     if gain.dtype == tl.float32:
@@ -32,12 +41,8 @@ def weighted(unit, gain, dtype: tl.constexpr):
 
 @triton.jit
 def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """out[t] = x[t] / rms(x[t]) weighted; rows of width <= BLOCK. Grid (rows,). EARLY: this kernel starts before the
-    one ahead has ended, and lets the next one start at once. What kernels ahead may have changed since then is not read
-    from this SM's first-level cache (.cg)."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    """out[t] = x[t] / rms(x[t]) weighted; rows of width <= BLOCK. Grid (rows,)."""
+    start_next(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width

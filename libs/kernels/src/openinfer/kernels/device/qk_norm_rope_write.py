@@ -3,10 +3,9 @@
 # mypy: ignore-errors
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.formats import e4m3, q8_exponent
-from openinfer.kernels.device.norm import weighted
+from openinfer.kernels.device.norm import start_next, weighted
 
 
 @triton.jit
@@ -24,9 +23,7 @@ def qk_norm_rope_write(
     kv_scales: the E8M0 bytes of an FP8 cache (see attention.py), or None. EARLY: whether this kernel starts before
     the one ahead has ended, and lets the next one do so (launch.Launch, `early`).
     """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(EARLY)
     HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(token_slots + token)

@@ -1,12 +1,11 @@
 """From router logits, or token ids, to the experts of a token and their weights. EARLY: as for norm.wait_ahead in
-`route`, as for norm.rms_norm in route_topk."""
+`route`, as for norm.start_next in route_topk."""
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from openinfer.kernels.device.norm import wait_ahead
+from openinfer.kernels.device.norm import start_next, wait_ahead
 
 
 @triton.jit
@@ -105,9 +104,7 @@ def route_topk(
     """The K largest of a token's logits, in their order and of equals the lowest index first, and their softmax.
     BLOCK >= experts and K_BLOCK >= K are powers of two. Programs after a token's first multiply COLUMNS each of its row
     of `shared` by sigmoid(gate). Grid (T, 1 + cdiv(width, COLUMNS)), or (T, 1)."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(EARLY)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) > 0:
         row, of_gate = shared + token * width, gate + token * gate_stride

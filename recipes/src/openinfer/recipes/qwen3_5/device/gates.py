@@ -3,7 +3,8 @@
 # mypy: ignore-errors
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from openinfer.kernels.device.norm import start_next
 
 
 @triton.jit
@@ -42,10 +43,8 @@ def sigmoid_gate(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """out *= sigmoid(gate): out [T, width] of heads of DIM, a gate for each element (GATES = DIM) or one a head (1).
-    EARLY: as for kernels.device.norm.rms_norm. Grid (T, cdiv(width, BLOCK))."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    EARLY: as for norm.start_next. Grid (T, cdiv(width, BLOCK))."""
+    start_next(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
