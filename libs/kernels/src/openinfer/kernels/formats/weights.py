@@ -13,18 +13,7 @@ from openinfer.kernels.formats.fp8 import FP8_SCALE_MOST, block_codes, block_sca
 from openinfer.kernels.formats.groups import Grouped, WeightPart, finite
 from openinfer.kernels.formats.linear import Form, Linear
 from openinfer.kernels.op.rounding import BEFOREHAND, FP4_BLOCK, SCALE_BLOCK, Coding
-from openinfer.tensor import (
-    Conversion,
-    Places,
-    Tensor,
-    TensorLoad,
-    dtypes,
-    float8_e4m3fn,
-    float8_e8m0fnu,
-    float32,
-    int8,
-    uint8,
-)
+from openinfer.tensor import Conversion, Places, Tensor, TensorLoad, dtypes
 
 Array = np.ndarray[Any, Any]
 
@@ -118,12 +107,12 @@ AnyPacking = Packing | Grouped | Mixed
 AnyPart = WeightPart | tuple[str, int]
 """A module and its rows are enough where the weight is taken whole, or from its first row and column on."""
 
-FP8_FLOAT32 = Packing(".weight_scale_inv", float32, coding="block")
-FP8_ROWS = Packing(".weight_scale", float32, by_row=True)
-FP8_TENSOR = Packing(".weight_scale", float32, by_row=True, whole=True)
-FP8_MADE = Packing(".weight", float32, by_row=True, made=True, coding="token")
-FP8_E8M0 = Packing(".scale", float8_e8m0fnu)
-FP4_E8M0 = Packing(".scale", float8_e8m0fnu, fp4=True)
+FP8_FLOAT32 = Packing(".weight_scale_inv", dtypes.float32, coding="block")
+FP8_ROWS = Packing(".weight_scale", dtypes.float32, by_row=True)
+FP8_TENSOR = Packing(".weight_scale", dtypes.float32, by_row=True, whole=True)
+FP8_MADE = Packing(".weight", dtypes.float32, by_row=True, made=True, coding="token")
+FP8_E8M0 = Packing(".scale", dtypes.float8_e8m0fnu)
+FP4_E8M0 = Packing(".scale", dtypes.float8_e8m0fnu, fp4=True)
 
 
 def scale_blocks(size: int) -> int:
@@ -197,7 +186,7 @@ class LinearPlaces(Places):
         names = tuple(f"{part[0]}.input_scale" for part in parts)
         if packing.coding not in BEFOREHAND:
             return None
-        scale = self.arena.alloc((1,), float32, names[0])
+        scale = self.arena.alloc((1,), dtypes.float32, names[0])
         self.conversions.append(Conversion(names, scale, _largest))
         self.single |= set(names)
         self._ignored = [name for name in self._ignored if name not in names]
@@ -234,14 +223,14 @@ class LinearPlaces(Places):
             )
             return Linear(codes, scales)
         if packing.fp4:
-            weight = alloc((*count, total, columns // 2), int8, name).view_as(uint8)
+            weight = alloc((*count, total, columns // 2), dtypes.int8, name).view_as(dtypes.uint8)
             scales = alloc((*count, total, columns // FP4_BLOCK), packing.dtype, name)
         else:
-            weight = alloc((*count, total, columns), float8_e4m3fn, name)
+            weight = alloc((*count, total, columns), dtypes.float8_e4m3fn, name)
             if packing.by_row:
                 return Linear(weight, alloc((*count, total, 1), packing.dtype, name))
             scales = alloc((*count, sum(map(scale_blocks, rows)), scale_blocks(columns)), packing.dtype, name)
-        return Linear(weight, scales if packing.dtype == float32 else scales.view_as(uint8))
+        return Linear(weight, scales if packing.dtype == dtypes.float32 else scales.view_as(dtypes.uint8))
 
     def fill(
         self, linear: Linear[Tensor], parts: Sequence[AnyPart], packing: Packing | Grouped | None
@@ -316,19 +305,19 @@ class LinearPlaces(Places):
         weight, name = module + ".weight", module + packing.scales
         if left is None:
             self.conversions.append(Conversion((weight, name), dst, _expanded, (source, of_scales)))
-            self.dtypes |= {weight: (int8 if packing.fp4 else float8_e4m3fn,)}
-            self.dtypes |= {} if packing.dtype == float32 else {name: (packing.dtype, float32)}
+            self.dtypes |= {weight: (dtypes.int8 if packing.fp4 else dtypes.float8_e4m3fn,)}
+            self.dtypes |= {} if packing.dtype == dtypes.float32 else {name: (packing.dtype, dtypes.float32)}
             return 0
         height = rows if packing.fp4 or packing.by_row else scale_blocks(rows)
         scales = left[:height]
-        self.loads.append(TensorLoad(weight, dst.view_as(int8) if packing.fp4 else dst, source))
-        if packing.dtype == float32:  # checkpoints may hold them in bfloat16
+        self.loads.append(TensorLoad(weight, dst.view_as(dtypes.int8) if packing.fp4 else dst, source))
+        if packing.dtype == dtypes.float32:  # checkpoints may hold them in bfloat16
             convert = functools.partial(_repeated, rows) if packing.whole else finite
             self.conversions.append(Conversion((name,), scales, convert, (of_scales,)))
         elif packing.fp4:
             self.loads.append(TensorLoad(name, scales.view_as(packing.dtype), of_scales))
         else:
-            self.dtypes[name] = (packing.dtype, float32)
+            self.dtypes[name] = (packing.dtype, dtypes.float32)
             self.conversions.append(Conversion((name,), scales, _exponents, (of_scales,)))
         return height
 
