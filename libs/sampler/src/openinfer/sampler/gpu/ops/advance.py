@@ -13,6 +13,8 @@ from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, expect_state
 from openinfer.sampler.gpu.ops.step import StepArgs, expect_step
 from openinfer.tensor import Tensor, int32
 
+_MODULE = "openinfer.sampler.gpu.device.advance"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Args(StepArgs[T], Generic[T]):
@@ -84,28 +86,14 @@ def _reference(a: _Args[Array]) -> None:
 
 def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     rows, block = a.slots.shape[0], 128
-    yield op.launch(
-        "openinfer.sampler.gpu.device.advance",
-        "advance",
-        (-(-rows // block),),
-        {
-            **op.tensors(
-                a, "result", "tokens", "logprobs", "slots", "q_starts", "emits", "alive", "seq_lens"
-            ),
-            **op.tensors(a, "last_tokens", *ADVANCE_FIELDS),
-            "rows": rows,
-            "stop_width": a.stop_ids.shape[1],
-            "count_width": a.output_counts.shape[1],
-            "recent": a.recent_tokens.shape[1],
-        },
-        {
-            "BLOCK": block,
-            "UNSOUND": UNSOUND,
-            **{s.name: int(s) for s in RowStatus if RowStatus.RUNNING <= s <= RowStatus.FAILED},
-            "PENALTIES": int(Adjustment.PENALTIES),
-            "BAD_WORDS": int(Adjustment.BAD_WORDS),
-        },
-    )
+    of_rows = ("result", "tokens", "logprobs", "slots", "q_starts", "emits", "alive", "seq_lens")
+    args: dict[str, op.Arg] = {**op.tensors(a, *of_rows, "last_tokens", *ADVANCE_FIELDS), "rows": rows}
+    args |= {"stop_width": a.stop_ids.shape[1], "count_width": a.output_counts.shape[1]}
+    args["recent"] = a.recent_tokens.shape[1]
+    constants = {s.name: int(s) for s in RowStatus if RowStatus.RUNNING <= s <= RowStatus.FAILED}
+    constants |= {"PENALTIES": int(Adjustment.PENALTIES), "BAD_WORDS": int(Adjustment.BAD_WORDS)}
+    constants |= {"BLOCK": block, "UNSOUND": UNSOUND}
+    yield op.launch(_MODULE, "advance", (-(-rows // block),), args, constants)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
@@ -174,13 +162,9 @@ def _accept_reference(a: _AcceptArgs[Array]) -> None:
 def _accept_launches(target: Target, a: _AcceptArgs[Tensor]) -> Iterator[Command]:
     rows = a.slots.shape[0]
     states = (RowStatus.RUNNING, RowStatus.STOP, RowStatus.DRAFTED_STOP, RowStatus.UNTRIED)
-    yield op.launch(
-        "openinfer.sampler.gpu.device.advance",
-        "accept",
-        (1,),
-        {**op.tensors(a), "rows": rows, "width": a.drafts.shape[1], "place": a.place},
-        {"BLOCK": op.power_of_two(rows), **{s.name: int(s) for s in states}},
-    )
+    args: dict[str, op.Arg] = {**op.tensors(a), "rows": rows, "width": a.drafts.shape[1], "place": a.place}
+    constants = {"BLOCK": op.power_of_two(rows), **{s.name: int(s) for s in states}}
+    yield op.launch(_MODULE, "accept", (1,), args, constants)
 
 
 def _accept_cost(workload: Workload, a: _AcceptArgs[Tensor]) -> Cost:

@@ -103,70 +103,35 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     bins = {"bins": Scratch((rows, BINS), int32)}
     arrived, bounds = {"arrived": Scratch((rows,), int32)}, {"bounds": Scratch((rows, 4), float32)}
     above = tiles.found(rows, int32, "counts") | tiles.found(rows, float32, "k_masses", "p_masses")
-    listed = {
-        "listed": Scratch((rows,), int32),
-        "list_logits": Scratch((rows, LIST), float32),
-        "list_ids": Scratch((rows, LIST), int32),
-    }
+    listed = {"listed": Scratch((rows,), int32), "list_logits": Scratch((rows, LIST), float32)}
+    listed["list_ids"] = Scratch((rows, LIST), int32)
     adjusted = {"adjusted": Scratch(a.logits.shape, float32)}
     bias_width, (_, words, word_length) = a.bias_ids.shape[1], a.bad_words.shape
-    adjustments: dict[str, Tensor | op.Aligned | int] = {
-        **op.tensors(a, *(name for name in ADJUSTMENTS if name != "adjusts")),
-        "mask_width": a.prompt_masks.shape[1],
-        "count_width": a.output_counts.shape[1],
-        "bias_width": bias_width,
-        "words": words,
-        "word_length": word_length,
-    }
-    step: dict[str, Tensor | op.Aligned | int] = {
-        **op.tensors(a, "logits", *STEP),
-        **op.tensors(a, *(n for n in SAMPLE_FIELDS if n == "adjusts" or n not in ADJUSTMENTS)),
-        "vocabulary": op.aligned(tiles.vocabulary),
-        "stop_width": a.stop_ids.shape[1],
-        "parts": tiles.parts,
-    }
+    adjustments: dict[str, op.Arg] = {**op.tensors(a, *(name for name in ADJUSTMENTS if name != "adjusts"))}
+    adjustments |= {"mask_width": a.prompt_masks.shape[1], "count_width": a.output_counts.shape[1]}
+    adjustments |= {"bias_width": bias_width, "words": words, "word_length": word_length}
+    filters = (name for name in SAMPLE_FIELDS if name == "adjusts" or name not in ADJUSTMENTS)
+    step: dict[str, op.Arg] = {**op.tensors(a, "logits", *STEP, *filters)}
+    step |= {"vocabulary": op.aligned(tiles.vocabulary), "stop_width": a.stop_ids.shape[1]}
+    step["parts"] = tiles.parts
     grid, greedy = (rows, tiles.parts), {"GREEDY": GREEDY_TEMPERATURE}
     parts = {"PARTS": op.power_of_two(tiles.parts)}
     cut = {**greedy, "CHUNK": tiles.chunk}
     counters = {**bins, **arrived, "listed": listed["listed"]}
-    yield op.launch(
-        _MODULE,
-        "scan",
-        grid,
-        {**raw, **peaks, **masses, **best, **floors, **counters, **adjusted, **step, **adjustments},
-        {
-            **cut,
-            "BINS": BINS,
-            "BIASES": op.power_of_two(bias_width),
-            "WORDS": op.power_of_two(words),
-            **{str(one.name): int(one) for one in Adjustment},
-        },
-        num_warps=8,
-    )
-    yield op.launch(
-        _SEARCH,
-        "spread",
-        grid,
-        {**bounds, **bins, **below, **arrived, **peaks, **masses, **floors, **adjusted, **step},
-        {**cut, **parts, "BINS": BINS, "SLACK": SLACK},
-        num_warps=8,
-    )
-    yield op.launch(
-        _SEARCH,
-        "sift",
-        grid,
-        {**above, **best, **listed, **bounds, **peaks, **adjusted, **step},
-        {**cut, **parts, "LIST": LIST, "FEW": LIST // (4 * tiles.parts), "BLOCK": min(BLOCK, tiles.chunk)},
-        num_warps=8,
-    )
-    yield op.launch(
-        _MODULE,
-        "draw",
-        (rows,),
-        {**chosen, **raw, **peaks, **masses, **best, **bounds, **above, **listed, **adjusted, **step},
-        {**greedy, **parts, "LIST": LIST, "SHORT": min(SHORT, LIST), "BLOCK": BLOCK},
-        num_warps=8,
-    )
+    args = {**raw, **peaks, **masses, **best, **floors, **counters, **adjusted, **step, **adjustments}
+    constants = {**cut, "BINS": BINS, "BIASES": op.power_of_two(bias_width), "WORDS": op.power_of_two(words)}
+    constants |= {str(one.name): int(one) for one in Adjustment}
+    yield op.launch(_MODULE, "scan", grid, args, constants, num_warps=8)
+    args = {**bounds, **bins, **below, **arrived, **peaks, **masses, **floors, **adjusted, **step}
+    constants = {**cut, **parts, "BINS": BINS, "SLACK": SLACK}
+    yield op.launch(_SEARCH, "spread", grid, args, constants, num_warps=8)
+    args = {**above, **best, **listed, **bounds, **peaks, **adjusted, **step}
+    constants = {**cut, **parts, "LIST": LIST, "FEW": LIST // (4 * tiles.parts)}
+    constants["BLOCK"] = min(BLOCK, tiles.chunk)
+    yield op.launch(_SEARCH, "sift", grid, args, constants, num_warps=8)
+    args = {**chosen, **raw, **peaks, **masses, **best, **bounds, **above, **listed, **adjusted, **step}
+    constants = {**greedy, **parts, "LIST": LIST, "SHORT": min(SHORT, LIST), "BLOCK": BLOCK}
+    yield op.launch(_MODULE, "draw", (rows,), args, constants, num_warps=8)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
@@ -208,27 +173,14 @@ def _greedy_launches(target: Target, a: _GreedyArgs[Tensor]) -> Iterator[Command
     rows, tiles = a.logits.shape[0], Tiles.of(a.logits.shape[1])
     found = tiles.found(rows, float32, "tops", "bests") | tiles.found(rows, int32, "best_ids")
     chosen, marks = op.tensors(a, "tokens", "logprobs"), op.tensors(a, "slots", "alive", "emits")
-    yield op.launch(
-        _GREEDY_MODULE,
-        "scan_greedy",
-        (rows, tiles.parts),
-        {
-            **found,
-            **op.tensors(a, "logits", *STEP, *GREEDY_FIELDS),
-            "vocabulary": op.aligned(tiles.vocabulary),
-            "stop_width": a.stop_ids.shape[1],
-            "parts": tiles.parts,
-        },
-        {"CHUNK": tiles.chunk},
-    )
-    yield op.launch(
-        _GREEDY_MODULE,
-        "take_greedy",
-        (rows,),
-        {**chosen, **found, **marks, "parts": tiles.parts},
-        {"NO_TOKEN": NO_TOKEN, "UNSOUND": UNSOUND, "PARTS": op.power_of_two(tiles.parts)},
-        num_warps=1,
-    )
+    args: dict[str, op.Arg] = {**found, **op.tensors(a, "logits", *STEP, *GREEDY_FIELDS)}
+    args |= {"vocabulary": op.aligned(tiles.vocabulary), "stop_width": a.stop_ids.shape[1]}
+    args["parts"] = tiles.parts
+    grid = (rows, tiles.parts)
+    yield op.launch(_GREEDY_MODULE, "scan_greedy", grid, args, {"CHUNK": tiles.chunk})
+    args = {**chosen, **found, **marks, "parts": tiles.parts}
+    constants = {"NO_TOKEN": NO_TOKEN, "UNSOUND": UNSOUND, "PARTS": op.power_of_two(tiles.parts)}
+    yield op.launch(_GREEDY_MODULE, "take_greedy", (rows,), args, constants, num_warps=1)
 
 
 def _greedy_cost(workload: Workload, a: _GreedyArgs[Tensor]) -> Cost:

@@ -64,26 +64,15 @@ def _launches(target: Target, a: _Args[Tensor]) -> Iterator[Command]:
     rows, width, tiles = a.logits.shape[0], a.ids.shape[1], Tiles.of(a.logits.shape[1])
     found = tiles.found(rows, float32, "tops", "sums")
     found["maxima"] = Scratch((rows, tiles.groups), float32)
-    step: dict[str, Tensor | op.Aligned | int] = {
-        **op.tensors(a, "logits", "slots", "alive", "emits", "num_logprobs"),
-        "vocabulary": op.aligned(tiles.vocabulary),
-        "groups": tiles.groups,
-    }
+    step: dict[str, op.Arg] = {**op.tensors(a, "logits", "slots", "alive", "emits", "num_logprobs")}
+    step |= {"vocabulary": op.aligned(tiles.vocabulary), "groups": tiles.groups}
     constants = {"K": width, "GROUP": tiles.group}
     grid = (rows, tiles.parts)
     yield op.launch(_MODULE, "summarise", grid, {**found, **step}, {**constants, "CHUNK": tiles.chunk})
-    yield op.launch(
-        _MODULE,
-        "pick",
-        (rows,),
-        {"ids": a.ids, "values": a.values, **found, **step, "parts": tiles.parts},
-        {
-            **constants,
-            "COLUMNS": op.power_of_two(width),
-            "PARTS": op.power_of_two(tiles.parts),
-            "GROUPS": op.power_of_two(tiles.groups),
-        },
-    )
+    args = {**op.tensors(a, "ids", "values"), **found, **step, "parts": tiles.parts}
+    constants |= {"COLUMNS": op.power_of_two(width), "PARTS": op.power_of_two(tiles.parts)}
+    constants["GROUPS"] = op.power_of_two(tiles.groups)
+    yield op.launch(_MODULE, "pick", (rows,), args, constants)
 
 
 def _cost(workload: Workload, a: _Args[Tensor]) -> Cost:
@@ -129,19 +118,11 @@ def _score_reference(a: _ScoreArgs[Array]) -> None:
 def _score_launches(target: Target, a: _ScoreArgs[Tensor]) -> Iterator[Command]:
     rows, tiles = a.logits.shape[0], Tiles.of(a.logits.shape[1])
     found = tiles.found(rows, float32, "tops", "sums") | tiles.found(rows, int32, "larger")
-    given = {
-        **op.tensors(a, "logits", "targets"),
-        "vocabulary": op.aligned(tiles.vocabulary),
-        "parts": tiles.parts,
-    }
-    yield op.launch(_MODULE, "weigh", (rows, tiles.parts), {**found, **given}, {"CHUNK": tiles.chunk})
-    yield op.launch(
-        _MODULE,
-        "score",
-        (rows,),
-        {"logprobs": a.logprobs, "ranks": a.ranks, **found, **given},
-        {"PARTS": op.power_of_two(tiles.parts)},
-    )
+    given: dict[str, op.Arg] = {**found, **op.tensors(a, "logits", "targets")}
+    given |= {"vocabulary": op.aligned(tiles.vocabulary), "parts": tiles.parts}
+    yield op.launch(_MODULE, "weigh", (rows, tiles.parts), given, {"CHUNK": tiles.chunk})
+    args, constants = {**op.tensors(a, "logprobs", "ranks"), **given}, {"PARTS": op.power_of_two(tiles.parts)}
+    yield op.launch(_MODULE, "score", (rows,), args, constants)
 
 
 def _score_cost(workload: Workload, a: _ScoreArgs[Tensor]) -> Cost:
