@@ -9,8 +9,9 @@ That of 3.6 also fails on numpy >= 2.4 in loops with a tensor bound. Importing t
 - memory is read and written as unsigned integers of the element's size.
 
 It also shortens the time that the interpreter takes. It searches a part of the language for builtins once, not at every
-call. It remembers the types of blocks and of operands, because every operation makes or checks them anew. It leaves out
-checks for overflow that assert nothing, and a broadcast to the shape that both operands have.
+call. It remembers the types of blocks and of operands, and sizes of elements that were in order, because every
+operation makes or checks them anew. It leaves out checks for overflow that assert nothing, a broadcast to the shape
+that both operands have, a cast to the type that a value has, and a look for constants in values that hold none.
 """
 
 import dataclasses
@@ -224,24 +225,51 @@ def _leave_out() -> None:
 
     check = TritonSemantic.binary_op_type_checking_impl
     checked: dict[Any, tuple[Any, ...]] = {}
+    tensor = tl.tensor
 
-    def check_once(self: Any, *operands: Any, **flags: bool) -> Any:
-        key = *((x.type.name if isinstance(x, tl.tensor) else (type(x), x)) for x in operands), *flags.items()
+    def check_once(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
+        left = lhs.type.name if isinstance(lhs, tensor) else (type(lhs), lhs)
+        right = rhs.type.name if isinstance(rhs, tensor) else (type(rhs), rhs)
+        key = left, right, flags, *named.items()
         if key not in checked:
-            pairs = tuple(zip(operands, made := check(self, *operands, **flags), strict=False))
-            if any(isinstance(x, tl.tensor) and x.dtype != new.dtype for x, new in pairs):
+            pairs = tuple(zip((lhs, rhs), made := check(self, lhs, rhs, *flags, **named), strict=True))
+            if any(isinstance(x, tensor) and x.dtype != new.dtype for x, new in pairs):
                 return made
-            # Of numbers their tensors, which nobody writes to. Of tensors the types, which differ in shape.
+            # Of numbers their tensors, which nobody writes to. Of tensors the types, where they differ in shape.
             if len(checked) > 2_000:
                 checked.clear()
-            checked[key] = tuple(new.type if isinstance(x, tl.tensor) else new for x, new in pairs)
-        return tuple(shaped(self, *pair) for pair in zip(operands, checked[key], strict=False))
+            checked[key] = tuple(
+                new if not isinstance(x, tensor) else new.type if new.type.name != x.type.name else None
+                for x, new in pairs
+            )
+        left, right = checked[key]
+        return shaped(self, lhs, left), shaped(self, rhs, right)
 
     def shaped(self: Any, x: Any, to: Any) -> Any:
-        if isinstance(to, tl.tensor) or x.type.name == to.name:
-            return to if isinstance(to, tl.tensor) else x
+        if to is None or isinstance(to, tensor):
+            return x if to is None else to
         data = np.asarray(x.handle.data, interpreter._get_np_dtype(x.dtype))
         return self.tensor(interpreter.TensorHandle(np.broadcast_to(data, to.shape), x.dtype), to)
+
+    unwrap: Any = tl.core._unwrap_if_constexpr
+    bare = {tensor, bool, int, float, str, type(None)}
+
+    def unwrap_others(value: Any) -> Any:
+        return value if type(value) in bare else unwrap(value)
+
+    cast = TritonSemantic.cast
+
+    def cast_unlike(self: Any, x: Any, to: Any, *rounding: Any, **named: Any) -> Any:
+        return x if x.dtype is to.scalar else cast(self, x, to, *rounding, **named)
+
+    make_handle = interpreter.TensorHandle.__init__
+    largest: dict[str, int] = {}  # bytes of an element that passed the check, by the name of its type
+
+    def handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > largest.get(dtype.name, 0):
+            make_handle(self, data, dtype, self.attr)
+            largest[dtype.name] = data.itemsize
 
     patch_lang, plain_load = interpreter._patch_lang, tl.load
     languages = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
@@ -252,6 +280,9 @@ def _leave_out() -> None:
 
     TritonSemantic.broadcast_impl_value = broadcast_unlike
     TritonSemantic.binary_op_type_checking_impl = check_once
+    TritonSemantic.cast = cast_unlike
+    tl.core._unwrap_if_constexpr = unwrap_others
+    interpreter.TensorHandle.__init__ = handle
     interpreter._patch_lang = patch_lang_once
 
 
