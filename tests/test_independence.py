@@ -211,13 +211,13 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (3885, 2991),
-    "kernels": (22855, 10684),
+    "kernels": (22953, 10720),
     "graph": (4251, 2747),
     "kvpool": (6232, 5132),
-    "sampler": (4634, 3943),
+    "sampler": (4508, 3943),
     "scheduler": (4774, 3597),
-    "frontend": (12986, 11753),
-    "recipes": (14929, 4027),
+    "frontend": (12916, 11753),
+    "recipes": (14565, 4082),
     "cli": (6496, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
