@@ -188,7 +188,7 @@ def test_drafts_of_the_models_own_layers_change_no_token(
     flags = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "kv_cache_dtype": cache}
     flags |= {"batch_invariant": cache == "fp8"}  # another order of sums makes another code of some values
     if (name, cache) not in PLAIN:
-        plain = session(path, max_num_seqs=1, enable_prefix_caching=False, **flags)
+        plain = session(path, enable_prefix_caching=False, **flags)  # other tests ask one at a time
         PLAIN[name, cache] = plain.outcomes_of(asked)
     small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS, "tensor_parallel_size": ranks}
     config = FP8_MTP if cache == "fp8" else MTP

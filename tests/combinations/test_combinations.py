@@ -242,9 +242,9 @@ def alone(model: str, own: tuple[str, ...] = ()) -> Alone:
 
 @functools.cache
 def singles(model: str) -> dict[tuple[str, int], Any]:
-    """What a plain engine answers to one request at a time with a feature, by the prompt's number."""
+    """What a plain engine answers to a request with a feature, eight at a time, by the prompt's number."""
     found, keys = alone(model), [(name, at) for name in F.REQUEST for at in range(2)]
-    answers, _ = run(model, 1, (), [body_of(model, at, found.asked([name], at)) for name, at in keys], 1)
+    answers, _ = run(model, 8, (), [body_of(model, at, found.asked([name], at)) for name, at in keys], 8)
     return dict(zip(keys, answers, strict=True))
 
 

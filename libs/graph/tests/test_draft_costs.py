@@ -107,7 +107,8 @@ class Device:
         self.step += 1
         drafting, times, drafts = self.drafting, self.times, {}
         self.prompts += [self.queue.pop(0)] if self.queue else []
-        decoding = [seq for seq in self.seqs if seq not in (*self.prompts, *self.queue)]
+        others = {*self.prompts, *self.queue}
+        decoding = [seq for seq in self.seqs if seq not in others] if others else self.seqs
         if decoding and self.step >= drafting.rest_until:
             self.counts["asked"] += 1
             drafts = drafting.num_drafts(SimpleNamespace(decoding=decoding, step=self.step))
@@ -154,7 +155,8 @@ class Device:
             brought = min(right, self.left[row.seq] - 1)
             self.tokens += 1 + brought
             self.left[row.seq] -= 1 + brought
-            counts[row.seq.owner.adapter_digest].update([(drafts, right, brought)] if drafts else [])
+            if drafts:
+                counts[row.seq.owner.adapter_digest][drafts, right, brought] += 1
             if not self.left[row.seq]:
                 spread = self.length // 2 if self.length < 1 << 20 else 0
                 self.left[row.seq] = self.length + int(self.rng.integers(-spread, spread + 1))
