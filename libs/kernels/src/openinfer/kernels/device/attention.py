@@ -107,10 +107,10 @@ def online_softmax(m, l, acc, score, v, scale, value_scale):
 
 
 @triton.jit
-def add_block(m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride,
-              PAGE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def add_block(m, l, acc, score, v, scale, cache, n, stop, PAGE: tl.constexpr, BN: tl.constexpr):
     """online_softmax over the keys n to n + BN - 1, n a multiple of BN: their scores, HIDDEN or of the numbers in the
-    cache, and the numbers of their values."""
+    cache, and the numbers of their values. cache: as for over_keys."""
+    _, _, kv_scales, table, page_stride, head, kv_heads = cache
     if kv_scales is None:
         m, l, acc = online_softmax(m, l, acc, score, v, scale, None)
     else:
@@ -122,11 +122,14 @@ def add_block(m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, s
 
 
 @triton.jit
-def over_keys(query, key, value, kv_scales, table, low, whole, end, stop, position, window, scale, page_stride, head,
-              kv_heads, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def over_keys(query, cache, low, whole, end, stop, position, window, scale, PAGE: tl.constexpr, BN: tl.constexpr,
               PAIRS: tl.constexpr):  # fmt: skip
     """Maximum, sum and product of a tile's queries [BM, D] over the keys from `low` to `end`. Every query sees the keys
-    before `whole`. The row has `stop` keys. low and whole are multiples of BN, and so is end, or it is stop."""
+    before `whole`. The row has `stop` keys. low and whole are multiples of BN, and so is end, or it is stop. cache: the
+    head's keys and values in page 0, the scales of all, the row's pages, the distance of pages, the head, and heads."""
+    key, value, _, table, page_stride, _, _ = cache
+    BM: tl.constexpr = query.shape[0]
+    D: tl.constexpr = query.shape[1]
     m = tl.full((BM,), LOW, tl.float32)
     l = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
@@ -134,9 +137,7 @@ def over_keys(query, key, value, kv_scales, table, low, whole, end, stop, positi
         where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         score = tl.dot(query, tl.trans(numbers(tl.load(key + where), query.dtype, PAIRS)))
         v = numbers(tl.load(value + where), query.dtype, PAIRS)
-        m, l, acc = add_block(
-            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
-        )
+        m, l, acc = add_block(m, l, acc, score, v, scale, cache, n, stop, PAGE, BN)
     for n in range(whole, end, BN):
         where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
@@ -145,9 +146,7 @@ def over_keys(query, key, value, kv_scales, table, low, whole, end, stop, positi
         )
         score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
         v = numbers(tl.load(value + where, mask=written, other=0.0), query.dtype, PAIRS)
-        m, l, acc = add_block(
-            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
-        )
+        m, l, acc = add_block(m, l, acc, score, v, scale, cache, n, stop, PAGE, BN)
     return m, l, acc
 
 
@@ -200,14 +199,10 @@ def attend_long(
     whole = (seen_first + 1) // BN * BN  # every token of the tile sees the keys before this one ...
     if stop > window:
         whole = low  # ... unless the window ends for some of them
-    table = block_tables + slot * table_width
-    key = kv + head * PAGE * D + tl.arange(0, D)[None, :]
-    value = key + kv_heads * PAGE * D
+    table, key = block_tables + slot * table_width, kv + head * PAGE * D + tl.arange(0, D)[None, :]
+    cache = (key, key + kv_heads * PAGE * D, kv_scales, table, page_stride, head, kv_heads)
     query = tl.load(q + place, mask=inside, other=0.0)
-    _, l, acc = over_keys(
-        query, key, value, kv_scales, table, low, whole, stop, stop, position, window, scale, page_stride, head,
-        kv_heads, D, PAGE, BM, BN, PAIRS,
-    )  # fmt: skip
+    _, l, acc = over_keys(query, cache, low, whole, stop, stop, position, window, scale, PAGE, BN, PAIRS)
     l = tl.where(l > 0.0, l, 1.0)  # pairs past the row's end may see nothing
     tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -284,14 +279,10 @@ def attend_short(
     begin = low + part * size
     stop = tl.minimum(begin + size, before + count)
     position = before + pair // GROUP
-    table = block_tables + slot * table_width
-    key = kv + head * PAGE * D + column
-    value = key + kv_heads * PAGE * D
+    table, key = block_tables + slot * table_width, kv + head * PAGE * D + column
+    cache = (key, key + kv_heads * PAGE * D, kv_scales, table, page_stride, head, kv_heads)
     query = tl.load(q + place, mask=inside, other=0.0)
-    m, l, acc = over_keys(
-        query, key, value, kv_scales, table, begin, begin, stop, stop, position, window, scale, page_stride, head,
-        kv_heads, D, PAGE, BM, BN, PAIRS,
-    )  # fmt: skip
+    m, l, acc = over_keys(query, cache, begin, begin, stop, stop, position, window, scale, PAGE, BN, PAIRS)
     # A row's first tokens may see no key of its last part. Their weight is then LOW.
     l = tl.where(l > 0.0, l, 1.0)
     acc = acc / l[:, None]

@@ -187,6 +187,7 @@ def attend_new(
     table = block_tables + slot * table_width
     key = kv + head * PAGE * D
     value = kv + (kv_heads + head) * PAGE * D + wide
+    cache = (key, value, kv_scales, table, page_stride, head, kv_heads)
     for n in range(low + part * BN, before, parts * BN):
         where = cache_places(table, n, before, page_stride, D, PAGE, BN)[:, None]
         number = n + tl.arange(0, BN)
@@ -201,9 +202,7 @@ def attend_new(
             seen = seen & (number > before - window)
         score = tl.where(seen[None, :], score, HIDDEN)
         v = numbers(tl.load(value + where, mask=cached, other=0.0), qa.dtype, PAIRS)
-        m, l, acc = add_block(
-            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, before, page_stride, PAGE, BN
-        )
+        m, l, acc = add_block(m, l, acc, score, v, scale, cache, n, before, PAGE, BN)
     if (before - low) // BN % parts == part:
         mine = source + heads * OF_QUERY + head * D
         of_head = mine + tl.zeros((1, 1), tl.int32)

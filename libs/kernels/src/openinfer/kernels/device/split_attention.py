@@ -94,11 +94,11 @@ def attend_split(
     end = tl.minimum(low + size, stop)
     whole = tl.minimum(tl.maximum(whole, low), end)
     key = kv + head * PAGE * D + column
-    m, l, acc = over_keys(
-        tl.load(q + place, mask=inside, other=0.0), key, key + kv_heads * PAGE * D, kv_scales,
-        block_tables + slot * table_width, low, whole, end, stop, seen_first + pair // GROUP, window, scale,
-        page_stride, head, kv_heads, D, PAGE, BM, BN, PAIRS,
-    )  # fmt: skip
+    query = tl.load(q + place, mask=inside, other=0.0)
+    value, table = key + kv_heads * PAGE * D, block_tables + slot * table_width
+    cache = (key, value, kv_scales, table, page_stride, head, kv_heads)
+    position = seen_first + pair // GROUP
+    m, l, acc = over_keys(query, cache, low, whole, end, stop, position, window, scale, PAGE, BN, PAIRS)
     # A pair may see nothing: one past the row's end, or a tile's first tokens of its last part. Its weight is then LOW.
     l = tl.where(l > 0.0, l, 1.0)
     acc = acc / l[:, None]
