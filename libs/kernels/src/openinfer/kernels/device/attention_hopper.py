@@ -29,12 +29,12 @@ SEARCH = gl.constexpr(128)
 
 
 @gluon.jit
-def _tile(turn, q_starts, slots, seq_lens, alive, rows, tokens, short, kv_heads, items, GROUP: gl.constexpr,
-          BM: gl.constexpr):  # fmt: skip
-    """The work of a program's turn, as a tuple.
+def _tile(turn, step, GROUP: gl.constexpr, BM: gl.constexpr):
+    """The work of a program's turn, as a tuple; `step`: of attend_prompt.
 
     The key head; the first token; the number of tokens to write; how many of these are before the row's end; the slot;
     the position of the first token; whether the tokens see any key."""
+    kv_heads, items, slots, q_starts, seq_lens, alive, rows, tokens, short = step
     BQ: gl.constexpr = BM // GROUP
     LANES: gl.constexpr = gl.BlockedLayout([SEARCH // 32], [32], [gl.num_warps()], [0])
     programs = gl.num_programs(0)
@@ -76,18 +76,17 @@ def _range(position, count, window, BN: gl.constexpr):
 
 
 @gluon.jit
-def _produce(kv, kbuf, vbuf, kfull, kempty, vfull, vempty, slots, q_starts, seq_lens, alive, block_tables,
-             table_width, page_rows, window, rows, tokens, short, kv_heads, items, GROUP: gl.constexpr, D: gl.constexpr,
+def _produce(kv, ring, step, block_tables, table_width, page_rows, window, GROUP: gl.constexpr, D: gl.constexpr,
              PAGE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The warp that copies keys and values, page by page, 64 columns at a time."""
+    kbuf, vbuf, kfull, kempty, vfull, vempty = ring
+    kv_heads, items = step[0], step[1]
     CHUNK: gl.constexpr = kv.block_type.shape[0]
     CHUNKS: gl.constexpr = BN // CHUNK
     HALVES: gl.constexpr = D // 64
     done = 0
     for turn in range(gl.cdiv(items, gl.num_programs(0))):
-        head, _, count, slot, position, end, seen = _tile(
-            turn, q_starts, slots, seq_lens, alive, rows, tokens, short, kv_heads, items, GROUP, BM
-        )
+        head, _, count, slot, position, end, seen = _tile(turn, step, GROUP, BM)
         if seen:
             low, _, _, last = _range(position, count, window, BN)
             table = block_tables + slot.to(gl.int64) * table_width
@@ -162,12 +161,16 @@ def _unpack(p, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _blocks(first, until, last, done, query, k, v, kfull, kempty, vfull, vempty, turns, rounds, p, m, l, acc, position,
-            window, scale, BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SIDE: gl.constexpr,
-            IN_TURN: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr):  # fmt: skip
+def _blocks(first, until, tile, pipeline, sums, MASKED: gl.constexpr, SIDE: gl.constexpr, IN_TURN: gl.constexpr,
+            S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr):  # fmt: skip
     """Blocks first, first - 1 ... until. On entry and exit the values of one block, with weights p, are yet to be
-    added. `done`: blocks that the pipeline had seen before the tile."""
+    added to the sums. `done`: blocks that the pipeline had seen before the tile."""
+    last, done, rounds, query, position, window, scale = tile
+    k, v, kfull, kempty, vfull, vempty, turns = pipeline
+    p, m, l, acc = sums
     ROWS: gl.constexpr = query.shape[0]
+    STAGES: gl.constexpr = k.shape[0]
+    BN: gl.constexpr = k.shape[1]
     for block in range(first - until + 1):
         b = first - block
         i = done + last - b
@@ -197,15 +200,16 @@ def _blocks(first, until, last, done, query, k, v, kfull, kempty, vfull, vempty,
         acc, a = warpgroup_mma_wait(0, deps=(acc, a))
         mbarrier.arrive(vempty.index(before), count=1)
         p = following
-        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, P_LAYOUT.parent))[:, None]
     return p, m, l, acc
 
 
 @gluon.jit
-def _consume(out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slots, q_starts, seq_lens, alive, window,
-             scale, rows, tokens, short, kv_heads, items, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+def _consume(out, q, qbuf, ring, turns, step, window, scale, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
              BN: gl.constexpr, STAGES: gl.constexpr, IN_TURN: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """A warpgroup that multiplies: pairs SIDE * BM // 2 and up of each tile."""
+    kbuf, vbuf, kfull, kempty, vfull, vempty = ring
+    kv_heads, items = step[0], step[1]
     ROWS: gl.constexpr = BM // 2
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -215,6 +219,7 @@ def _consume(out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slot
     CHUNKS: gl.constexpr = BN // vbuf.shape[1]
     k = reinterpret(kbuf, gl.bfloat16, [STAGES, BN, D], SHARED)
     v = reinterpret(vbuf, gl.bfloat16, [STAGES, BN, D], SHARED)
+    pipeline = (k, v, kfull, kempty, vfull, vempty, turns)
     query = qbuf.index(SIDE)
     heads = kv_heads * GROUP
     column = gl.arange(0, D, gl.SliceLayout(0, SPREAD))[None, :]
@@ -223,12 +228,9 @@ def _consume(out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slot
     done = 0
     rounds = 0
     for turn in range(gl.cdiv(items, gl.num_programs(0))):
-        head, begin, count, _, place, end, seen = _tile(
-            turn, q_starts, slots, seq_lens, alive, rows, tokens, short, kv_heads, items, GROUP, BM
-        )
-        where = ((begin + pair // GROUP).to(gl.int64) * heads + head * GROUP + pair % GROUP)[
-            :, None
-        ] * D + column
+        head, begin, count, _, place, end, seen = _tile(turn, step, GROUP, BM)
+        row = (begin + pair // GROUP).to(gl.int64) * heads + head * GROUP + pair % GROUP
+        where = row[:, None] * D + column
         inside = (pair < count * GROUP)[:, None]
         if seen:
             low, inner, whole, last = _range(place, count, window, BN)
@@ -243,9 +245,8 @@ def _consume(out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slot
             score = warpgroup_mma_wait(0, deps=(score,))
             mbarrier.arrive(kempty.index(stage), count=1)
             score = _mask(score, last * BN, position, window, BN, S_LAYOUT)
-            m = gl.maximum(
-                gl.max(score, 1) * scale, LOW
-            )  # the tile's first tokens may see no key of this block
+            # The tile's first tokens may see no key of this block.
+            m = gl.maximum(gl.max(score, 1) * scale, LOW)
             weight = gl.exp2(score * scale - m[:, None])
             l = gl.sum(weight, 1)
             p = _pack(weight)
@@ -253,19 +254,12 @@ def _consume(out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slot
             mbarrier.wait(vfull.index(stage), phase)
             if last * BN + BN > end:
                 _clear(vbuf, stage, last * BN, end, CHUNKS, D // 64)
-            p, m, l, acc = _blocks(
-                last - 1, whole, last, done, query, k, v, kfull, kempty, vfull, vempty, turns, rounds, p, m, l, acc,
-                position, window, scale, BN, STAGES, True, SIDE, IN_TURN, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-            )  # fmt: skip
-            p, m, l, acc = _blocks(
-                gl.minimum(whole, last) - 1, inner, last, done, query, k, v, kfull, kempty, vfull, vempty, turns,
-                rounds, p, m, l, acc, position, window, scale, BN, STAGES, False, SIDE, IN_TURN, S_LAYOUT, O_LAYOUT,
-                P_LAYOUT,
-            )  # fmt: skip
-            p, m, l, acc = _blocks(
-                gl.minimum(inner, last) - 1, low, last, done, query, k, v, kfull, kempty, vfull, vempty, turns, rounds,
-                p, m, l, acc, position, window, scale, BN, STAGES, True, SIDE, IN_TURN, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-            )  # fmt: skip
+            tile, sums = (last, done, rounds, query, position, window, scale), (p, m, l, acc)
+            sums = _blocks(last - 1, whole, tile, pipeline, sums, True, SIDE, IN_TURN, S_LAYOUT, P_LAYOUT)
+            first = gl.minimum(whole, last) - 1
+            sums = _blocks(first, inner, tile, pipeline, sums, False, SIDE, IN_TURN, S_LAYOUT, P_LAYOUT)
+            first = gl.minimum(inner, last) - 1
+            p, m, l, acc = _blocks(first, low, tile, pipeline, sums, True, SIDE, IN_TURN, S_LAYOUT, P_LAYOUT)
             stage = (done + last - low) % STAGES
             a = _unpack(p, P_LAYOUT)
             acc = warpgroup_mma(a, v.index(stage), acc, is_async=True)
@@ -312,15 +306,13 @@ def attend_prompt(
     mbarrier.init(turns.index(0), count=1)
     mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
+    ring = (kbuf, vbuf, kfull, kempty, vfull, vempty)
+    step = (kv_heads, items, slots, q_starts, seq_lens, alive, rows, tokens, short)
     gl.warp_specialize(
         [
-            (_consume, (out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slots, q_starts, seq_lens, alive,
-                        window, scale, rows, tokens, short, kv_heads, items, GROUP, D, BM, BN, STAGES, IN_TURN, 0)),
-            (_consume, (out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slots, q_starts, seq_lens, alive,
-                        window, scale, rows, tokens, short, kv_heads, items, GROUP, D, BM, BN, STAGES, IN_TURN, 1)),
-            (_produce, (kv, kbuf, vbuf, kfull, kempty, vfull, vempty, slots, q_starts, seq_lens, alive, block_tables,
-                        table_width, page_rows, window, rows, tokens, short, kv_heads, items, GROUP, D, PAGE, BM, BN,
-                        STAGES)),
+            (_consume, (out, q, qbuf, ring, turns, step, window, scale, GROUP, D, BM, BN, STAGES, IN_TURN, 0)),
+            (_consume, (out, q, qbuf, ring, turns, step, window, scale, GROUP, D, BM, BN, STAGES, IN_TURN, 1)),
+            (_produce, (kv, ring, step, block_tables, table_width, page_rows, window, GROUP, D, PAGE, BM, BN, STAGES)),
         ],
         [4, 1],
         [240, 24],
