@@ -123,36 +123,18 @@ def gemm_small_adapted(
             while tl.atomic_add(state, 0, sem="acquire") < units:
                 pass
             tl.debug_barrier()  # no thread reads sums before one of them has seen that they are there
-            for place in tl.range(
-                0, places, PLACES, num_stages=1
-            ):  # copies of several turns would fill shared memory
+            # One stage, because copies of several turns would fill shared memory.
+            for place in tl.range(0, places, PLACES, num_stages=1):
+                ahead = place + PLACES
                 own = _own(low, adapter, rm, place, of, rows, BM, CHUNKS, RANK, PLACES)
                 acc = tl.dot(factor, own.to(x.dtype.element_ty), acc)
                 if GATED:
                     own = _own(low, adapter, rm, place, 1, rows, BM, CHUNKS, RANK, PLACES)
                     up = tl.dot(up_factor, own.to(x.dtype.element_ty), up)
-                    up_factor = _factors(
-                        of_up, b_stride, adapter, place + PLACES, places, inside, RANK, PLACES
-                    )
-                factor = _factors(of_b, b_stride, adapter, place + PLACES, places, inside, RANK, PLACES)
-        finish_small(
-            out,
-            tl.trans(acc),
-            tl.trans(up),
-            partial,
-            counter,
-            tile,
-            part,
-            rm,
-            rn,
-            M,
-            N,
-            BM,
-            BN,
-            PARTS,
-            ADD,
-            GATED,
-        )
+                    up_factor = _factors(of_up, b_stride, adapter, ahead, places, inside, RANK, PLACES)
+                factor = _factors(of_b, b_stride, adapter, ahead, places, inside, RANK, PLACES)
+        acc, up = tl.trans(acc), tl.trans(up)
+        finish_small(out, acc, up, partial, counter, tile, part, rm, rn, M, N, BM, BN, PARTS, ADD, GATED)
         if part == PARTS - 1:
             tl.debug_barrier()  # every thread has read the sums
             if tl.atomic_add(state + 1, 1, sem="relaxed") == tiles - 1:

@@ -180,8 +180,9 @@ def experts_product(
 
 
 @triton.jit
-def _float8_product(words, more, x, more_x, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+def _float8_product(of_words, x, more_x, PAIRS: tl.constexpr, WARPS: tl.constexpr):
     """Float32 [BN, BM]: 128 columns of float8, each 64 in 16 words a row, times columns of x."""
+    words, more = tl.load(of_words), tl.load(of_words + 16)
     one = tl.full(words.shape, 127, tl.int32)  # the byte of a scale of 1
     total = tl.dot(float8_operand(words, one, PAIRS, WARPS), x)
     return tl.dot(float8_operand(more, one, PAIRS, WARPS), more_x, total)
@@ -217,12 +218,10 @@ def experts_product_float8(
     acc_up = tl.zeros((BN, BM), tl.float32)
     for k in range(K // 128):
         low, high = tl.load(of_x + k * 128), tl.load(of_x + k * 128 + 64)
-        total = _float8_product(
-            tl.load(of_words + k * 32), tl.load(of_words + k * 32 + 16), low, high, PAIRS, WARPS
-        )
+        total = _float8_product(of_words + k * 32, low, high, PAIRS, WARPS)
         acc += total * tl.load(of_blocks + k)
         if FIRST:
-            total = _float8_product(tl.load(up + k * 32), tl.load(up + k * 32 + 16), low, high, PAIRS, WARPS)
+            total = _float8_product(up + k * 32, low, high, PAIRS, WARPS)
             acc_up += total * tl.load(of_blocks + blocks + k)
     acc = tl.trans(acc)
     if FIRST:

@@ -154,9 +154,8 @@ def gemv_scaled(
         whole = tl.arange(0, NORM)
         all_x = tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(all_x * all_x, 0) / K + eps)
-    acc = tl.zeros(
-        (BLOCKS, BN, 128), tl.float32
-    )  # in this order a thread has several rows, and the same x for them
+    # In this order a thread has several rows, and the same x for them.
+    acc = tl.zeros((BLOCKS, BN, 128), tl.float32)
     up = tl.zeros((BLOCKS, BN, 128), tl.float32)
     for k in tl.range(0, K, BLOCKS * 128, num_stages=STAGES):
         value = _unit(x + k + place, gain + k + place, scale, NORM)

@@ -36,6 +36,7 @@ def lora_shrink(
     token = tl.program_id(0) * BM + tl.arange(0, BM)
     row = tl.program_id(2) * BR + tl.arange(0, BR)
     column = tl.arange(0, BK)
+    real = row < rows
     adapter = _adapters_of(adapters, token_slots, token, tokens)
     first, splits = tl.program_id(1) * SPLIT, tl.num_programs(1)
     values = x + token.to(tl.int64)[:, None] * x_stride
@@ -47,18 +48,13 @@ def lora_shrink(
             if tl.max(mine.to(tl.int32), 0) > 0:
                 matrix = a + tl.cast(place, tl.int64) * a_stride + row.to(tl.int64)[None, :] * K
                 for k in range(first, first + SPLIT, BK):
-                    inside = k + column < K
-                    value = tl.load(
-                        values + (k + column)[None, :], mask=mine[:, None] & inside[None, :], other=0.0
-                    )
-                    factor = tl.load(
-                        matrix + (k + column)[:, None],
-                        mask=inside[:, None] & (row < rows)[None, :],
-                        other=0.0,
-                    )
+                    at = k + column
+                    inside = at < K
+                    value = tl.load(values + at[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+                    factor = tl.load(matrix + at[:, None], mask=inside[:, None] & real[None, :], other=0.0)
                     acc = tl.dot(value, factor, acc)
         at = token.to(tl.int64)[:, None] * rows + row[None, :]
-        mask = (adapter > 0)[:, None] & (row < rows)[None, :]
+        mask = (adapter > 0)[:, None] & real[None, :]
         tl.store(partial + tl.program_id(1).to(tl.int64) * tokens * rows + at, acc, mask=mask)
         tl.debug_barrier()  # every thread's sums are written before one of them says so
         tile = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
@@ -92,7 +88,8 @@ def lora_expand(
         adapter = _adapters_of(adapters, token_slots, token, tokens)
         begin, end = _span(adapter, places)
         written = (token < tokens) & ((adapter > 0) | GATED | (not ADD))
-        mask = written[:, None] & (column < size)[None, :]
+        real = column < size
+        mask = written[:, None] & real[None, :]
         place_of = out + token.to(tl.int64)[:, None] * out_stride + (start + column)[None, :]
         of_low = low + token.to(tl.int64)[:, None] * (PARTS * RANK) + part * RANK
         acc = tl.zeros((BM, BN), tl.float32)
@@ -106,20 +103,14 @@ def lora_expand(
         for place in range(begin, end):
             mine = adapter == place + 1
             if tl.max(mine.to(tl.int32), 0) > 0:  # what no token has may be anything
-                matrix = (
-                    b + tl.cast(place, tl.int64) * b_stride + (start + column).to(tl.int64)[None, :] * RANK
-                )
+                of_b = b + tl.cast(place, tl.int64) * b_stride + (start + column).to(tl.int64)[None, :] * RANK
                 for r in range(0, RANK, BR):
-                    own = tl.load(of_low + (r + rank)[None, :], mask=mine[:, None], other=0.0)
-                    factor = tl.load(matrix + (r + rank)[:, None], mask=(column < size)[None, :], other=0.0)
-                    acc = tl.dot(own, factor, acc)
+                    at = r + rank
+                    own = tl.load(of_low + at[None, :], mask=mine[:, None], other=0.0)
+                    acc = tl.dot(own, tl.load(of_b + at[:, None], mask=real[None, :], other=0.0), acc)
                     if GATED:
-                        own = tl.load(of_low + RANK + (r + rank)[None, :], mask=mine[:, None], other=0.0)
-                        factor = tl.load(
-                            matrix + size0 * RANK + (r + rank)[:, None],
-                            mask=(column < size)[None, :],
-                            other=0.0,
-                        )
+                        own = tl.load(of_low + RANK + at[None, :], mask=mine[:, None], other=0.0)
+                        factor = tl.load(of_b + size0 * RANK + at[:, None], mask=real[None, :], other=0.0)
                         up = tl.dot(own, factor, up)
         if GATED:
             acc = gated(acc, up, out.dtype.element_ty)
@@ -145,9 +136,8 @@ def lora_shrink_few(
         for k in tl.static_range(0, SPLIT, BK):
             column = tl.program_id(1) * SPLIT + k + tl.arange(0, BK)
             inside = column < K
-            factor = tl.load(
-                matrix + column[:, None], mask=inside[:, None] & (row < rows)[None, :], other=0.0
-            )
+            real = inside[:, None] & (row < rows)[None, :]
+            factor = tl.load(matrix + column[:, None], mask=real, other=0.0)
             value = tl.load(values + column[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
             if NORM:
                 wide = value.to(tl.float32)
