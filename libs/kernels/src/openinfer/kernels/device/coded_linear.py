@@ -9,6 +9,7 @@ own, which is added in float32.
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.formats import own_part
 from openinfer.kernels.device.norm import gated, start_next, weighted
 
 
@@ -132,9 +133,7 @@ def project_coded(
     of_blocks = scales + on // 128 * count
     of_up_blocks = of_blocks + tl.cdiv(N, 128) * count
     of_x_scales = x_scales + near
-    steps = tl.cdiv(count, SPLIT)
-    first = tl.program_id(1) * steps
-    last = tl.minimum(first + steps, count)
+    first, last = own_part(count, SPLIT)
     acc = tl.zeros((ROWS, BM), tl.float32)
     up = tl.zeros((ROWS, BM), tl.float32)
     if BLOCKS:  # read a turn ahead, so that no product waits for a scale

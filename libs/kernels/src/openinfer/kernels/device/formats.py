@@ -32,6 +32,14 @@ mul.bf16x2 a, a, $5; mov.b32 {$2, $3}, a;
 
 
 @triton.jit
+def own_part(count, SPLIT: tl.constexpr):
+    """The steps of `count` that this program has of those along axis 1, among SPLIT: range(first, end)."""
+    steps = tl.cdiv(count, SPLIT)
+    first = tl.program_id(1) * steps
+    return first, tl.minimum(first + steps, count)
+
+
+@triton.jit
 def e8m0(byte):
     """2^(byte - 127) in float32."""
     exponent = byte.to(tl.int32)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.experts import columns_of_x, pairs_of, store_rows, tile_of
-from openinfer.kernels.device.formats import _number, operand_row, packed_operand, word_column
+from openinfer.kernels.device.formats import _number, operand_row, own_part, packed_operand, word_column
 from openinfer.kernels.device.int4 import _sum_parts, load_words, pair, store_pairs, widening
 from openinfer.kernels.device.norm import gated
 
@@ -83,10 +83,7 @@ def project_fp4(
     packed = tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), N - 1).to(tl.int64)
     of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
     of_scales = scales + packed[:, None] * (K // 32 + 4) + tl.arange(0, 4)[None, :]
-    count = K // 128
-    steps = tl.cdiv(count, SPLIT)
-    first = tl.program_id(1) * steps
-    end = tl.minimum(first + steps, count)
+    first, end = own_part(K // 128, SPLIT)
     acc = tl.zeros((ROWS, BM), tl.float32)
     for k in range(first, end):
         low, high = tl.load(of_x + k * 128), tl.load(of_x + k * 128 + 2)

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.formats import operand_row, packed_operand
+from openinfer.kernels.device.formats import operand_row, own_part, packed_operand
 
 
 @triton.jit
@@ -83,9 +83,7 @@ def project_int4(
     of_codes = weight + near[:, None] * (K // 2) + byte[None, :]
     of_words = words + near * (K // GROUP)
     of_x = x + tl.minimum(token, M - 1).to(tl.int64)[None, :] * K + column[:, None]
-    steps = tl.cdiv(K // GROUP, SPLIT)
-    first = tl.program_id(1) * steps
-    end = tl.minimum(first + steps, K // GROUP)
+    first, end = own_part(K // GROUP, SPLIT)
     acc = tl.trans(sum_of_groups(of_codes, of_words, of_x, first, end, GROUP, BN, BM))
     _sum_parts(out, partial, counter, acc, token, row, M, N, SPLIT, ADD)
 
@@ -141,10 +139,9 @@ def project_int4_packed(
     of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
     of_zeros = words + packed * groups
     of_scales = words + tl.minimum(row, N - 1).to(tl.int64) * groups
-    steps = tl.cdiv(groups, SPLIT)
-    first = tl.program_id(1) * steps
+    first, end = own_part(groups, SPLIT)
     acc = tl.zeros((ROWS, BM), tl.float32)
-    for group in range(first, tl.minimum(first + steps, groups)):
+    for group in range(first, end):
         codes = tl.load(of_codes + group * 16)
         zeros = (tl.load(of_zeros + group) & 15)[:, None] + tl.zeros_like(codes)
         total = tl.dot(int4_operand(codes, zeros, 0, PAIRS, WARPS), tl.load(of_x + group * 128))

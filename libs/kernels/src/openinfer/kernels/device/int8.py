@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.experts import pairs_of, store_rows, tile_of
+from openinfer.kernels.device.formats import own_part
 from openinfer.kernels.device.int4 import _sum_parts
 from openinfer.kernels.device.norm import gated
 
@@ -43,10 +44,7 @@ def project_int8(
     of_x = x + tl.minimum(token, M - 1).to(tl.int64)[None, :] * K + column[:, None]
     of_codes = weight + near[:, None] * K + column[None, :]
     of_scales = scales + near * (K // GROUP if GROUP else 1)
-    count = K // CHUNK
-    steps = tl.cdiv(count, SPLIT)
-    first = tl.program_id(1) * steps
-    end = tl.minimum(first + steps, count)
+    first, end = own_part(K // CHUNK, SPLIT)
     acc = _sum_of_chunks(of_codes, of_scales, of_x, first, end, ROWS, BM, GROUP, CHUNK)
     _sum_parts(out, partial, counter, tl.trans(acc), token, row, M, N, SPLIT, ADD)
 

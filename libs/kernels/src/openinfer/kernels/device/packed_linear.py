@@ -8,6 +8,7 @@ from openinfer.kernels.device.formats import (
     e8m0,
     float8_operand,
     operand_row,
+    own_part,
     packed_column,
     store_codes,
 )
@@ -39,16 +40,14 @@ def project_few(
     Grid (cdiv(GROUP_ROWS, ROWS), SPLIT, groups * cdiv(M, BM)).
     """
     tiles = tl.cdiv(M, BM)
-    group, part = tl.program_id(2) // tiles, tl.program_id(1)
+    group = tl.program_id(2) // tiles
     token = tl.program_id(2) % tiles * BM + tl.arange(0, BM)
     on = tl.program_id(0) * ROWS
     n = group * GROUP_ROWS
     used = (token < M)[None, :]
     of_x = x + token.to(tl.int64)[None, :] * x_stride + group * K
     column = tl.arange(0, BK)
-    steps = tl.cdiv(K // BK, SPLIT)
-    first = part * steps
-    last = tl.minimum(first + steps, K // BK)
+    first, last = own_part(K // BK, SPLIT)
     wait_ahead(EARLY)
     acc = tl.zeros((ROWS, BM), tl.float32)
     if FLOAT8:
@@ -113,10 +112,8 @@ def project_codes(
     row = tl.minimum(on + tl.arange(0, ROWS), N - 1)
     of_weight = weight + row.to(tl.int64)[:, None] * K + column[None, :]
     of_blocks = scales + on // 128 * K_BLOCKS
-    steps = tl.cdiv(K_BLOCKS, SPLIT)
-    first = tl.program_id(1) * steps
+    first, last = own_part(K_BLOCKS, SPLIT)
     acc = tl.zeros((ROWS, BM), tl.float32)
-    last = tl.minimum(first + steps, K_BLOCKS)
     wait_ahead(EARLY)
     block = tl.load(of_blocks + tl.minimum(first, K_BLOCKS - 1))
     for k in range(first, last):
