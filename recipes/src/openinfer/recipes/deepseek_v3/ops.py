@@ -113,20 +113,14 @@ def _write_launches(target: Target, a: _WriteArgs[Tensor]) -> Iterator[Command]:
     dim = 0 if a.index_key is None else a.index_key.shape[1]
     fits = dim == 0 or dim == op.power_of_two(dim)
     op.require(fits, f"an indexer's keys have {dim} numbers; on a GPU a power of two")
-    yield op.launch(
-        _DEVICE, "write_latents", (tokens, 3 if dim else 2),
-        {
-            **op.tensors(a), "index_key": key, "index_norm": a.index_norm or a.kv_norm, "index_pages": pages,
-            "width": op.aligned(width), "qkv_stride": op.aligned(a.qkv.strides[0]),
-            "key_stride": op.aligned(key.strides[0]), "table_width": a.block_tables.shape[1],
-            "page_stride": op.Aligned(a.kv.strides[0]), "key_page_stride": op.Aligned(pages.strides[0]),
-            "eps": a.eps, "key_eps": KEY_EPS,
-        },
-        {
-            "BLOCK": op.power_of_two(width), "C": latent, "ROTARY": 2 * a.cos_sin.shape[2], "PAGE": a.kv.shape[1],
-            "KEY": dim,
-        },
-    )  # fmt: skip
+    args: dict[str, Arg] = {**op.tensors(a), "index_key": key, "index_norm": a.index_norm or a.kv_norm}
+    args |= {"index_pages": pages, "width": op.aligned(width), "qkv_stride": op.aligned(a.qkv.strides[0])}
+    args |= {"key_stride": op.aligned(key.strides[0]), "table_width": a.block_tables.shape[1]}
+    args |= {"page_stride": op.Aligned(a.kv.strides[0]), "key_page_stride": op.Aligned(pages.strides[0])}
+    args |= {"eps": a.eps, "key_eps": KEY_EPS}
+    constants = {"BLOCK": op.power_of_two(width), "C": latent, "ROTARY": 2 * a.cos_sin.shape[2]}
+    constants |= {"PAGE": a.kv.shape[1], "KEY": dim}
+    yield op.launch(_DEVICE, "write_latents", (tokens, 3 if dim else 2), args, constants)
 
 
 def _write_cost(workload: Workload, a: _WriteArgs[Tensor]) -> Cost:
@@ -273,32 +267,25 @@ def _attend_launches(target: Target, a: _AttendArgs[Tensor]) -> Iterator[Command
     # A part is a mean of vectors that were normed: float16 holds it to 11 bits where bfloat16 has 8.
     partial = Scratch((tokens, splits, heads, latent), float16) if splits > 1 else a.out
     weight = Scratch((tokens, splits, heads), float32) if splits > 1 else a.positions
-    sees: dict[str, Arg] = {
-        "positions": a.positions,
-        "token_slots": a.token_slots,
-        "heads": op.aligned(heads),
-    }
-    constants = {"C": latent, "BN": block, "SPLITS": splits}
+    sees = {**op.tensors(a, "positions", "token_slots"), "heads": op.aligned(heads)}
+    constants: dict[str, int] = {"C": latent, "BN": block, "SPLITS": splits}
     own, warps, stages = {"ROTARY": rotary, "BM": rows}, 4 if rows == 16 else 8, 3 if rows == 16 else 2
     if hopper:
         own, warps = {"STAGES": 2, "TURNS": 1}, 4
-    yield op.launch(
-        _HOPPER if hopper else _DEVICE, "latent_attend_hopper" if hopper else "latent_attend",
-        (splits, tokens, -(-heads // rows)),
-        {
-            "out": a.out, "q": a.q, "turned": a.turned, "kv": a.kv, "selected": a.selected or a.positions,
-            "block_tables": a.block_tables, "partial": partial, "weight": weight, **sees,
-            "table_width": a.block_tables.shape[1], "page_stride": op.Aligned(a.kv.strides[0]),
-            "scale": a.scale * math.log2(math.e),
-        },
-        {**constants, "PAGE_BITS": size.bit_length() - 1, "MOST": most, **own}, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    args: dict[str, Arg] = {**op.tensors(a, "out", "q", "turned", "kv")}
+    args |= {"selected": a.selected or a.positions, "block_tables": a.block_tables}
+    args |= {"partial": partial, "weight": weight, **sees}
+    args |= {"table_width": a.block_tables.shape[1], "page_stride": op.Aligned(a.kv.strides[0])}
+    args["scale"] = a.scale * math.log2(math.e)
+    kernel = (_HOPPER, "latent_attend_hopper") if hopper else (_DEVICE, "latent_attend")
+    own |= {"PAGE_BITS": size.bit_length() - 1, "MOST": most}
+    grid = splits, tokens, -(-heads // rows)
+    yield op.launch(*kernel, grid, args, constants | own, num_warps=warps, num_stages=stages)
     if splits > 1:
-        yield op.launch(
-            _DEVICE, "merge_latents", (tokens, heads, 4),
-            {"out": a.out, "partial": partial, "weight": weight, **sees},
-            {**constants, "PARTS": op.power_of_two(splits)}, num_warps=4 if splits <= 32 else 8,
-        )  # fmt: skip
+        args = {"out": a.out, "partial": partial, "weight": weight, **sees}
+        constants["PARTS"] = op.power_of_two(splits)
+        grid, warps = (tokens, heads, 4), 4 if splits <= 32 else 8
+        yield op.launch(_DEVICE, "merge_latents", grid, args, constants, num_warps=warps)
 
 
 def _attend_cost(workload: Workload, a: _AttendArgs[Tensor]) -> Cost:

@@ -9,7 +9,7 @@ import numpy as np
 from openinfer.kernels.linear.problem import expect_bf16
 from openinfer.kernels.op.contract import FLOATS, expect, expect_columns, expect_cos_sin, expect_each, require
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
-from openinfer.kernels.op.op import Cost, Op, T, Workload
+from openinfer.kernels.op.op import Cost, Op, T, Workload, tensors
 from openinfer.kernels.op.reference import Array, f32, rotated_pairs, rounded
 from openinfer.kernels.op.rounding import hadamard, q4
 from openinfer.kernels.op.target import Target
@@ -99,42 +99,31 @@ class _Args(Generic[T]):
         for first in range(0, tokens, size):
             part = slice(first, min(first + size, tokens))
             count, selected = part.stop - first, self.selected[part]
-            by_token: dict[str, Arg] = {
-                "positions": self.positions[part],
-                "token_slots": self.token_slots[part],
-            }
+            by_token = {name: getattr(self, name)[part] for name in ("positions", "token_slots")}
             if self.width > topk:
-                yield launch(
-                    _DEVICE, "index_scores", (count, tuning.parts),
-                    {
-                        "scores": scores, "q": self.q[part], "weights": self.weights[part], "keys": self.keys,
-                        "cos_sin": self.cos_sin, **by_token, "block_tables": self.block_tables, "width": self.width,
-                        "table_width": self.block_tables.shape[1], "page_stride": Aligned(self.keys.strides[0]),
-                        "weight_stride": self.weights.strides[0], "heads": aligned(heads), "topk": topk,
-                        "scale": self.scale,
-                    },
-                    {
-                        "D": dim, "ROTARY": 2 * self.cos_sin.shape[2], "PAGE": self.window * per_page,
-                        "ENTRIES": per_page, "HEADS": max(16, power_of_two(heads)), "BN": tuning.block,
-                        "QUANTIZED": self.quantized,
-                    },
-                    num_warps=tuning.warps, num_stages=tuning.stages, early=early,
-                )  # fmt: skip
+                args: dict[str, Arg] = {"scores": scores, "q": self.q[part], "weights": self.weights[part]}
+                args |= {**tensors(self, "keys", "cos_sin"), **by_token, "block_tables": self.block_tables}
+                args |= {"width": self.width, "table_width": self.block_tables.shape[1]}
+                args["page_stride"] = Aligned(self.keys.strides[0])
+                args |= {"weight_stride": self.weights.strides[0], "heads": aligned(heads), "topk": topk}
+                args["scale"] = self.scale
+                constants = {"D": dim, "ROTARY": 2 * self.cos_sin.shape[2], "PAGE": self.window * per_page}
+                constants |= {"ENTRIES": per_page, "HEADS": max(16, power_of_two(heads)), "BN": tuning.block}
+                constants["QUANTIZED"] = self.quantized
+                kernel, warps, stages = (_DEVICE, "index_scores"), tuning.warps, tuning.stages
+                grid = count, tuning.parts
+                yield launch(*kernel, grid, args, constants, num_warps=warps, num_stages=stages, early=early)
             choices: dict[str, Arg] = {"found": found, "found_order": order, **by_token}
             sizes = {"topk": topk, "ratio": self.window}
-            yield launch(
-                _DEVICE, "select_entries", (count, segments),
-                {"selected": selected, "scores": scores, **choices, "width": self.width, **sizes},
-                {"BLOCK": tuning.segment, "SMALL": tuning.small, "FILL": power_of_two(topk)},
-                num_warps=tuning.select_warps, early=early,
-            )  # fmt: skip
+            warps = tuning.select_warps
+            args = {"selected": selected, "scores": scores, **choices, "width": self.width, **sizes}
+            constants = {"BLOCK": tuning.segment, "SMALL": tuning.small, "FILL": power_of_two(topk)}
+            grid = count, segments
+            yield launch(_DEVICE, "select_entries", grid, args, constants, num_warps=warps, early=early)
             if segments > 1:
-                yield launch(
-                    _DEVICE, "select_found", (count,),
-                    {"selected": selected, **choices, **sizes, "segments": segments, "lists": lists},
-                    {"SEGMENT": tuning.segment, "BLOCK": power_of_two(lists * topk)},
-                    num_warps=tuning.select_warps, early=early,
-                )  # fmt: skip
+                args = {"selected": selected, **choices, **sizes, "segments": segments, "lists": lists}
+                constants = {"SEGMENT": tuning.segment, "BLOCK": power_of_two(lists * topk)}
+                yield launch(_DEVICE, "select_found", (count,), args, constants, num_warps=warps, early=early)
 
 
 def _check(a: _Args[Tensor]) -> None:
