@@ -48,14 +48,16 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 
 
 @gluon.jit
-def _sights(token, positions, token_slots, window, most, PAGE_BITS: gl.constexpr, ENTRY_BITS: gl.constexpr,
-            BN: gl.constexpr, SPLITS: gl.constexpr):  # fmt: skip
+def _sights(
+    token, step, PAGE_BITS: gl.constexpr, ENTRY_BITS: gl.constexpr, BN: gl.constexpr, SPLITS: gl.constexpr
+):
     """(slot, position, low, seen, of_entries, count) of a token.
 
     low: the position of the first raw vector that it sees. seen: the number of entries that it sees. of_entries: the
     blocks of these. count: the blocks of this program. Blocks of entries come first, because the place of their names
     depends on no other load.
     """
+    positions, token_slots, window, most = step
     slot = gl.load(token_slots + token)
     position = gl.load(positions + token)
     low = gl.maximum(position + 1 - window, 0)
@@ -82,10 +84,9 @@ def _rotated(x, cos_sin, position, sign: gl.constexpr):
 
 
 @gluon.jit
-def _copy(kv, entries, selected, positions, token_slots, kv_tables, entry_tables, buffers, rows, full, empty, kv_width,
-          entry_width, kv_stride, entry_stride, window, most, D: gl.constexpr, PAGE_BITS: gl.constexpr,
-          ENTRY_BITS: gl.constexpr, SELECTED: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-          SPLITS: gl.constexpr):  # fmt: skip
+def _copy(kv, entries, selected, step, kv_tables, entry_tables, buffers, rows, full, empty, kv_width, entry_width,
+          kv_stride, entry_stride, most, D: gl.constexpr, PAGE_BITS: gl.constexpr, ENTRY_BITS: gl.constexpr,
+          SELECTED: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr):  # fmt: skip
     """The warps that look up LOOK_UP vectors at a time, and copy them block by block as the ring has room."""
     AHEAD: gl.constexpr = LOOK_UP // BN
     LINE: gl.constexpr = gl.BlockedLayout([1, 1], [32 // min(BN, 32), min(BN, 32)], [4, 1], [1, 0])
@@ -98,9 +99,7 @@ def _copy(kv, entries, selected, positions, token_slots, kv_tables, entry_tables
     named = number
     if SELECTED:  # asked for before it is known how many there are
         named = gl.load(selected + token * most + number, mask=number < most, other=0)
-    slot, position, low, seen, of_entries, count = _sights(
-        token, positions, token_slots, window, most, PAGE_BITS, ENTRY_BITS, BN, SPLITS
-    )
+    slot, position, low, seen, of_entries, count = _sights(token, step, PAGE_BITS, ENTRY_BITS, BN, SPLITS)
     kv_table, entry_table = kv_tables + slot * kv_width, entry_tables + slot * entry_width
     whole = reinterpret(buffers, gl.bfloat16, [STAGES, BN, D], SHARED)
     for group in range((count + AHEAD - 1) // AHEAD):
@@ -136,17 +135,15 @@ def _copy(kv, entries, selected, positions, token_slots, kv_tables, entry_tables
 
 
 @gluon.jit
-def _score(weight, sinks, positions, token_slots, qbuf, squares, pbuf, factors, buffers, full, asked, given, taken,
-           heads, window, most, scale, eps, D: gl.constexpr, PAGE_BITS: gl.constexpr, ENTRY_BITS: gl.constexpr,
-           BN: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr):  # fmt: skip
+def _score(weight, sinks, step, qbuf, squares, pbuf, factors, buffers, full, asked, given, taken, heads, scale, eps,
+           D: gl.constexpr, PAGE_BITS: gl.constexpr, ENTRY_BITS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+           SPLITS: gl.constexpr):  # fmt: skip
     """The warps that make probabilities: of each block, and what the sums so far are to be multiplied with before it is
     added. After the last block, what they are to be multiplied with at the end."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     part, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
-    _, position, low, seen, of_entries, count = _sights(
-        token, positions, token_slots, window, most, PAGE_BITS, ENTRY_BITS, BN, SPLITS
-    )
+    _, position, low, seen, of_entries, count = _sights(token, step, PAGE_BITS, ENTRY_BITS, BN, SPLITS)
     head = gl.program_id(2) * HEADS + gl.arange(0, HEADS, ROW)
     sink = gl.load(sinks + head) * LOG2E
     query = reinterpret(qbuf, gl.bfloat16, [2, HEADS, D // 2], SHARED)
@@ -221,18 +218,15 @@ def _ask(q, token, heads, cos_sin, position, qbuf, squares, asked, D: gl.constex
 
 
 @gluon.jit
-def _weigh(out, q, partial, cos_sin, positions, token_slots, qbuf, squares, pbuf, factors, buffers, empty, asked, given,
-           taken, heads, window, most, D: gl.constexpr, PAGE_BITS: gl.constexpr, ENTRY_BITS: gl.constexpr,
-           BN: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
-           SIDE: gl.constexpr):  # fmt: skip
+def _weigh(out, q, partial, cos_sin, step, qbuf, squares, pbuf, factors, buffers, empty, asked, given, taken, heads,
+           D: gl.constexpr, PAGE_BITS: gl.constexpr, ENTRY_BITS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+           SPLITS: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """The warps that multiply probabilities with one half of the vectors' channels, and write these."""
     SLABS: gl.constexpr = D // 2 // SLAB
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     part, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
-    slot, position, _, _, _, count = _sights(
-        token, positions, token_slots, window, most, PAGE_BITS, ENTRY_BITS, BN, SPLITS
-    )
+    slot, position, _, _, _, count = _sights(token, step, PAGE_BITS, ENTRY_BITS, BN, SPLITS)
     _ask(q, token, heads, cos_sin, position, qbuf, squares, asked, D, SIDE)
     acc = gl.zeros([HEADS, D // 2], gl.float32, O_LAYOUT)
     for j in range(count):
@@ -299,19 +293,18 @@ def sparse_attend_hopper(
         mbarrier.init(taken.index(turn), count=2)
     mbarrier.init(asked, count=2)
     fence_async_shared()
+    step = (positions, token_slots, window, most)
     gl.warp_specialize(
         [
-            (_weigh, (out, q, partial, cos_sin, positions, token_slots, qbuf, squares, pbuf,
-                      factors, buffers, empty, asked, given, taken, heads, window, most, D, PAGE_BITS, ENTRY_BITS, BN,
-                      STAGES, SPLITS, 0)),
-            (_weigh, (out, q, partial, cos_sin, positions, token_slots, qbuf, squares, pbuf,
-                      factors, buffers, empty, asked, given, taken, heads, window, most, D, PAGE_BITS, ENTRY_BITS, BN,
-                      STAGES, SPLITS, 1)),
-            (_score, (weight, sinks, positions, token_slots, qbuf, squares, pbuf, factors, buffers, full, asked,
-                      given, taken, heads, window, most, scale, eps, D, PAGE_BITS, ENTRY_BITS, BN, STAGES, SPLITS)),
-            (_copy, (kv, entries, selected, positions, token_slots, kv_tables, entry_tables, buffers, rows, full,
-                     empty, kv_width, entry_width, kv_stride, entry_stride, window, most, D, PAGE_BITS, ENTRY_BITS,
-                     SELECTED, BN, STAGES, SPLITS)),
+            (_weigh, (out, q, partial, cos_sin, step, qbuf, squares, pbuf, factors, buffers, empty, asked, given, taken,
+                      heads, D, PAGE_BITS, ENTRY_BITS, BN, STAGES, SPLITS, 0)),
+            (_weigh, (out, q, partial, cos_sin, step, qbuf, squares, pbuf, factors, buffers, empty, asked, given, taken,
+                      heads, D, PAGE_BITS, ENTRY_BITS, BN, STAGES, SPLITS, 1)),
+            (_score, (weight, sinks, step, qbuf, squares, pbuf, factors, buffers, full, asked, given, taken, heads,
+                      scale, eps, D, PAGE_BITS, ENTRY_BITS, BN, STAGES, SPLITS)),
+            (_copy, (kv, entries, selected, step, kv_tables, entry_tables, buffers, rows, full, empty, kv_width,
+                     entry_width, kv_stride, entry_stride, most, D, PAGE_BITS, ENTRY_BITS, SELECTED, BN, STAGES,
+                     SPLITS)),
         ],
         [4, 4, 4],
         [176, 96, 64] if BN <= 32 else [168, 112, 64],

@@ -177,10 +177,11 @@ def _fading(g, C: tl.constexpr):
 
 @triton.jit
 def _prepared(
-    head, tile, solved, scores, decays, q, k, of_gates, batch, tokens,
+    head, tile, made, of_gates, batch, tokens,
     KEYS: tl.constexpr, DK: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """The work of delta_prepare for one head of one tile."""
+    solved, scores, decays, q, k = made
     ba, ba_stride, decay, dt_bias = of_gates
     _, first, before, end, start = _chunk(tile, batch, C)
     if start < end:
@@ -225,16 +226,13 @@ def delta_prepare(
     decays (G), float32 [heads, T].
     """
     head, tile = tl.program_id(0), tl.program_id(1)
-    of_gates, batch = (ba, ba_stride, decay, dt_bias), (slots, q_starts, seq_lens, alive, rows, short)
+    made, of_gates = (solved, scores, decays, q, k), (ba, ba_stride, decay, dt_bias)
+    batch = (slots, q_starts, seq_lens, alive, rows, short)
     if LOOP:
         for at in tl.range(tile, _find(tile, q_starts, rows, short, C)[2], tl.num_programs(1), num_stages=1):
-            _prepared(
-                head, at, solved, scores, decays, q, k, of_gates, batch, tokens, KEYS, DK, GROUP, C, LEVELS
-            )
+            _prepared(head, at, made, of_gates, batch, tokens, KEYS, DK, GROUP, C, LEVELS)
     else:
-        _prepared(
-            head, tile, solved, scores, decays, q, k, of_gates, batch, tokens, KEYS, DK, GROUP, C, LEVELS
-        )
+        _prepared(head, tile, made, of_gates, batch, tokens, KEYS, DK, GROUP, C, LEVELS)
 
 
 @triton.jit
@@ -270,11 +268,12 @@ def _leave(
 
 @triton.jit
 def _scanned(
-    part, head, row, out, made, kept, batch, blocks, tokens,
+    part, head, row, call,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The work of delta_scan for one part of one head of one row."""
+    out, made, kept, batch, blocks, tokens = call
     q, k, v, solved, scores, decays = made
     _, _, state, _, _, state_stride = kept
     slots, q_starts, seq_lens, alive = batch
@@ -345,16 +344,13 @@ def delta_scan(
     made, batch = (q, k, v, solved, scores, decays), (slots, q_starts, seq_lens, alive)
     kept = (qkv, conv_state, state, qkv_stride, conv_stride, state_stride)
     blocks = (state_from, state_to, snapshot_ends, snapshot_blocks, snapshots)
+    call = (out, made, kept, batch, blocks, tokens)
     if LOOP:
         for at in tl.range(n, _find(n, q_starts, rows, short, 0)[2], tl.num_programs(2), num_stages=1):
-            _scanned(
-                part, head, _find(at, q_starts, rows, short, 0)[0], out, made, kept, batch, blocks, tokens,
-                KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES,
-            )  # fmt: skip
+            row, _, _ = _find(at, q_starts, rows, short, 0)
+            _scanned(part, head, row, call, KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES)
     elif tl.load(q_starts + n + 1) - tl.load(q_starts + n) > short:
-        _scanned(
-            part, head, n, out, made, kept, batch, blocks, tokens, KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES
-        )  # fmt: skip
+        _scanned(part, head, n, call, KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES)
 
 
 @triton.jit
