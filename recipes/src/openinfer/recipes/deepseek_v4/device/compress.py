@@ -36,11 +36,8 @@ def _taken(old, a, z):
 @triton.jit
 def _either(mask, one, other):
     """The accumulation `one` where `mask`, else `other`."""
-    return (
-        tl.where(mask, one[0], other[0]),
-        tl.where(mask, one[1], other[1]),
-        tl.where(mask, one[2], other[2]),
-    )
+    top, s, v = one
+    return tl.where(mask, top, other[0]), tl.where(mask, s, other[1]), tl.where(mask, v, other[2])
 
 
 @triton.jit
@@ -119,22 +116,16 @@ def compress_windows(
         bias = ape + place * COLUMNS + column + window * 0  # in the shape of what it is added to
         known = done & (position - WINDOW >= start)
         here = az + (first + position - WINDOW - start).to(tl.int64) * az_stride + column
-        a, z = (
-            tl.load(here, mask=known, other=0.0),
-            tl.load(here + COLUMNS, mask=known, other=0.0) + tl.load(bias),
-        )
+        a = tl.load(here, mask=known, other=0.0)
+        z = tl.load(here + COLUMNS, mask=known, other=0.0) + tl.load(bias)
         p = _either(known, _taken(p, a, z), p)
         known = done & (position >= start)
         here += WINDOW * az_stride.to(tl.int64) + D
-        a, z = (
-            tl.load(here, mask=known, other=0.0),
-            tl.load(here + COLUMNS, mask=known, other=0.0) + tl.load(bias + D),
-        )
+        a = tl.load(here, mask=known, other=0.0)
+        z = tl.load(here + COLUMNS, mask=known, other=0.0) + tl.load(bias + D)
         b = _either(known, _taken(b, a, z), b)
-    page = tl.load(entry_tables + slot * entry_width + window * WINDOW // PAGE, mask=done, other=0).to(
-        tl.int64
-    )
-    to = entries + page * entry_stride + window % (PAGE // WINDOW) * D + column
+    page = tl.load(entry_tables + slot * entry_width + window * WINDOW // PAGE, mask=done, other=0)
+    to = entries + page.to(tl.int64) * entry_stride + window % (PAGE // WINDOW) * D + column
     e = _merged(p, (tl.where(done, b[0], 0.0), tl.where(done, b[1], 1.0), b[2]))
     _finished(e, to, done, norm_weight, cos_sin, window * WINDOW, eps, D, ROTARY, ROUNDING)
 
@@ -199,11 +190,8 @@ def compress(
     a = (empty, zero, zero)
     p = (empty, zero, zero)  # of the window before
     if (tile == 0) & (start > 0):
-        old = (
-            tl.load(state_tables + slot * state_width + (start - 1) // PAGE).to(tl.int64) * state_stride
-            + state
-            + column
-        )
+        at = tl.load(state_tables + slot * state_width + (start - 1) // PAGE).to(tl.int64) * state_stride
+        old = state + at + column
         if RING > 0:  # noqa: SIM102
             if few & (start % PAGE != 0):
                 old = recent + slot * recent_stride + (start - 1) % RING * STATE + column
@@ -239,11 +227,8 @@ def compress(
                 e[None, :], to, written, norm_weight, cos_sin, position - place, eps, D, ROTARY, ROUNDING
             )
         if (position + 1 == end) | ((position >= page * PAGE) & (position % PAGE == PAGE - 1)):
-            new = (
-                tl.load(state_tables + slot * state_width + position // PAGE).to(tl.int64) * state_stride
-                + state
-                + column
-            )
+            at = tl.load(state_tables + slot * state_width + position // PAGE).to(tl.int64) * state_stride
+            new = state + at + column
             _leave(new, p, a, b, D, OVERLAP)
         if RING > 0:  # noqa: SIM102
             if (position + 1 == end) | (few & (position >= page * PAGE)):

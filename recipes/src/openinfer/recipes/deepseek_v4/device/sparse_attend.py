@@ -75,12 +75,9 @@ def sparse_attend(
         qs += (tl.load(q + place + quarter * QUARTER, mask=inside, other=0.0),)
     if slot == 0:
         if SPLITS == 1:
+            zero = tl.zeros((BM, QUARTER), out.dtype.element_ty)
             for quarter in tl.static_range(4):
-                tl.store(
-                    out + place + quarter * QUARTER,
-                    tl.zeros((BM, QUARTER), out.dtype.element_ty),
-                    mask=inside,
-                )
+                tl.store(out + place + quarter * QUARTER, zero, mask=inside)
         return
     end = _end(positions, token, tl.num_programs(1), BLOCK)
     low, seen, of_window, blocks = _sights(end, window, most, PAGE_BITS, ENTRY_BITS, BN)
