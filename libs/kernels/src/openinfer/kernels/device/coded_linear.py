@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.formats import own_part
+from openinfer.kernels.device.linear import finish
 from openinfer.kernels.device.norm import gated, start_next, weighted
 
 
@@ -102,9 +103,7 @@ def _finish(out, acc, up, token, row, M, N, ADD: tl.constexpr, GATED: tl.constex
     inside = (token < M)[:, None] & (row < N)[None, :]
     if GATED:
         acc = gated(acc, up, out.dtype.element_ty)
-    if ADD:
-        acc += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
+    finish(place, acc, inside, ADD)
 
 
 @triton.jit

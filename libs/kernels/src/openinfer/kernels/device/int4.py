@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.formats import operand_row, own_part, packed_operand
+from openinfer.kernels.device.linear import finish
 
 
 @triton.jit
@@ -38,19 +39,12 @@ def sum_of_groups(
 
 
 @triton.jit
-def _store(out, acc, inside, ADD: tl.constexpr):
-    if ADD:
-        acc += tl.load(out, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out, acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _sum_parts(out, partial, counter, acc, token, row, M, N, SPLIT: tl.constexpr, ADD: tl.constexpr):
     """Store acc [tokens, rows] of the weight; with several parts of K the last program stores the sum of all."""
     inside = (token < M)[:, None] & (row < N)[None, :]
     place = token.to(tl.int64)[:, None] * N + row[None, :]
     if SPLIT == 1:
-        _store(out + place, acc, inside, ADD)
+        finish(out + place, acc, inside, ADD)
     else:
         size = M.to(tl.int64) * N
         tl.store(partial + tl.program_id(1) * size + place, acc, mask=inside)
@@ -60,7 +54,7 @@ def _sum_parts(out, partial, counter, acc, token, row, M, N, SPLIT: tl.constexpr
             acc = tl.zeros(acc.shape, tl.float32)
             for part in tl.static_range(SPLIT):  # .cg: not from this SM's first-level cache
                 acc += tl.load(partial + part * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            _store(out + place, acc, inside, ADD)
+            finish(out + place, acc, inside, ADD)
             tl.store(ours, 0)
 
 

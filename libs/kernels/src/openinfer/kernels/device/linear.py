@@ -17,7 +17,7 @@ from openinfer.kernels.device.norm import gated, weighted
 
 
 @triton.jit
-def _finish(out, value, mask, ADD: tl.constexpr):
+def finish(out, value, mask, ADD: tl.constexpr):
     """Store float32 `value` at `out`, added to what is there if ADD."""
     if ADD:
         value += tl.load(out, mask=mask, other=0.0).to(tl.float32)
@@ -131,7 +131,7 @@ def gemv(
         if CODED:
             of_up *= tl.load(gain)
         total = gated(total, of_up, out.dtype.element_ty)
-    _finish(out + rn, total, rn < N, ADD)
+    finish(out + rn, total, rn < N, ADD)
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def gemv_scaled(
     total = tl.sum(tl.sum(acc, 2), 0)
     if GATED:
         total = gated(total, tl.sum(tl.sum(up, 2), 0), out.dtype.element_ty)
-    _finish(out + rn, total, rn < N, ADD)
+    finish(out + rn, total, rn < N, ADD)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def _store_small(out, acc, up, rm, rn, M, N, ADD: tl.constexpr, GATED: tl.conste
     value = acc
     if GATED:
         value = gated(acc, up, out.dtype.element_ty)
-    _finish(out + rm[:, None] * N + rn[None, :], value, (rm < M)[:, None] & (rn < N)[None, :], ADD)
+    finish(out + rm[:, None] * N + rn[None, :], value, (rm < M)[:, None] & (rn < N)[None, :], ADD)
 
 
 @triton.jit
@@ -275,7 +275,7 @@ def gemm(
     for k in range(0, K, BK):
         acc = tl.dot(tl.load(left + k), tl.load(right + k), acc)
     place = out + rm.to(tl.int64)[:, None] * N + rn[None, :]
-    _finish(place, acc, (rm < M)[:, None] & (rn < N)[None, :], ADD)
+    finish(place, acc, (rm < M)[:, None] & (rn < N)[None, :], ADD)
 
 
 @triton.jit
