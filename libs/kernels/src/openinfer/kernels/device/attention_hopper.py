@@ -256,10 +256,12 @@ def _consume(out, q, qbuf, ring, turns, step, window, scale, GROUP: gl.constexpr
                 _clear(vbuf, stage, last * BN, end, CHUNKS, D // 64)
             tile, sums = (last, done, rounds, query, position, window, scale), (p, m, l, acc)
             sums = _blocks(last - 1, whole, tile, pipeline, sums, True, SIDE, IN_TURN, S_LAYOUT, P_LAYOUT)
-            first = gl.minimum(whole, last) - 1
-            sums = _blocks(first, inner, tile, pipeline, sums, False, SIDE, IN_TURN, S_LAYOUT, P_LAYOUT)
-            first = gl.minimum(inner, last) - 1
-            p, m, l, acc = _blocks(first, low, tile, pipeline, sums, True, SIDE, IN_TURN, S_LAYOUT, P_LAYOUT)
+            sums = _blocks(
+                gl.minimum(whole, last) - 1, inner, tile, pipeline, sums, False, SIDE, IN_TURN, S_LAYOUT, P_LAYOUT
+            )  # fmt: skip
+            p, m, l, acc = _blocks(
+                gl.minimum(inner, last) - 1, low, tile, pipeline, sums, True, SIDE, IN_TURN, S_LAYOUT, P_LAYOUT
+            )  # fmt: skip
             stage = (done + last - low) % STAGES
             a = _unpack(p, P_LAYOUT)
             acc = warpgroup_mma(a, v.index(stage), acc, is_async=True)
