@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import math
 import random
 import re
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -45,6 +46,15 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 SMALL = ["--device", "cpu", "--max-num-seqs", "3", "--max-num-batched-tokens", "32",
          "--kv-cache-memory-bytes", "8000000"]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heap() -> Iterator[None]:
+    """The yardsticks collect garbage before they measure, but not among all that the tests before have left."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 # -- the client --
