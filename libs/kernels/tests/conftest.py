@@ -270,9 +270,11 @@ def one_compiler() -> Iterator[Callable[[Mapping[str, Spec], int], Iterator[dict
 
 
 @pytest.fixture(autouse=True)
-def compiler(monkeypatch: pytest.MonkeyPatch, one_compiler: Any) -> None:
-    """Have all stores compile in one process. Tests of how a store starts its own override this."""
-    monkeypatch.setattr(store_module, "_run_workers", one_compiler)
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, one_compiler: Any) -> None:
+    """Have stores compile in one process, but for slow tests, which compile much. Tests of how a store starts its own
+    override this."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(store_module, "_run_workers", one_compiler)
 
 
 @pytest.fixture(scope="session")
