@@ -2,7 +2,7 @@
 
 Every library's tests run in a process of their own, so that no library relies on the tests of another. The tests of
 one library, another at each commit, run from its wheel instead; --all runs all of them from the checkout and a wheel.
-One more suite runs at a time than there are cores, at most three, because tests of servers wait much. The output of a
+Two more suites run at a time than there are cores, at most four, because tests of servers wait much. The output of a
 suite is shown when it has ended. With --all the tests marked `attack` are a suite of their own (scripts/attack.py).
 """
 
@@ -123,7 +123,7 @@ def main() -> int:
     from_wheel = "" if args.names or args.all else in_turn()
     longest = [LONGEST[0], from_wheel, *LONGEST[1:]]
     outcomes = {}
-    with ThreadPoolExecutor(min(3, (os.cpu_count() or 1) + 1)) as lanes:
+    with ThreadPoolExecutor(min(4, (os.cpu_count() or 1) + 2)) as lanes:
         order = sorted(names, key=lambda name: longest.index(name) if name in longest else len(longest))
         running = {
             lanes.submit(run, name, slow=args.all, from_wheel=name == from_wheel): name for name in order
