@@ -46,7 +46,7 @@ PAIRS_KEYS, PAIRS_THREADS = 64, 160
 MOST_PAIRS = 32
 """Of a row in that kernel. It has room for 64, but more than 32 have not run on a GPU yet."""
 PAIRS_SMS = 16
-"""It is the fastest where heads of rows have so many SMs each, at least (docs/lessons/attention.md)."""
+"""The fewest SMs for each key head of a row: with fewer, other kernels are as fast (docs/lessons/attention.md)."""
 
 _DEVICE = "openinfer.kernels.device.attention"
 _DECODE = "openinfer.kernels.device.decode_attention"
@@ -180,11 +180,11 @@ def attend_pairs(target: Target, call: AttentionCall, max_q_len: int, gates: Ten
     is read early is written as for _attend_codes."""
     known = target.nvrtc and not target.interpreted and not target.batch_invariant
     fits = call.dim in (128, 256) and call.page_size >= 16 and max_q_len * call.group <= MOST_PAIRS
-    idle = call.rows * call.kv_heads <= target.num_sms // PAIRS_SMS
+    rows = target.num_sms // PAIRS_SMS
+    idle = call.rows * call.kv_heads <= rows
     if not (known and fits and idle and is_matrix(target, call)) or call.form.scaled or call.windowed:
         return None
     pairs, dim, programs = -(-max_q_len * call.group // 8) * 8, call.dim, target.num_sms
-    rows = target.num_sms // PAIRS_SMS
     stage, other = 2 * PAIRS_KEYS * 2 * dim, 2 * pairs * dim + (5 * rows + 1) * 4
     stages = (shared_bytes(target.arch) - other) // (stage + 16)
     args = {**call.some("out", "q"), "cache": rows_of_cache(call, PAIRS_KEYS), **call.some(*ROWS)}

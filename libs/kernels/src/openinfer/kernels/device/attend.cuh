@@ -53,3 +53,14 @@ __device__ __forceinline__ void line_up(Row* of_rows, int* starts, int rows, con
   }
   __syncthreads();
 }
+
+// Copy a program's blocks, by copy(from, until, old, own): of those from `from` on the keys of other steps, which are there
+// before the kernel ahead has ended, those of this step, or both. The first RING blocks have room at once.
+template <int RING, class Copy>
+__device__ __forceinline__ void copy_blocks(const Copy& copy, int count) {
+  int ready = min(RING, count);
+  copy(0, ready, true, false);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  copy(0, ready, false, true);
+  copy(ready, count, true, true);
+}

@@ -61,7 +61,6 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
     int chunk = (warp - WARPS) * 2 + lane % 2, kind = lane / 2;  // kinds: keys, values, scales of keys, scales of values
     int width = kind < 2 ? D : 1;
     u64 policy = evict_first();
-    // The blocks from place `from` on: the pages that other steps have filled, or those that this step writes, or both.
     auto copy = [&](int from, int until, bool old, bool own) {
       for (int done = from; done < until;) {
         Part part = part_at(starts, rows, heads, begin + done, begin + until);
@@ -94,12 +93,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
         }
       }
     };
-    // Pages of other steps are there before the kernel ahead has written this one's.
-    int ready = min(STAGES, end - begin);
-    copy(0, ready, true, false);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    copy(0, ready, false, true);
-    copy(ready, end - begin, true, true);
+    copy_blocks<STAGES>(copy, end - begin);
     return;
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -3,8 +3,8 @@
 //
 // Keys are dealt to programs as in attend.cuh, 64 a block. A warp copies blocks into a ring of STAGES by bulk tensor copies, and a
 // warpgroup multiplies 64 pairs by them, of which only the real ones count: scores [64, 64], whose weights become bf16 and the
-// left operand of the product with the values. What does not fit a program's rows is others' memory, and nobody stores it.
-// Programs that share a row's head leave their sums, wait for each other, and merge a slice of it each.
+// left operand of the product with the values. The operand reads on behind the queries of the real pairs, and what that gives is
+// never stored. Programs that share a row's head leave their sums, wait for each other, and merge a slice of it each.
 //
 // The program starts while the kernels ahead still run. Rows, lengths and tables are from before the step's forward pass. Pages
 // with keys of other steps are copied at once; those with the step's own wait for the kernel ahead.
@@ -57,7 +57,6 @@ attend_pairs(bf16* out, const bf16* q, const __grid_constant__ TensorMap cache, 
   if (warp == THREADS / 32) {
     u64 policy = evict_first();
     int kind = lane / (BOXES / 2), tile = lane % TILES, box = lane / TILES % (KEYS / BOX);
-    // The blocks from place `from` on: the pages that other steps have filled, or those that this step writes, or both.
     auto copy = [&](int from, int until, bool old, bool own) {
       for (int done = from; done < until;) {
         Part part = part_at(starts, rows, heads, begin + done, begin + until);
@@ -80,11 +79,7 @@ attend_pairs(bf16* out, const bf16* q, const __grid_constant__ TensorMap cache, 
         }
       }
     };
-    int ready = min(STAGES, end - begin);
-    copy(0, ready, true, false);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    copy(0, ready, false, true);
-    copy(ready, end - begin, true, true);
+    copy_blocks<STAGES>(copy, end - begin);
     return;
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -96,7 +91,7 @@ attend_pairs(bf16* out, const bf16* q, const __grid_constant__ TensorMap cache, 
     ((u32*)out)[i] = 0;
   if (begin == end) return;
   int first = warp * 16 + lane / 4, column = lane % 4 * 2, done = 0;  // of this thread's pairs, and 8 behind it
-  // Of a row's pair: its place in out, of pairs of numbers, and its gate.
+  // Of a row's pair: the number of its head in q and out, and where its gate begins.
   auto place_of = [&](const Part& part, int pair) {
     return ((size_t)(of_rows[part.row].token + pair / GROUP) * heads + part.head) * GROUP + pair % GROUP;
   };
