@@ -54,8 +54,10 @@ def waits(spec):
     """Whether a kernel waits for the one ahead."""
     if isinstance(spec, CudaSpec):
         return "griddepcontrol.wait" in (files(spec.module) / spec.file).read_text()
-    text = inspect.getsource(getattr(importlib.import_module(spec.module), spec.function).fn)
-    return "    start_next(EARLY)\n" in text
+    kernel = getattr(importlib.import_module(spec.module), spec.function).fn
+    begun = inspect.getsource(kernel.__globals__["start_next"].fn)
+    assert "    if EARLY:\n        gdc_launch_dependents()\n        gdc_wait()\n" in begun
+    return "    start_next(EARLY)\n" in inspect.getsource(kernel)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +114,7 @@ def test_all_kernels_of_a_mixture_but_its_products_start_early_and_wait(arena, c
     experts_add(pack, x=x, norm_weight=gain, eps=1e-6, gate_up=gate_up, down=down, **more)
     commands = [c for call in pack.calls for c in call.commands]
     early = [command.spec for command in commands if command.early]
-    ring = (
-        {"experts_ring"} if tokens > 1 and dtype != bfloat16 else set()
-    )  # the products of few pairs of float8
+    ring = {"experts_ring"} if tokens > 1 and dtype != bfloat16 else set()  # of few pairs of float8
     several = {"sort_pairs", "add_chosen"} if tokens > 1 else set()
     assert {spec.function for spec in early} == {"route_topk", "rms_norm"} | several | ring
     late = {c.spec.function.split("_")[0] for c in commands if not c.early}
