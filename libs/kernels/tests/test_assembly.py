@@ -11,6 +11,7 @@ import pytest
 from openinfer.kernels.device.attention import WIDE
 from openinfer.kernels.device.fp4 import CODES as FP4_CODES
 from openinfer.kernels.device.int4 import CODES
+from openinfer.kernels.formats.fp4 import fp4_codes
 from openinfer.kernels.op.rounding import FP4_VALUES
 
 U32 = np.uint32
@@ -58,10 +59,14 @@ def run(text: Any, outputs: int, *inputs: Any) -> list[Any]:
             known[to] = (value(args[0]) & value(args[1])) | value(args[2])
         elif name == "mul.lo.u32":
             known[to] = value(args[0]) * value(args[1])
+        elif kind == "mad":
+            known[to] = value(args[0]) * value(args[1]) + value(args[2])
         elif kind in ("mul", "sub"):
             known[to] = pairs(getattr(operator, kind), value(args[0]), value(args[1]))
         else:
-            known[to] = {"shr": operator.rshift, "and": operator.and_}[kind](value(args[0]), value(args[1]))
+            known[to] = {"shr": operator.rshift, "shl": operator.lshift, "and": operator.and_}[kind](
+                value(args[0]), value(args[1])
+            )
     return [known[f"${n}"] for n in range(outputs)]
 
 
@@ -78,11 +83,13 @@ def test_int4_codes_less_their_zero_point(half: int) -> None:
 @pytest.mark.parametrize("half", [0, 1])
 def test_fp4_codes_times_their_scales(half: int) -> None:
     words = RNG.integers(0, 1 << 32, 4096, U32)
-    scales = RNG.integers(1, 255, (2, 4096)).astype(np.uint32) << U32(7)  # powers of two, as bits of bf16
-    found = run(FP4_CODES, 4, words, scales[0] | scales[1] << U32(16), 0x4342 if half else 0x4140)
+    scales = RNG.integers(0, 256, (2, 4096)).astype(np.uint32)
+    placed = fp4_codes(words.view(np.uint8)).view(U32)
+    found = run(FP4_CODES, 4, placed, scales[0] | scales[1] << U32(8), 0x4432 if half else 0x4410)
     for output, shift in zip(found, (0, 4, 8, 12), strict=True):
         code = words >> U32(16 * half + shift) & U32(15)
-        scale = (scales[shift // 4 % 2] << U32(16)).view(np.float32).astype(np.float64) * 2.0**-126
+        byte = scales[shift // 4 % 2].astype(np.int64)
+        scale = (1 + byte % 8 / 8) * 2.0 ** (byte // 8 - 30)
         number = output.astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
         np.testing.assert_array_equal(number, (FP4_VALUES[code] * scale).astype(ml_dtypes.bfloat16))
 

@@ -25,7 +25,7 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.formats.fp4 import FP4_TAIL, fp4_words
+from openinfer.kernels.formats.fp4 import fp4_codes, fp4_row, fp4_scales
 from openinfer.kernels.formats.int4 import group_words, pack
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.choices import choose, ring_choice
@@ -287,7 +287,7 @@ def coded_args(kind, weight, parts=1):
         scales = (most / factors).astype(float8_e4m3fn)
         sizes = weight / np.repeat(scales.astype(float32) * factors, 16, axis=1)
         codes = np.searchsorted((FP4_VALUES[1:8] + FP4_VALUES[:7]) / 2, np.abs(sizes)) + 8 * (sizes < 0)
-        return {"weight": Linear(pack(codes.astype(np.uint8)), fp4_words(scales, factors))}
+        return {"weight": Linear(fp4_codes(pack(codes.astype(np.uint8))), fp4_scales(scales, factors))}
     x_scale = np.array([0.02], float32) if kind == "tensor" else None
     if kind != "block":
         scales = (np.abs(weight).max(1, keepdims=True) / 448).astype(float32)
@@ -379,8 +379,8 @@ def test_rings_of_codes_of_published_sizes_compile(kind, arena, cubins, resource
 def of_codes(arena, kind, n, k, parts):
     """A weight of codes without values, as an op takes it."""
     if kind in ("int4", "fp4"):
-        words = k // 128 if kind == "int4" else k // 32 + FP4_TAIL
-        return {"weight": Linear(arena.alloc((n, k // 2), uint8), arena.alloc((n, words), int32))}
+        words = arena.alloc(*((n, k // 128), int32) if kind == "int4" else ((n, fp4_row(k)), uint8))
+        return {"weight": Linear(arena.alloc((n, k // 2), uint8), words)}
     blocks = (n // 128, k // 128) if kind == "block" else (n, 1)
     return {"weight": Linear(arena.alloc((n, k), float8_e4m3fn), arena.alloc(blocks, float32), kind)}
 

@@ -8,7 +8,7 @@ from openinfer.kernels.formats.linear import Linear, Plain
 from openinfer.kernels.norms import Norm
 from openinfer.kernels.op.launch import Arg, Launch, Scratch, TensorMap, launch_cuda, power_of_two
 from openinfer.kernels.op.target import Target, shared_bytes
-from openinfer.tensor import Tensor, bfloat16, float32
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 BLOCKS, WARPS, DIM, DEPTH = 8, 8, 128, 512
 """Blocks of a cluster, which has a key head; warps that multiply; elements of a head; columns of a stage."""
@@ -75,7 +75,7 @@ def _stages(target: Target, call: AttentionCall, hidden: int, coding: int) -> tu
         work = max(work, (1024 if coding == 1 else 2048) * groups)
         floats += 10 * groups + ((out_rows + 191) // 128 + 8) * group + tokens * DIM
     if coding > 1:  # words of rows
-        each, tail = (1, 0) if coding == 2 else (4, 4)
+        each, tail = (1, 0) if coding == 2 else (2, 4)
         floats += rows * (groups * each + tail) + out_rows * (group * each + tail)
     other = work + 4 * floats + 2 * tokens * rows * BLOCKS + 24 + 8 * (32 + 4 * group) + 10 * 4
     return (shared_bytes(target.arch) - other) // _stage_bytes(call), other
@@ -114,9 +114,10 @@ def sublayer(
     if project.scales is not None and output.scales is not None:
         scales = {"weight_scales": project.scales, "output_scales": output.scales}
         if coding > 1:
-            scales["output_scales"] = TensorMap(output.scales, (64, call.group * (1 if coding == 2 else 4)))
+            words = output.scales.view_as(int32)
+            scales["output_scales"] = TensorMap(words, (64, call.group * (1 if coding == 2 else 2)))
         if coding > 2:
-            scales["output_factors"] = TensorMap(output.scales, (64, FP4_TAIL))
+            scales["output_factors"] = TensorMap(words, (64, FP4_TAIL // 4))
     args: dict[str, Arg] = {
         "x": x,
         "gain": norm.weight,

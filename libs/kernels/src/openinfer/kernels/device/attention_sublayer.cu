@@ -45,7 +45,7 @@ static_assert(GROUP % 2 == 0 && GROUP <= 8 && TOKENS <= 8 && STEPS * 2 * OF_BOX 
 constexpr int OF_GROUP = FOUR ? 2048 : 1024;  // bytes of a group of x
 constexpr int CODES = CODED ? GROUPS * OF_GROUP : 0, WORK = CODES > WARPS * PART * 4 ? CODES : WARPS * PART * 4;  // bytes
 // Words of a row with codes of four bits, and those of a row of the output projection for this head, behind which FP4 has factors.
-constexpr int OF_ROW = GROUPS * (FP4 ? 4 : 1) + (FP4 ? 4 : 0), OF_OUTPUT = GROUP * (FP4 ? 4 : 1), WORDS = FOUR ? ROWS * OF_ROW : 0;
+constexpr int OF_ROW = GROUPS * (FP4 ? 2 : 1) + (FP4 ? 4 : 0), OF_OUTPUT = GROUP * (FP4 ? 2 : 1), WORDS = FOUR ? ROWS * OF_ROW : 0;
 constexpr int OF_TILE = FOUR ? 64 * (OF_OUTPUT + (FP4 ? 4 : 0)) : 0, OUTPUT_WORDS = OUT_TILES * OF_TILE;
 // Of several tokens each block makes one's codes, and sends them to all blocks of the cluster.
 constexpr bool SHARED = CODED == 1 && TOKENS > 2;
@@ -531,7 +531,10 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
   auto add_group = [&](float (&sum)[4], const unsigned char* rows, int second, const u32* words_of, int pitch) {
     u32 word[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) word[r] = words_of[(own_row + r * 8) * pitch + (FP4 ? t : 0)];
+    for (int r = 0; r < 2; r++) {
+      const u32* of_row = words_of + (own_row + r * 8) * pitch;
+      word[r] = FP4 ? ((const unsigned short*)of_row)[t] : *of_row;
+    }
     add_four_bits<FP4>(sum, rows, second, word, held, of_held, lane);
   };
   // Of every other stage a warp has three tiles and one group.
@@ -544,7 +547,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
       hold(nth, of_x);
 #pragma unroll
       for (int i = 0; i < TILES; i++)
-        add_group(sum[i], rows + (tile + i) * 2048, warp % 2, words_of_rows + (tile + i) * 16 * OF_ROW + nth * (FP4 ? 4 : 1), OF_ROW);
+        add_group(sum[i], rows + (tile + i) * 2048, warp % 2, words_of_rows + (tile + i) * 16 * OF_ROW + nth * (FP4 ? 2 : 1), OF_ROW);
     }
     free(turn);
   }
@@ -553,7 +556,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       int row = (warp / 2 % 2 * TILES + i) * 16 + own_row + r / 2 * 8, nth = 2 * t + r % 2;
-      float factor = FP4 ? __uint_as_float(words_of_rows[row * OF_ROW + GROUPS * 4]) : 1;
+      float factor = FP4 ? __uint_as_float(words_of_rows[row * OF_ROW + GROUPS * 2]) : 1;
       if (nth < TOKENS) parts[((wg * 2 + warp % 2) * TOKENS + nth) * ROWS + row] = sum[i][r] * factor;
     }
 #elif CODED
@@ -942,7 +945,7 @@ attention_sublayer(bf16* x, const bf16* gain, const __grid_constant__ TensorMap 
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       int tile = wg * 2 + i, first = n * 64 + tile * 16;
-      add_group(value[i], rows + tile * 2048, warp % 2, words_of_output + first * OF_OUTPUT + warp % 4 * (FP4 ? 4 : 1), OF_OUTPUT);
+      add_group(value[i], rows + tile * 2048, warp % 2, words_of_output + first * OF_OUTPUT + warp % 4 * (FP4 ? 2 : 1), OF_OUTPUT);
 #pragma unroll
       for (int r = 0; FP4 && r < 4; r++)
         value[i][r] *= __uint_as_float(words_of_output[OUT_ROWS * OF_OUTPUT + (first + own_row + r / 2 * 8) * 4]);

@@ -1,8 +1,7 @@
-"""Matrix products with FP4 weights (formats.fp4): codes in the order of INT4's, and for each 32 columns a word with the
-scales of both halves.
+"""Matrix products with FP4 weights (formats.fp4).
 
-A code's bits are put where bfloat16 has them, which is the value times 2^-126. Scales are kept times 2^110 and factors
-of rows times 2^16, so a product with the scale and one of the sum put that right. All of it is exact but the last.
+A code's bits are put where bfloat16 has them, which is the value times 2^-126, and a scale's so that it is times 2^126.
+All of it is exact but the product of a sum with the row's factor.
 """
 
 # mypy: ignore-errors
@@ -14,24 +13,47 @@ from openinfer.kernels.device.formats import _number, operand_row, own_part, pac
 from openinfer.kernels.device.int4 import _sum_parts, load_words, pair, store_pairs, widening
 from openinfer.kernels.device.norm import gated
 
-CODES = tl.constexpr("""{
-.reg .b32 t, a, l, h;
-prmt.b32 l, $5, 0, 0x1010; prmt.b32 h, $5, 0, 0x3232; prmt.b32 t, $4, 0, $6;
-and.b32 a, t, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; mul.bf16x2 a, a, l; mov.b32 {$0, $2}, a;
-and.b32 a, t, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81C081C0; mul.bf16x2 a, a, h; mov.b32 {$1, $3}, a;
-}""")
-"""Two bytes of a word as four bf16: sign to bit 15, the others to bits 8 to 6; times the scales of their halves."""
+SCALES = """and.b32 l, $5, 0xFF; mad.lo.u32 l, l, 0x00100010, 0x6F806F80;
+shr.u32 h, $5, 8; and.b32 h, h, 0xFF; mad.lo.u32 h, h, 0x00100010, 0x6F806F80;"""
+NEAR = "and.b32 a, t, 0x83C7; mul.lo.u32 a, a, 0x10040; and.b32 a, a, 0x81C081C0;"
+FAR = """shr.u32 a, t, 10; and.b32 a, a, 0x1B; shl.b32 b, t, 3; mad.lo.u32 a, a, 0x10840000, b;
+and.b32 a, a, 0x81C081C0;"""
+"""Of four numbers in t, which is half a word, the first and the third, and the others."""
+CODES = tl.constexpr(
+    """{
+.reg .b32 t, a, b, l, h;
+"""
+    + SCALES
+    + "prmt.b32 t, $4, 0, $6;"
+    + NEAR
+    + "mul.bf16x2 a, a, l; mov.b32 {$0, $2}, a;"
+    + FAR
+    + """
+mul.bf16x2 a, a, h; mov.b32 {$1, $3}, a;
+}"""
+)
+"""Half of a word as four bf16, times the scales of their 16 columns."""
 
 
 @triton.jit
-def _value(nibble, scale):
-    return _number((nibble & 7) << 6 | (nibble & 8) << 12, scale)
+def row_of(K):
+    """Words of a row's scales and factor."""
+    return tl.cdiv(K, 256) * 4 + 4
+
+
+@triton.jit
+def _placed(words, NIBBLE: tl.constexpr):
+    """One of four numbers in the low half of a word, its bits where bfloat16 has them."""
+    if NIBBLE == 3:
+        return (words >> 10 & 27) * 0x1084 & 0x81C0
+    return words << (6 - 3 * NIBBLE) & 0x81C0
 
 
 @triton.jit
 def _halves(scales):
-    """The scales of low and high halves, in float32."""
-    return (scales << 16).to(tl.float32, bitcast=True), (scales & -65536).to(tl.float32, bitcast=True)
+    """Two scales, in float32."""
+    near, far = ((scales & 255) << 4) + 0x6F80, ((scales >> 8 & 255) << 4) + 0x6F80
+    return (near << 16).to(tl.float32, bitcast=True), (far << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -40,14 +62,14 @@ def _operand(words, scales, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.c
     [ROWS, 16]. PAIRS: by assembly on pairs of bf16, for sm_90 and up."""
     if PAIRS:
         a, b, c, d = tl.inline_asm_elementwise(
-            CODES, "=h,=h,=h,=h,r,r,n", [words, scales, 0x4342 if HALF else 0x4140],
+            CODES, "=h,=h,=h,=h,r,r,n", [words, scales, 0x4432 if HALF else 0x4410],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
         )  # fmt: skip
     else:
         low, high = _halves(scales)
-        two = words >> (16 * HALF)
-        a, b = _value(two, low), _value(two >> 4, high)
-        c, d = _value(two >> 8, low), _value(two >> 12, high)
+        four = words >> (16 * HALF)
+        a, b = _number(_placed(four, 0), low), _number(_placed(four, 1), high)
+        c, d = _number(_placed(four, 2), low), _number(_placed(four, 3), high)
     return packed_operand(a, b, c, d, WARPS)
 
 
@@ -56,9 +78,10 @@ def _add_block(
     acc, of_codes, of_scales, low, high, ROWS: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr
 ):
     """acc float32 [ROWS, BM] + rows of the weight times columns of x, of 128 columns: low and high have those of both
-    halves of the operand. of_codes [ROWS, 16]; of_scales [ROWS, 4]: four times as many would be copied otherwise."""
+    halves of the operand. of_codes [ROWS, 16]; of_scales [ROWS, 2]: more would be copied otherwise."""
     words, scales = tl.load(of_codes), tl.load(of_scales)
-    scales = tl.broadcast_to(scales[:, :, None], (ROWS, 4, 4)).reshape(ROWS, 16)
+    scales = tl.broadcast_to(scales[:, :, None], (ROWS, 2, 8)).reshape(ROWS, 16)
+    scales = scales >> (tl.arange(0, 16) // 4 % 2 * 16)[None, :]
     acc = tl.dot(_operand(words, scales, 0, PAIRS, WARPS), low, acc)
     return tl.dot(_operand(words, scales, 1, PAIRS, WARPS), high, acc)
 
@@ -71,7 +94,7 @@ def project_fp4(
 ):  # fmt: skip
     """out [M, N] = x [M, K] @ weight^T, or out += with ADD; BM tokens and ROWS rows of the weight at a time.
 
-    weight int32 [N, K / 8]; scales int32 [N, K / 32 + 1], whose last are the factors: float32. K is a multiple of 128.
+    weight int32 [N, K / 8]; scales int32 [N, row_of(K)]; factors float32, in these rows. K is a multiple of 128.
     partial, counter: as for int4.project_int4. Grid (cdiv(N, ROWS), SPLIT, cdiv(M, BM)).
     """
     on = tl.program_id(0) * ROWS
@@ -82,13 +105,13 @@ def project_fp4(
     of_x = x + tl.minimum(token, M - 1).to(tl.int64)[None, :] * K + column[:, None]
     packed = tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), N - 1).to(tl.int64)
     of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
-    of_scales = scales + packed[:, None] * (K // 32 + 4) + tl.arange(0, 4)[None, :]
+    of_scales = scales + packed[:, None] * row_of(K) + tl.arange(0, 2)[None, :]
     first, end = own_part(K // 128, SPLIT)
     acc = tl.zeros((ROWS, BM), tl.float32)
     for k in range(first, end):
         low, high = tl.load(of_x + k * 128), tl.load(of_x + k * 128 + 2)
-        acc = _add_block(acc, of_codes + k * 16, of_scales + k * 4, low, high, ROWS, PAIRS, WARPS)
-    acc *= tl.load(factors + tl.minimum(row, N - 1).to(tl.int64) * (K // 32 + 4))[:, None]
+        acc = _add_block(acc, of_codes + k * 16, of_scales + k * 2, low, high, ROWS, PAIRS, WARPS)
+    acc *= tl.load(factors + tl.minimum(row, N - 1).to(tl.int64) * row_of(K))[:, None]
     _sum_parts(out, partial, counter, tl.trans(acc), token, row, M, N, SPLIT, ADD)
 
 
@@ -112,17 +135,17 @@ def experts_product_fp4(
     row = base + tl.minimum(rn, N - 1)
     packed = base + tl.minimum(on + operand_row(tl.arange(0, BN), WARPS), N - 1)
     of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
-    stride = K // 32 + 4
-    of_scales = scales + packed[:, None] * stride + tl.arange(0, 4)[None, :]
+    stride = row_of(K)
+    of_scales = scales + packed[:, None] * stride + tl.arange(0, 2)[None, :]
     half = N.to(tl.int64)
     of_x = x + source.to(tl.int64)[None, :] * K + columns_of_x(4, ARRANGED)[:, None]
     acc = tl.zeros((BN, BM), tl.float32)
     up = tl.zeros((BN, BM), tl.float32)
     for k in range(K // 128):
         low, high = tl.load(of_x + k * 128), tl.load(of_x + k * 128 + (64 if ARRANGED else 2))
-        acc = _add_block(acc, of_codes + k * 16, of_scales + k * 4, low, high, BN, PAIRS, WARPS)
+        acc = _add_block(acc, of_codes + k * 16, of_scales + k * 2, low, high, BN, PAIRS, WARPS)
         if FIRST:
-            of_up, scales_up = of_codes + half * (K // 8) + k * 16, of_scales + half * stride + k * 4
+            of_up, scales_up = of_codes + half * (K // 8) + k * 16, of_scales + half * stride + k * 2
             up = _add_block(up, of_up, scales_up, low, high, BN, PAIRS, WARPS)
     acc = tl.trans(acc * tl.load(factors + row * stride)[:, None])
     if FIRST:
@@ -131,24 +154,15 @@ def experts_product_fp4(
     store_rows(out, acc, target, rn, inside, N, 4 if FIRST and ARRANGED else 0)
 
 
-_CODES = "mul.lo.u32 a, a, %s; and.b32 a, a, 0x81C081C0; mul.bf16x2 a, a, %s;"
-WIDE = widening(
-    "prmt.b32 l, $5, 0, 0x1010; prmt.b32 h, $5, 0, 0x3232;",
-    "and.b32 a, t, 0x000F000F; " + _CODES % ("0x1040", "l"),
-    "and.b32 a, t, 0x00F000F0; " + _CODES % ("0x0104", "h"),
-)
+WIDE = widening(SCALES, NEAR + "mul.bf16x2 a, a, l;", FAR + "mul.bf16x2 a, a, h;", ("0x4410", "0x4432"))
 
 
 @triton.jit
-def _wide(nibble, scale, factor):
-    """The value of a code in float32. The product with its scale is exact."""
-    value = ((nibble & 7) << 22 | (nibble & 8) << 28).to(tl.float32, bitcast=True)
-    return value * scale * factor
-
-
-@triton.jit
-def _wide_pair(codes, scale, factor):
-    return pair(_wide(codes, scale, factor), _wide(codes >> 8, scale, factor))
+def _wide_pair(words, scale, factor, NIBBLE: tl.constexpr):
+    """Two values in float32. The product with their scale is exact."""
+    low = (_placed(words, NIBBLE) << 16).to(tl.float32, bitcast=True)
+    high = (_placed(words, NIBBLE + 2) << 16).to(tl.float32, bitcast=True)
+    return pair(low * scale * factor, high * scale * factor)
 
 
 @triton.jit
@@ -156,11 +170,10 @@ def dequantize_fp4(
     out, weight, scales, factors, N, K, BN: tl.constexpr, RUN: tl.constexpr, PAIRS: tl.constexpr
 ):
     """out [N, K] = the values, rounded; weight int32 [N, K / 8]. Grid (cdiv(N, BN), K / RUN)."""
-    BLOCKS: tl.constexpr = RUN // 32
     row, codes = load_words(weight, N, K, BN, RUN)
-    row *= K // 32 + 4
-    word = tl.load(scales + row + tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :])
-    word = tl.broadcast_to(word[:, :, None], (BN, BLOCKS, 4)).reshape(BN, RUN // 8)
+    row *= row_of(K)
+    run = (tl.program_id(1) * (RUN // 8) + tl.arange(0, RUN // 8)[None, :]) // 4
+    word = tl.load(scales + row + run // 2) >> (run % 2 * 16)
     factor = tl.load(factors + row) + tl.zeros(codes.shape, tl.float32)
     if PAIRS:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -169,6 +182,6 @@ def dequantize_fp4(
         )  # fmt: skip
     else:
         low, high = _halves(word)
-        a, b = _wide_pair(codes, low, factor), _wide_pair(codes >> 16, low, factor)
-        c, d = _wide_pair(codes >> 4, high, factor), _wide_pair(codes >> 20, high, factor)
+        a, b = _wide_pair(codes, low, factor, 0), _wide_pair(codes >> 16, low, factor, 0)
+        c, d = _wide_pair(codes, high, factor, 1), _wide_pair(codes >> 16, high, factor, 1)
     store_pairs(out, a, b, c, d, N, K, BN, RUN)

@@ -221,23 +221,29 @@ __device__ __forceinline__ u32 raised(u32 pair) {
   return numbers;
 }
 
+// The i-th of the four pairs of a word with FP4 (openinfer.kernels.formats.fp4), its bits where bf16 has them.
+__device__ __forceinline__ u32 placed(u32 word, int i) {
+  return (i < 3 ? word << (6 - 3 * i) : (word >> 10 & 0x001b001bu) * 0x1084u) & 0x81c081c0u;
+}
+
+// A byte of FP4's scales as a pair of bf16.
+__device__ __forceinline__ u32 scale_pair(u32 byte) { return byte * 0x00100010u + 0x6f806f80u; }
+
 // 32 codes of four bits, which are neighbours in a row, as 16 pairs of bf16: of INT4 128 + code, of FP4 the values by `word`'s
-// two scales. Pair i has columns i % 2 * 16 + i / 4 * 4 + i % 4 / 2 and, of a word's bytes, the next but one.
+// two scales. Pair i has columns i % 2 * 16 + i / 4 * 4 + i % 4 / 2 and the next but one.
 template <bool SCALED>
 __device__ __forceinline__ void unpack_four_bits(u32 (&pair)[16], uint4 codes, u32 word) {
-  u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, of_half[2] = {__byte_perm(word, 0, 0x1010), __byte_perm(word, 0, 0x3232)};
+  u32 words[4] = {codes.x, codes.y, codes.z, codes.w}, of_half[2] = {scale_pair(word & 255), scale_pair(word >> 8)};
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
-    u32 two = words[i / 4] >> 4 * (i % 4);  // FP4's bits are put where bf16 has them
-    pair[i] = SCALED ? multiplied((two & 0x000f000fu) * 0x1040u & 0x81c081c0u, of_half[i % 2]) : raised(two);
-  }
+  for (int i = 0; i < 16; i++)
+    pair[i] = SCALED ? multiplied(placed(words[i / 4], i % 4), of_half[i % 2]) : raised(words[i / 4] >> 4 * (i % 4));
 }
 
 // The row of a tile of 16 that a lane has, and the one 8 further: those that are read at once have different banks.
 __device__ __forceinline__ int own_row_of(int lane) { return lane / 4 % 2 * 4 + lane / 8; }
 
 // sum += 16 rows of codes, which have 128 swizzled bytes each, times a group of 128 columns of 8 tokens: the first or second group
-// of these rows. word: this lane's of both its rows; held: its columns of x in the order of unpack_four_bits, two pairs for each
+// of these rows. word: this lane's of both its rows, two scales of FP4; held: its columns of x in the order of unpack_four_bits, two pairs for each
 // 16; of_held: the sums of tokens 2 * (lane % 4) and the next. Of FP4 the row's factor is left out.
 template <bool SCALED>
 __device__ __forceinline__ void add_four_bits(float (&sum)[4], const unsigned char* rows, int second, const u32 (&word)[2],

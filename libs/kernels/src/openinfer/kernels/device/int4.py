@@ -144,18 +144,18 @@ def project_int4_packed(
     _sum_parts(out, partial, counter, tl.trans(acc), token, row, M, N, SPLIT, ADD)
 
 
-def widening(before, low, high):
+def widening(before, low, high, orders=("0x4140", "0x4342")):
     """Assembly that makes two pairs of bf16 of the low nibbles of a word ($4), and two of the high ones. `low` and
-    `high` make a pair, not yet scaled, of bytes in t, also of what `before` makes of $5. The factor ($6) and the one
-    rounding come after."""
+    `high` make a pair, not yet scaled, of bytes in t, taken from the word in these orders, also of what `before` makes
+    of $5. The factor ($6) and the one rounding come after."""
     scaled = """
 shl.b32 x, a, 16; and.b32 y, a, 0xFFFF0000; mov.b32 p, x; mov.b32 q, y;
 mul.f32 p, p, $6; mul.f32 q, q, $6; cvt.rn.bf16x2.f32 $%d, q, p;"""
     halves = "".join(
         f"prmt.b32 t, $4, 0, {order}; {low}{scaled % n}{high}{scaled % (n + 2)}"
-        for n, order in enumerate(("0x4140", "0x4342"))
+        for n, order in enumerate(orders)
     )
-    return tl.constexpr(f"{{.reg .b32 t, a, l, h, x, y; .reg .f32 p, q; {before}{halves}}}")
+    return tl.constexpr(f"{{.reg .b32 t, a, b, l, h, x, y; .reg .f32 p, q; {before}{halves}}}")
 
 
 WIDE = widening(

@@ -9,8 +9,8 @@
 // 16 columns further. A group's sum is scaled in float32. With more than 64 tokens there are no registers for a sum of a
 // group, so weights are scaled in bf16 (FOLDED). Rows of a tile that do not exist are never stored.
 //
-// FP4 (openinfer.kernels.formats.fp4): a group has four words, of 32 columns each, with the scales of both halves. So its
-// weights are always scaled in bf16, which is exact, and sums get the row's factor last.
+// FP4 (openinfer.kernels.formats.fp4): a group has eight bytes, each the scale of 16 columns. So its weights are always
+// scaled in bf16, which is exact, and sums get the row's factor last.
 //
 // Blocks with another blockIdx.y have the next TOKENS tokens.
 
@@ -18,7 +18,7 @@
 #include "tensor_cores.cuh"
 
 #ifdef FP4
-typedef uint4 Words;  // of a group and row
+typedef uint2 Words;  // of a group and row
 #else
 #define FP4 0
 typedef u32 Words;
@@ -71,20 +71,15 @@ __device__ __forceinline__ u32 difference(u32 a, u32 b) {
 }
 
 #if FP4
-__device__ __forceinline__ u32 word_of(uint4 words, int i) {
-  return i < 2 ? (i ? words.y : words.x) : i == 2 ? words.z : words.w;
-}
-
-// A lane's part of the i-th 32 columns of a group as two operands, from its bytes of the first row. A code's bits are put
-// where bf16 has them.
+// A lane's part of the i-th 32 columns of a group as two operands, from its bytes of the first row.
 __device__ __forceinline__ void unpack(u32 (&low)[4], u32 (&high)[4], const unsigned char* from,
-                                       const uint4 (&words)[2], int run) {
+                                       const uint2 (&words)[2], int run) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // rows 8 apart, then bytes 8 apart
-    u32 two = __byte_perm(*(const unsigned short*)(from + i % 2 * 1024 + i / 2 * 8), 0, 0x4140);
-    u32 scales = word_of(words[i % 2], run);
-    low[i] = multiplied((two & 0x000f000fu) * 0x1040u & 0x81c081c0u, __byte_perm(scales, 0, 0x1010));
-    high[i] = multiplied((two & 0x00f000f0u) * 0x0104u & 0x81c081c0u, __byte_perm(scales, 0, 0x3232));
+    u32 four = *(const unsigned short*)(from + i % 2 * 1024 + i / 2 * 8);
+    u32 scales = (run < 2 ? words[i % 2].x : words[i % 2].y) >> run % 2 * 16;
+    low[i] = multiplied((four & 0x83c7u) * 0x10040u & 0x81c081c0u, scale_pair(scales & 255));
+    high[i] = multiplied((four >> 10 & 0x1bu) * 0x10840000u + four * 8 & 0x81c081c0u, scale_pair(scales >> 8 & 255));
   }
 }
 #else
@@ -132,8 +127,10 @@ __device__ __forceinline__ void consume_few(unsigned char* ring, const Words* wo
         if (ROW_TILES % OWN_TILES && tile + i >= ROW_TILES) continue;
         u32 word[2];
 #pragma unroll
-        for (int r = 0; r < 2; r++)
-          word[r] = ((const u32*)(words + ((tile + i) * 16 + row + r * 8) * WORDS + step * 2 + second))[FP4 ? t : 0];
+        for (int r = 0; r < 2; r++) {
+          const Words* of_row = words + ((tile + i) * 16 + row + r * 8) * WORDS + step * 2 + second;
+          word[r] = FP4 ? ((const unsigned short*)of_row)[t] : *(const u32*)of_row;
+        }
         add_four_bits<FP4>(sum[i], codes + (tile + i) * 2048, second, word, held, make_float2(sums[0], sums[1]), lane);
       }
     }
@@ -311,7 +308,7 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
     int side = group / PARTS, part = group % PARTS;
     // No bulk copy: a block's first word may lie at any 8 bytes. READS are under way at once, because each takes long.
-    constexpr int READS = FP4 ? 5 : 9;
+    constexpr int READS = 9;
     int count = steps * 2, last = USED * count - 1;
     for (int begin = threadIdx.x; begin <= last; begin += THREADS * READS) {
       Words found[READS];
@@ -319,13 +316,13 @@ int4_cluster(bf16* out, const __grid_constant__ TensorMap x, const __grid_consta
 #pragma unroll
       for (int j = 0; j < READS; j++) {
         int i = min(begin + THREADS * j, last), r = i / count, at = min(row + r % ROWS, N - 1) + r / ROWS * N;
-        found[j] = __ldg(words + (size_t)at * (K / 128 + FP4) + first * 2 + i - r * count), place[j] = r * WORDS + i - r * count;
+        found[j] = __ldg(words + (size_t)at * (K / 128 + 2 * FP4) + first * 2 + i - r * count), place[j] = r * WORDS + i - r * count;
       }
 #pragma unroll
       for (int j = 0; j < READS; j++) held[place[j]] = found[j];  // several threads may write the last one
     }
     for (int r = threadIdx.x; FP4 && r < USED; r += THREADS) {
-      const Words* behind = words + (size_t)(min(row + r % ROWS, N - 1) + r / ROWS * N) * (K / 128 + 1) + K / 128;
+      const Words* behind = words + (size_t)(min(row + r % ROWS, N - 1) + r / ROWS * N) * (K / 128 + 2) + K / 128;
       factors[r] = __ldg((const float*)behind);
     }
     together<THREADS>();

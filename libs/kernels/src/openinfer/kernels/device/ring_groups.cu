@@ -19,7 +19,7 @@ constexpr int K = COLUMNS, GROUPS = K / 128, ROW_BYTES = GROUPS * GROUP_BYTES, S
 constexpr int UNIT = GROUPS % 8 == 0 ? 1 : GROUPS % 4 == 0 ? 2 : GROUPS % 2 == 0 ? 4 : 8, PLACES = UNIT * GROUPS / 8;
 constexpr int REPLICAS = WARPS / PLACES, PAIRS = ROWS / (2 * UNIT * REPLICAS);
 constexpr bool PACKED = GROUP_BYTES == 64, FP4 = PACKED && CODING == 4, INT4 = PACKED && !FP4, CODED_X = CODING % 4;
-constexpr int WORDS = FP4 ? GROUPS * 16 + 16 : INT4 ? GROUPS * 4 : 0, STAGE = ROWS * (ROW_BYTES + WORDS);
+constexpr int WORDS = FP4 ? (GROUPS + 1) / 2 * 16 + 16 : INT4 ? GROUPS * 4 : 0, STAGE = ROWS * (ROW_BYTES + WORDS);
 static_assert(REPLICAS * PLACES == WARPS && PAIRS * 2 * UNIT * REPLICAS == ROWS, "warps share a stage evenly");
 
 // multiply, of bf16 for INT4 and FP4.
@@ -28,10 +28,10 @@ __device__ __forceinline__ void add_product(float (&d)[4], u32 a0, u32 a1, u32 a
   else multiply(d, a0, a1, a2, a3, b0, b1);
 }
 
-// A lane's 32 codes of a group as pairs. scales: FP4's of the group, a word for each 32 columns.
+// A lane's 32 codes of a group as pairs. scales: FP4's of the group, a byte for each 16 columns.
 __device__ __forceinline__ void unpack(u32 (&pair)[16], const unsigned char* group, const unsigned char* scales, int lane) {
   if (PACKED) {
-    unpack_four_bits<FP4>(pair, *(const uint4*)(group + lane % 4 * 16), FP4 ? *(const u32*)(scales + lane % 4 * 4) : 0);
+    unpack_four_bits<FP4>(pair, *(const uint4*)(group + lane % 4 * 16), FP4 ? *(const unsigned short*)(scales + lane % 4 * 2) : 0);
     return;
   }
 #pragma unroll
@@ -202,7 +202,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
     for (int pair = 0; pair < PAIRS; pair++) {
       int unit = 2 * (warp / PLACES + pair * REPLICAS);
       const unsigned char* at = rows + unit * UNIT * ROW_BYTES + slot * GROUP_BYTES;
-      const unsigned char* words = rows + ROWS * ROW_BYTES + (unit * UNIT + below) * WORDS + group * 16;
+      const unsigned char* words = rows + ROWS * ROW_BYTES + (unit * UNIT + below) * WORDS + group * 8;
       u32 a[16], b[16];
       unpack(a, at, words, lane);
       unpack(b, at + UNIT * ROW_BYTES, words + UNIT * WORDS, lane);
@@ -217,7 +217,7 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
         float value = odd ? even[2 * i + 1] + other[2 * i + 1] : even[2 * i] + other[2 * i];
         int r = (unit + i) * UNIT + below;
         if (FP4) {
-          value *= *(const float*)(rows + ROWS * ROW_BYTES + r * WORDS + GROUPS * 16);
+          value *= *(const float*)(rows + ROWS * ROW_BYTES + r * WORDS + WORDS - 16);
         } else if (INT4) {
           u32 word = *(const u32*)(rows + ROWS * ROW_BYTES + r * WORDS + group * 4);
           value = (value - (float)(128 + (word & 15)) * sum_of_x) * __uint_as_float(word & ~15u);

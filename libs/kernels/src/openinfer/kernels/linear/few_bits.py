@@ -63,8 +63,9 @@ def form_kernels(weight: Linear[Operand]) -> FormKernels | None:
         return FormKernels("int8", "openinfer.kernels.device.int8", args, constants)
     if isinstance(form, Fp4):
         assert isinstance(scales, Tensor)
-        last = (*(slice(None) for _ in scales.shape[1:]), slice(scales.shape[-1] - FP4_TAIL, None))
-        args = {"weight": weight.weight, "scales": scales, "factors": scales.view_as(float32)[last]}
+        factors = scales.view_as(float32)
+        last = (*(slice(None) for _ in scales.shape[1:]), slice(factors.shape[-1] - FP4_TAIL // 4, None))
+        args = {"weight": weight.weight, "scales": scales.view_as(int32), "factors": factors[last]}
         return FormKernels("fp4", "openinfer.kernels.device.fp4", args, {}, paired=True)
     if isinstance(form, Int4Groups):
         assert scales is not None

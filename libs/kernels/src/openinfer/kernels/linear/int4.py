@@ -56,7 +56,7 @@ def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool, fp4: bool) -
     """All clusters run at once, a block an SM. K has as many parts as let a block read least, where x counts half,
     because the second-level cache has it."""
     found = {}
-    word_bytes = 16 if fp4 else 4
+    word_bytes = 8 if fp4 else 4
     for split, share in CLUSTERED.items():
         columns = max(FEWEST_ROWS, -(-n // (int(num_sms * share) // split) // 8) * 8)
         rows = 2 * columns if gated else columns
@@ -74,10 +74,8 @@ def _choose(num_sms: int, tokens: int, n: int, k: int, gated: bool, fp4: bool) -
 
 
 def words_of(k: int, split: int) -> int:
-    """Groups of a row whose words a block holds: those of its part of K, and a few more, so that rows have other
-    banks."""
-    words = -(-k // DEPTH // split) * (DEPTH // GROUP)
-    return words + (4 - words) % 8
+    """Groups of a row whose words a block holds: those of its part of K, and one more so that rows have other banks."""
+    return -(-k // DEPTH // split) * (DEPTH // GROUP) + 1
 
 
 def _held(rows: int, k: int, split: int, word_bytes: int) -> int:
@@ -120,7 +118,7 @@ def int4_cluster(c: Clusters, p: Problem) -> Launch:
     constants |= {"UNDER_WAY": most, "SIDES": sides, "PARTS": parts, "WORDS": pitch}
     constants |= {"GATED": p.gated, "ADD": p.add, **({"FP4": True} if fp4 else {})}
     grid = (-(-p.n // c.columns) * c.split, -(-p.m // c.tokens))
-    shared = ring + _held(rows, k, c.split, 16 if fp4 else 4) + 16 * (c.stages + 1)
+    shared = ring + _held(rows, k, c.split, 8 if fp4 else 4) + 16 * (c.stages + 1)
     shared += sent_bytes(c.tokens, rows, c.split, _sent(c.tokens, rows))
     kernel = "openinfer.kernels.device", "int4_cluster.cu", "int4_cluster"
     threads = 128 * (sides * parts + 1)

@@ -3,14 +3,14 @@ token with codes device/ring_groups.cu."""
 
 from collections.abc import Iterator, Mapping
 
-from openinfer.kernels.formats.fp4 import FP4_TAIL, Fp4
+from openinfer.kernels.formats.fp4 import Fp4, fp4_row
 from openinfer.kernels.formats.fp8 import Fp8
 from openinfer.kernels.formats.int4 import Int4Groups
 from openinfer.kernels.formats.linear import Plain
 from openinfer.kernels.linear.choices import RING_COLUMNS, group_ring_choice, planned, under_way
 from openinfer.kernels.linear.problem import Kernel, Problem
 from openinfer.kernels.op.launch import Aligned, Arg, Command, Launch, launch_cuda
-from openinfer.kernels.op.rounding import FP4_BLOCK, SCALE_BLOCK, Coding
+from openinfer.kernels.op.rounding import SCALE_BLOCK, Coding
 from openinfer.kernels.store.tables import ProductChoice
 from openinfer.tensor import float32
 
@@ -71,7 +71,7 @@ def group_choice(p: Problem) -> ProductChoice | None:
 def _words(p: Problem) -> int:
     """Bytes of a row's words that travel with its codes: none of FP8."""
     if isinstance(p.form, Fp4):
-        return 4 * (p.k // FP4_BLOCK + FP4_TAIL)
+        return fp4_row(p.k)
     return 4 * (p.k // SCALE_BLOCK) if p.form == Int4Groups(SCALE_BLOCK) else 0
 
 
