@@ -10,8 +10,9 @@ That of 3.6 also fails on numpy >= 2.4 in loops with a tensor bound. Importing t
 
 It also shortens the time that the interpreter takes. It searches a part of the language for builtins once, not at every
 call. It remembers the types of blocks and of operands, and sizes of elements that were in order, because every
-operation makes or checks them anew. It leaves out checks for overflow that assert nothing, a broadcast to the shape
-that both operands have, a cast to the type that a value has, and a look for constants in values that hold none.
+operation makes or checks them anew. It leaves out checks for overflow that assert nothing, a broadcast that numpy does
+in the operation, calls between an operator and what it means, the choice among casts of numbers, which are all
+`astype`, and a look for constants in values that hold none.
 """
 
 import dataclasses
@@ -31,9 +32,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from openinfer.kernels.op.launch import DTYPES
 
 CUSTOM = {
-    tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
-    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
-    tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
 }
 
 
@@ -84,13 +85,9 @@ def descriptor(
     return TensorDescriptor(Pointer(address, dtype, shape, strides), shape, strides, block)
 
 
-def _is_custom(dtype: np.dtype[Any]) -> bool:
-    return dtype.type.__module__.startswith("ml_dtypes")
-
-
 def _as_uint(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     array = np.ascontiguousarray(array)
-    return array.view(np.dtype(f"u{array.itemsize}")) if _is_custom(array.dtype) else array
+    return array.view(np.dtype(f"u{array.itemsize}")) if array.dtype in CUSTOM.values() else array
 
 
 class _Memory:
@@ -104,7 +101,7 @@ class _Memory:
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         dtype, mask = np.dtype(dtype), np.asarray(mask, bool)
-        if _is_custom(dtype):
+        if dtype in CUSTOM.values():
             plain = np.dtype(f"u{dtype.itemsize}")
             return self._raw.load(pointers, mask, _as_uint(other), plain).view(dtype)
         return self._raw.load(pointers, mask, other, dtype)
@@ -115,21 +112,19 @@ class _Memory:
 
 def _repair() -> None:
     builder: Any = interpreter.InterpreterBuilder
-    np_dtype_of = interpreter._get_np_dtype
+    np_dtype_of, np_dtypes = interpreter._get_np_dtype, dict[str, Any]()
     fp_to_fp = builder.create_fp_to_fp
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_tensor, handle = interpreter._patch_lang_tensor, interpreter.TensorHandle
 
     def get_np_dtype(tt_dtype: Any) -> Any:
-        element = tt_dtype.element_ty if isinstance(tt_dtype, tl.block_type) else tt_dtype
-        if not isinstance(element, tl.pointer_type) and element in CUSTOM:
-            return CUSTOM[element]
-        return np_dtype_of(tt_dtype)
+        name, element = tt_dtype.name, tt_dtype.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = CUSTOM[element] if element in CUSTOM else np_dtype_of(tt_dtype)
+        return np_dtypes[name]
 
     def cast(self: Any, src: Any, dst_type: Any) -> Any:
         with np.errstate(all="ignore"):
-            return interpreter.TensorHandle(
-                src.data.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar
-            )
+            return handle(src.data.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
 
     def convert(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         if tl.float8e4b15 in (src.dtype.scalar, dst_type.scalar):
@@ -139,7 +134,7 @@ def _repair() -> None:
     def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         wide = np.float64 if d.data.dtype == np.float32 else d.data.dtype
         product = np.matmul(a.data.astype(wide), b.data.astype(wide))
-        return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+        return handle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -152,17 +147,13 @@ def _repair() -> None:
     builder.create_fp_to_fp = convert
     builder.create_dot = dot
     if not hasattr(builder, "get_bf16"):  # 3.6: tl.full(..., tl.bfloat16)
-        builder.get_bf16 = lambda self, value: interpreter.TensorHandle(
-            np.array([value], ml_dtypes.bfloat16), tl.bfloat16
-        )
+        builder.get_bf16 = lambda self, value: handle(np.array([value], ml_dtypes.bfloat16), tl.bfloat16)
 
 
 def _remember() -> None:
     """Keep results that the interpreter would compute again and again."""
     make_block = tl.block_type.__init__
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
-    np_dtype_of = interpreter._get_np_dtype
-    np_dtypes: dict[str, Any] = {}
     scalar = (tl.tuple([]), tl.constexpr(1))
     checked = tl.core.builtin(lambda: None).__code__
 
@@ -179,14 +170,12 @@ def _remember() -> None:
     @functools.cache
     def interpreted(member: Any, builder: Any) -> Any:
         semantic = TritonSemantic(builder)
+        if (name := member.__name__) in ("__add__", "__sub__", "__mul__"):
+            meant = getattr(semantic, name.strip("_"))
+            return lambda x, y: meant(x, tl.core._unwrap_if_constexpr(y), True)
         while member.__code__ is checked:  # it only asks for the `_semantic` that is given here
             member = member.__wrapped__
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            kwargs["_semantic"] = semantic
-            return member(*args, **kwargs)
-
-        return call
+        return lambda *args, _semantic=None, **named: member(*args, _semantic=semantic, **named)
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
@@ -200,13 +189,7 @@ def _remember() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = type.of_tensor if type.is_block() else scalar
 
-    def get_np_dtype(tt_dtype: Any) -> Any:
-        if tt_dtype.name not in np_dtypes:
-            np_dtypes[tt_dtype.name] = np_dtype_of(tt_dtype)
-        return np_dtypes[tt_dtype.name]
-
     interpreter._patch_builtin = patch_builtins
-    interpreter._get_np_dtype = get_np_dtype
     tl.block_type.__init__ = block
     tl.tensor.__init__ = tensor
 
@@ -249,7 +232,7 @@ def _leave_out() -> None:
         if to is None or isinstance(to, tensor):
             return x if to is None else to
         data = np.asarray(x.handle.data, interpreter._get_np_dtype(x.dtype))
-        return self.tensor(interpreter.TensorHandle(np.broadcast_to(data, to.shape), x.dtype), to)
+        return self.tensor(interpreter.TensorHandle(data, x.dtype), to)  # the operation broadcasts its data
 
     unwrap: Any = tl.core._unwrap_if_constexpr
     bare = {tensor, bool, int, float, str, type(None)}
@@ -258,9 +241,16 @@ def _leave_out() -> None:
         return value if type(value) in bare else unwrap(value)
 
     cast = TritonSemantic.cast
+    numbers = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, *tl.dtype.STANDARD_FP_TYPES}
 
-    def cast_unlike(self: Any, x: Any, to: Any, *rounding: Any, **named: Any) -> Any:
-        return x if x.dtype is to.scalar else cast(self, x, to, *rounding, **named)
+    def cast_unlike(self: Any, x: Any, to: Any, rounding: Any = None) -> Any:
+        to = to.scalar
+        if x.dtype is to:
+            return x
+        if rounding is not None or not {x.dtype.name, to.name} <= numbers:
+            return cast(self, x, to, rounding)
+        made = x.type.with_element_ty(to) if x.type.is_block() else to
+        return self.tensor(self.builder.cast_impl(x.handle, to), made)
 
     make_handle = interpreter.TensorHandle.__init__
     largest: dict[str, int] = {}  # bytes of an element that passed the check, by the name of its type
