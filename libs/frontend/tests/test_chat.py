@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from openinfer.frontend.chat_template import template_spec
+from openinfer.frontend.chat.parts import template_spec
 from openinfer.frontend.errors import FlagError
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import Service

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from openinfer.frontend import FlagError, ModelFilesError, is_users_error, one_line, render_pool
-from openinfer.frontend.chat_template import template_spec
+from openinfer.frontend.chat.parts import template_spec
 from openinfer.frontend.render_pool import RenderPool
 
 pytestmark = pytest.mark.attack

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import tokenizers
 
-from openinfer.frontend.chat_template import ChatTemplate, find_templates
 from openinfer.frontend.errors import APIError, ModelFilesError
+from openinfer.frontend.http import ChatTemplate, Tokenizer, find_templates
 from openinfer.frontend.http.openai.completions import CompletionShape
 from openinfer.frontend.http.params import SamplingDefaults
-from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.sampler import SamplingParams
 
 DATA = Path(__file__).parent / "data"

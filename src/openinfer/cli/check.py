@@ -15,9 +15,9 @@ from openinfer.cli.explain import memory_flag, memory_plan
 from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.cli.recipe_flags import Asked
 from openinfer.frontend.chat import coded_renderer
-from openinfer.frontend.chat_template import find_templates
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.model_files import find_templates
 from openinfer.kernels import KernelsError
 from openinfer.kernels.authoring import packing_text
 from openinfer.recipes.engine import gguf

@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -15,9 +14,8 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from openinfer.frontend.chat import Message, RendererSpec, text_of
+from openinfer.frontend.chat.parts import Message, template_spec, text_of
 from openinfer.frontend.errors import APIError, ModelFilesError
-from openinfer.frontend.model_files import read_text
 
 _REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError),
@@ -155,38 +153,6 @@ class _Generation(Extension):
 
     def _text(self, caller: Callable[[], str]) -> str:
         return caller()
-
-
-def template_spec(
-    source: str, special_tokens: Mapping[str, str], with_tools: str | None = None
-) -> RendererSpec:
-    """How a process makes a ChatTemplate."""
-    kwargs = {"source": source, "special_tokens": dict(special_tokens), "with_tools": with_tools}
-    return RendererSpec("openinfer.frontend.chat_template:ChatTemplate", kwargs)
-
-
-def find_templates(model_dir: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Sources of the checkpoint's template and of that for chats with tools (`tool_use`); None for a missing one. The
-    files come before tokenizer_config.json. Raises ModelFilesError."""
-    found = config.get("chat_template")
-    named: dict[str, object] = {"default": found}
-    if isinstance(found, list):
-        named = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}
-    default, more = model_dir / "chat_template.jinja", model_dir / "additional_chat_templates"
-    if default.exists():
-        named = {"default": read_text(default)}
-    if (more / "tool_use.jinja").exists():
-        named["tool_use"] = read_text(more / "tool_use.jinja")
-    return _source(named.get("default")), _source(named.get("tool_use"))
-
-
-def _source(found: object) -> str | None:
-    if found is not None and not isinstance(found, str):
-        raise ModelFilesError(
-            f"chat_template in tokenizer_config.json is a {type(found).__name__}; it must be a string, or a list of "
-            "objects with a name and a template"
-        )
-    return found
 
 
 def _tojson(

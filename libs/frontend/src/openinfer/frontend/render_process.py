@@ -10,7 +10,6 @@ import importlib
 import json
 import resource
 import sys
-from typing import Any
 
 from openinfer.frontend.chat import Renderer
 from openinfer.frontend.errors import APIError, one_line
@@ -30,16 +29,14 @@ def main() -> int:
     while line := lines.readline():
         out.write(b"\n")
         out.flush()
-        answer: dict[str, Any]
         try:
             given = json.loads(line)
             if renderer is None:
                 module, _, name = given["target"].partition(":")
                 renderer = getattr(importlib.import_module(module), name)(**given["kwargs"])
-                answer = {"variables": sorted(renderer.variables)}
+                said = json.dumps({"variables": sorted(renderer.variables)})
             else:
-                answer = {"text": renderer.render(**given)}
-            said = json.dumps(answer)
+                said = json.dumps({"text": renderer.render(**given)})
         except APIError as error:
             said = json.dumps({"refused": str(error), "param": error.param})
         except Exception as error:

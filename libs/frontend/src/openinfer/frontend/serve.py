@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from openinfer.frontend.errors import FlagError, ModelFilesError, is_users_error, one_line
 from openinfer.frontend.flag_types import check_plan, key_of_environment
 from openinfer.frontend.logs import open_standard_streams, say, set_up_logging
+from openinfer.frontend.model_files import find_templates, read_json
 from openinfer.frontend.server_flags import Recipe, build_parser
 
 if TYPE_CHECKING:
@@ -175,8 +176,6 @@ def _client(args: argparse.Namespace, specs: "Sequence[EngineSpec]") -> "EngineC
 
 def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
     from openinfer.frontend.chat import default_formats
-    from openinfer.frontend.chat_template import find_templates
-    from openinfer.frontend.model_files import read_json
 
     config = args.model_dir / "tokenizer_config.json"
     templates = find_templates(args.model_dir, read_json(config) if config.exists() else {})
@@ -191,8 +190,6 @@ def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
 
 
 def _check_checkpoint(recipe: Recipe, model_dir: Path) -> str:
-    from openinfer.frontend.model_files import read_json
-
     path = model_dir / "config.json"
     if not path.exists():
         raise ModelFilesError(f"{path} does not exist: MODEL_DIR must be a checkpoint directory")

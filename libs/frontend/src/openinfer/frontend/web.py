@@ -14,7 +14,9 @@ import msgspec
 
 from openinfer.frontend import heap, render_pool
 from openinfer.frontend.chat import RendererSpec, coded_renderer
+from openinfer.frontend.chat.parts import template_spec
 from openinfer.frontend.logs import say
+from openinfer.frontend.model_files import find_templates, read_text
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -194,8 +196,7 @@ async def _start_texts(
 
 
 def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, RendererSpec | None]":
-    from openinfer.frontend.http import Tokenizer, find_templates, template_spec
-    from openinfer.frontend.model_files import read_text
+    from openinfer.frontend.http import Tokenizer
 
     if options.skip_tokenizer_init:
         return None, None

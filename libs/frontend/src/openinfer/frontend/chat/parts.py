@@ -16,6 +16,14 @@ class RendererSpec(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def template_spec(
+    source: str, special_tokens: Mapping[str, str], with_tools: str | None = None
+) -> RendererSpec:
+    """How a process makes a ChatTemplate."""
+    kwargs = {"source": source, "special_tokens": dict(special_tokens), "with_tools": with_tools}
+    return RendererSpec("openinfer.frontend.chat_template:ChatTemplate", kwargs)
+
+
 class Renderer(Protocol):
     """Turns messages into the text of a prompt."""
 
