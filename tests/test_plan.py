@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from module_files import module_at
 from openinfer.cli import plan, recipe_flags, tune
 from openinfer.cli.bench import ops as bench_ops
 from openinfer.cli.bench.serve import OfferedLoad
+from openinfer.cli.explain import segments
 from openinfer.cli.plan import text as plan_text
 from openinfer.cli.plan.compare import Objectives, Variant, choice
 from openinfer.cli.plan.load import PROMPT_STEP_S, PlannedServer, Point, StepCost
@@ -30,6 +32,22 @@ ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "demo" / "qwen3"
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 FLAGS = ["--input", "100", "--output", "20", "--rate", "4,64"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plans() -> Iterator[None]:
+    """Start plans are kept from test to test: half of them are asked for again, and they take a third of the time."""
+    kept: dict[str, Any] = {}
+    make = segments.make_start_plan
+
+    def once(*given: Any) -> Any:
+        if (key := repr(given)) not in kept:
+            kept[key] = given, make(*given)  # what is alive shares its address with nothing else
+        return kept[key][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "make_start_plan", once)
+        yield
 
 
 def served(tmp_path: Path, *words: str) -> dict[str, Any]:
