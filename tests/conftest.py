@@ -38,6 +38,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile 
 
 # To read the certificates of all authorities takes 20 ms, and each HTTP client here would do it for itself.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
+# To read the entry points of all distributions takes 7 ms, and each engine here would do it for itself.
+recipes.installed = functools.cache(recipes.installed)
 
 GOLDENS = Path(__file__).parent / "goldens"
 
