@@ -21,9 +21,9 @@ from test_speculation import write_mixture
 from openinfer.kernels import CpuPack, Op
 from openinfer.recipes.engine import startup
 from openinfer.recipes.engine.testing import Outcome, Session
+from openinfer.recipes.engine.testing.restless import fcfs
 
 GOLDENS = Path(__file__).parent / "goldens"
-RESTLESS = "openinfer.recipes.engine.testing.restless:fcfs"
 DRAFTS = 3
 AT_ONCE = 6
 TODAY = datetime.date.today().toordinal()
@@ -75,9 +75,9 @@ class Probe:
         self.drafted = make(
             speculative_config=config,
             max_num_seqs=4,
-            max_num_batched_tokens=self.rng.choice([20, 32, 48]),
+            max_num_batched_tokens=(most := self.rng.choice([20, 32, 48])),
             kv_cache_memory_bytes=self.family.cache_bytes,
-            scheduling_policy=RESTLESS,
+            scheduling_policy=fcfs(most),
         )
         worth = self.drafted.engine.runner.drafting.worth
         worth.choose = lambda available, rows, cost: self.rng.randint(0, DRAFTS) if available else 0

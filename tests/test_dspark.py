@@ -24,11 +24,11 @@ from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Target
 from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
+from openinfer.recipes.engine.testing.restless import fcfs
 from openinfer.sampler.form import Grammar
 from openinfer.sampler.gpu import greedy_rows
 from openinfer.tensor import CheckpointError, Device, Stream, Tensor, bfloat16, uint8
 
-RESTLESS = "openinfer.recipes.engine.testing.restless:fcfs"
 DSPARK = '{"method": "dspark"}'
 ALL = json.dumps({"method": "dspark", "num_speculative_tokens": BLOCK})
 
@@ -214,7 +214,7 @@ def test_rows_of_every_kind_get_the_tokens_that_they_get_without(session: Any, p
         prompt = [rng.randrange(3, 500) for _ in range(20 + 31 * n)]
         asked.append((prompt, 24, {"ignore_eos": True, "seed": n, "logprobs": 1, **kind}))
     plain = engine(session, path, None, enable_prefix_caching=False)
-    small = {"max_num_batched_tokens": 17, "scheduling_policy": RESTLESS}
+    small = {"max_num_batched_tokens": 17, "scheduling_policy": fcfs(17)}
     drafted = engine(session, path, max_num_seqs=4, **small)
     drafted.engine.runner.drafting.worth.choose = lambda available, rows, cost: 2 if available else 0
     for want, got in zip(plain.outcomes_of(asked), drafted.outcomes_of(asked), strict=True):

@@ -19,12 +19,12 @@ from openinfer.graph.runner import segments
 from openinfer.kernels import H200, CpuPack, InterpDriver, LaunchPack, Pack, Target
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.errors import SetupError
+from openinfer.recipes.engine.testing.restless import fcfs
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.model import DraftingModel
 from openinfer.tensor import CheckpointError, Device, Stream, Tensor, bfloat16, uint8
 
 PATH = Path(__file__).parent / "goldens" / "qwen3-tiny"
-RESTLESS = "openinfer.recipes.engine.testing.restless:fcfs"
 H, D, HEADS, KEYS, INTER, VOCAB, DRAFTED, EPS = 64, 128, 4, 2, 320, 512, 400, 1e-5
 LAYERS, THETA = [0, 1, 2], 10000.0
 CONFIG = {
@@ -220,7 +220,7 @@ def test_a_random_head_changes_no_token(session: Callable[..., Any], tmp_path: P
             (prompt, 24, {"ignore_eos": True, "temperature": 0.4 * (n % 3), "seed": n, "logprobs": 1})
         )
     plain = session(PATH, max_num_seqs=1, enable_prefix_caching=False, kv_cache_dtype=cache)
-    small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS}
+    small = {"max_num_batched_tokens": 32, "scheduling_policy": fcfs(32)}
     drafted = session(PATH, speculative_config=speculation(tmp_path), kv_cache_dtype=cache, **small)
     # Such a head is not worth its time: without this it would hardly draft.
     drafted.engine.runner.drafting.worth.choose = lambda available, rows, cost: 2

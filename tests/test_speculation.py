@@ -27,13 +27,13 @@ from openinfer.kernels.testing import of_the_day
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.testing import Planted
+from openinfer.recipes.engine.testing.restless import fcfs
 from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
 from openinfer.sampler.form import Grammar
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, uint8
 
 ROOT = Path(__file__).parents[1]
 GOLDENS, DEMO = ROOT / "tests" / "goldens", ROOT / "demo"
-RESTLESS = "openinfer.recipes.engine.testing.restless:fcfs"
 MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
 FP8_MTP = MTP.replace("}", ', "quantization": "fp8"}')
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
@@ -190,7 +190,7 @@ def test_drafts_of_the_models_own_layers_change_no_token(
     if (name, cache) not in PLAIN:
         plain = session(path, enable_prefix_caching=False, **flags)  # other tests ask one at a time
         PLAIN[name, cache] = plain.outcomes_of(asked)
-    small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS, "tensor_parallel_size": ranks}
+    small = {"max_num_batched_tokens": 32, "scheduling_policy": fcfs(32), "tensor_parallel_size": ranks}
     config = FP8_MTP if cache == "fp8" else MTP
     drafted = session(path, speculative_config=config, **small, **flags)
     found = drafted.outcomes_of(asked)

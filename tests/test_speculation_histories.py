@@ -12,10 +12,10 @@ import pytest
 
 from openinfer.frontend.http import Tokenizer
 from openinfer.recipes.engine.testing import Planted
+from openinfer.recipes.engine.testing.restless import priority
 from openinfer.sampler.form import Grammar
 
 GOLDENS = Path(__file__).parent / "goldens"
-RESTLESS = "openinfer.recipes.engine.testing.restless:priority"
 GRAMMARS = (None, None, Grammar("regex", "[a-e]{3,12}!"), Grammar("choice", '["yes", "perhaps"]'))
 Asked = tuple[list[int], int, dict[str, Any]]
 
@@ -56,7 +56,7 @@ def play(session: Callable[..., Any], seed: int, name: str, count: int) -> Any:
         GOLDENS / name,
         speculative_config=config,
         max_num_seqs=5,
-        scheduling_policy=RESTLESS,
+        scheduling_policy=priority(tight["max_num_batched_tokens"]),
         **{**flags, **tight},
     )
     drafted.engine.control(table)

@@ -17,7 +17,7 @@ from openinfer.recipes.engine.engine import FEATURES, Engine
 from openinfer.recipes.engine.limits import Room, decide
 from openinfer.recipes.engine.recipe import Recipe, Source
 from openinfer.recipes.engine.startup import build, capacity
-from openinfer.recipes.engine.testing.restless import Planted
+from openinfer.recipes.engine.testing.restless import Planted, fcfs
 from openinfer.recipes.engine.testing.session import Golden, Outcome, Session, ensure
 from openinfer.sampler import SamplingParams, sample
 from openinfer.sampler.form import Grammar
@@ -40,7 +40,6 @@ SAMPLED: Sequence[Options] = [
     {"temperature": 1.0, "allowed_token_ids": (4, 5, 6), "bad_words_token_ids": ((4, 4), (5, 6), (6, 6, 6))},
     {"temperature": 1.2, "repetition_penalty": 2.0, "top_k": 30, "min_p": 0.01},
 ]
-RESTLESS = "openinfer.recipes.engine.testing.restless:fcfs"
 MAX_LEN = 352
 SIZES: Options = {"max_model_len": MAX_LEN, "max_num_seqs": 8}
 SHARED, NEW = 130, 10
@@ -84,11 +83,12 @@ class EngineConformance:
             session.engine.close()
 
     @classmethod
-    def session(cls, **flags: Any) -> Session:
-        """A session on an engine with these flags; each kind is made once."""
-        key = tuple(sorted(flags.items()))
+    def session(cls, *, restless: bool = False, **flags: Any) -> Session:
+        """A session on an engine with these flags; each kind is made once. restless: it preempts rows now and then."""
+        key = (restless, *sorted(flags.items()))
         if key not in cls._made:
             usual = {**SIZES, "kv_cache_memory_bytes": 64 << 20}
+            usual |= {"scheduling_policy": fcfs(flags["max_num_batched_tokens"])} if restless else {}
             made = build(cls.recipe, cls.checkpoint, device="cpu", **{**usual, **cls.flags, **flags})
             cls._made[key] = Session(made.engine)
         return cls._made[key]
@@ -108,7 +108,7 @@ class EngineConformance:
         while capacity(blueprint, limits, Room(nbytes, cpu, 0)) < MAX_LEN:
             nbytes += nbytes // 8
         own = {"kv_cache_memory_bytes": 2 * nbytes, "max_num_batched_tokens": 64}
-        return cls.session(**own, scheduling_policy=RESTLESS, **flags)
+        return cls.session(**own, restless=True, **flags)
 
     @classmethod
     def prompts(cls, count: int, seed: int = 0) -> list[list[int]]:
@@ -128,7 +128,7 @@ class EngineConformance:
 
     def test_the_goldens_in_chunks_of_any_size(self) -> None:
         for tokens in self.chunks:
-            flags = {"max_num_batched_tokens": tokens, "enable_prefix_caching": False}
+            flags: dict[str, Any] = {"max_num_batched_tokens": tokens, "enable_prefix_caching": False}
             session = self.session(max_num_seqs=min(4, tokens), **flags)
             asked = {
                 session.submit(g.prompt, len(g.greedy), ignore_eos=True, logprobs=2, prompt_logprobs=2): g
