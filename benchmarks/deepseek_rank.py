@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,8 @@ class Alone:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    def branch(self, number: int) -> None:
-        self._inner.branch(number)
+    def recorded(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        return self._inner.recorded(enqueue)
 
     def run(self, op: Op[Any], args: Any) -> None:
         if op.name == "hc_post":  # the sum is left out, the streams are not
@@ -187,7 +187,7 @@ def measured(runner: Runner, step: tuple[int, int, int], repeats: int) -> list[f
     bucket = place(runner, *step, rng)
     keys = ("forward", bucket), ("sample", bucket.rows, 0)
     for key in keys:
-        runner.graphs.record(key, work[key])
+        runner.graphs.record(key, runner.pack.recorded(work[key]))
     times = []
     for _ in range(repeats + 2):
         place(runner, *step, rng)

@@ -16,8 +16,9 @@ from golden_rows import TapPack, last_logits, start_row
 
 from openinfer.kernels import CpuPack, Op, select_rows
 from openinfer.kernels.formats.linear import Linear
+from openinfer.kernels.packs.forks import forks
 from openinfer.recipes.deepseek_v4 import RECIPE
-from openinfer.recipes.deepseek_v4.config import CSA
+from openinfer.recipes.deepseek_v4.config import CSA, HCA
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.weights import Format
 from openinfer.tensor import (
@@ -116,43 +117,40 @@ def test_logits_with_the_published_rounding(load_model, deepseek, index):
         assert np.abs(logits - plain[at]).max() > 0.1  # the rounding is there
 
 
-class Swapped:
-    """The cpu pack, which runs the second branch of a fork before the first."""
+class Noted:
+    """Notes calls."""
 
     def __init__(self) -> None:
-        self.inner, self.kept, self.swapped = CpuPack(batch_invariant=True), list[tuple[Op[Any], Any]](), 0
-        self.number, self.chosen_beside = 0, 0
-
-    def branch(self, number: int) -> None:
-        self.number = number
-        while not number and self.kept:
-            self.inner.run(*self.kept.pop(0))
+        self.calls = list[tuple[Op[Any], Any]]()
 
     def run(self, op: Op[Any], args: Any) -> None:
-        self.swapped += bool(self.kept) and self.number == 2
-        first = self.kept[0][0].name if self.kept else ""
-        self.chosen_beside += self.number == 2 and (first, op.name) == ("index_topk", "project")
-        if self.number == 1:
-            self.kept.append((op, args))
-        else:
-            self.inner.run(op, args)
+        self.calls.append((op, args))
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_branches_of_a_step_do_not_depend_on_each_other(load_model, deepseek, quantized):
     prompt, found = deepseek.prompt(1)[:200], []
-    for pack in CpuPack(batch_invariant=True), Swapped():
-        model = load_model(deepseek.path, quantized=quantized)
+    for swapped in False, True:
+        model, noted, pack = (
+            load_model(deepseek.path, quantized=quantized),
+            Noted(),
+            CpuPack(batch_invariant=True),
+        )
         start_row(model, prompt)
-        model.forward(pack, len(prompt), 1, len(prompt))
+        model.forward(noted, len(prompt), 1, len(prompt))
+        calls, branches = noted.calls, forks(noted.calls)
+        for first, second in branches if swapped else []:
+            calls[first.start : second.stop] = [*calls[second], *calls[first]]
+        for op, args in calls:
+            pack.run(op, args)
         found.append(
             [
                 model.batch.logits.numpy()[0],
                 *(getattr(model.cache, field.name).numpy() for field in fields(model.cache)),
             ]
         )
-    assert pack.swapped > 3 * model.config.num_layers
-    assert pack.chosen_beside == model.config.ratios.count(CSA) > 0
+    ratios = model.config.ratios
+    assert len(branches) == len(ratios) + ratios.count(HCA) + 2 * ratios.count(CSA)
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
 

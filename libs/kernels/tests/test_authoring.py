@@ -109,7 +109,6 @@ FROZEN = [
     "expect_rows",
     "expect_values",
     "f32",
-    "fork",
     "form_of",
     "hadamard",
     "joined",

@@ -9,7 +9,6 @@ import pytest
 
 from openinfer.kernels import (
     H200,
-    ContractError,
     Cost,
     CudaDriver,
     LaunchError,
@@ -21,8 +20,8 @@ from openinfer.kernels import (
     embed,
     launch,
 )
-from openinfer.kernels.op.op import FORKED, fork, may_share_memory
 from openinfer.kernels.packs import cuda_driver
+from openinfer.kernels.packs.forks import FORKED, forks, may_share_memory
 from openinfer.kernels.store.cubins import Compiled
 from openinfer.tensor import Device, Tensor, bfloat16, check, driver
 
@@ -171,28 +170,110 @@ def test_numbers_of_branches():
         list(beside(beside(kernels("a"), kernels("b")), kernels("c")))
 
 
-def op_of(*commands):
-    none = dataclasses.make_dataclass("NoArgs", [])
-    return Op("some", none, lambda _: None, lambda _: None, lambda *_: commands, lambda *_: Cost(0, 0))
-
-
 def early(name):
     return dataclasses.replace(*kernels(name), early=True)
 
 
-def forked(pack, tokens=8):
-    """first; a1, a2 beside b1, b2; last, end."""
-    op_of(*kernels("first"))(pack)
-    with fork(pack, tokens) as (main, side):
-        op_of(early("a1"))(main)
-        op_of(early("b1"))(side)
-        op_of(early("a2"))(main)
-        op_of(*beside(kernels("b2"), kernels("b3")))(side)
-    op_of(early("last"), early("end"))(pack)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Parts of a matrix that a call reads and writes."""
+
+    out: tuple
+    x: tuple
+
+
+DIAMOND = "first x>s, a1 s>a, a2 a>b, b1 s>c, b2 c>d, last bd>e, end e>f"
+AT_ONCE = [(slice(1, 3), slice(3, 5))]
+
+
+def op_named(name, *commands, **options):
+    made = commands or [early(name)]
+    return Op(
+        name, Columns, lambda _: None, lambda _: None, lambda *_: made, lambda *_: Cost(0, 0), **options
+    )
+
+
+def calls_of(arena, text, tokens=8, **ops):
+    """Calls as `name reads>writes`: each letter is 64 columns of a matrix, a capital of them the half behind and what
+    follows. ops: those of some names; dealt, collective and such."""
+    matrix, calls = arena.alloc((tokens, 27 * 64), bfloat16), []
+    for call in text.split(", "):
+        name, _, uses = call.partition(" ")
+        x, out = (
+            tuple(
+                matrix[:, at : at + 64]
+                for c in part
+                for at in [64 * (ord(c.lower()) - 97) + 32 * c.isupper()]
+            )
+            for part in uses.split(">")
+        )
+        calls.append((ops.get(name) or op_named(name), Columns(out=out, x=x)))
+    return calls
+
+
+def make(pack, calls):
+    for op, args in calls:
+        pack.run(op, args)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "found"),
+    [
+        ("", "", AT_ONCE),
+        ("b1 s>c", "b1 sb>c", []),  # reads what a2 writes
+        ("b1 s>c", "b1 sA>c", []),  # some of it
+        ("b1 s>c, b2 c>d", "b1 s>a, b2 a>d", []),  # writes what a2 reads
+        ("b1 s>c", "b1 s>bc", []),  # writes what it writes
+        ("b1 s>c", "b1 sa>c", [(slice(2, 3), slice(3, 5))]),  # needs a1 alone
+        ("b2 c>d", "b2 bc>d", [(slice(1, 3), slice(3, 4))]),  # needs both branches
+        ("b2 c>d", "b2 b>d", []),  # ends the second window, without a need of b1
+        ("last bd>e", "last b>e", []),  # does not need b2
+        ("a1 s>a", "a1 x>a", []),  # does not come behind first
+        ("b1 s>c", "b1 x>c", []),
+        (", last bd>e, end e>f", "", []),
+        ("b1 s>c, b2 c>d", "b1 s>d", [(slice(1, 3), slice(3, 4))]),
+        ("a1 s>a, a2 a>b, b1 s>c, b2 c>d", "a s>b, b s>d", [(slice(1, 2), slice(2, 3))]),
+        ("a1 s>a, a2 a>b, b1 s>c, b2 c>d", "a s>b, a s>d", []),  # two calls of one op
+        ("end e>f", "c bd>f, d a>g, end fge>h", [*AT_ONCE, (slice(5, 6), slice(6, 8))]),  # behind a fork
+    ],
+)
+def test_windows_that_need_nothing_of_each_other_are_found(arena, was, now, found):
+    assert forks(calls_of(arena, DIAMOND.replace(was, now))) == found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "parts", "found"),
+    [
+        (FORKED, {}, 1, AT_ONCE),
+        (FORKED + 1, {}, 1, []),
+        (FORKED // 2 + 1, {}, 2, []),  # of a step that ranks deal
+        (8, {"collective": True}, 1, []),
+        (8, {"writes": ("out", "x")}, 1, [(slice(2, 3), slice(3, 5))]),  # b1 writes what a1 reads
+    ],
+)
+def test_what_an_op_is_decides_on_its_branches(arena, tokens, options, parts, found):
+    op = op_named("b1", **options)
+    assert forks(calls_of(arena, DIAMOND, tokens, b1=op if parts == 1 else op.dealt(parts))) == found
+
+
+def test_an_op_that_does_not_say_what_it_writes_may_write_all(arena):
+    x, y, z = (arena.alloc((8,), bfloat16) for _ in range(3))
+    kind = dataclasses.make_dataclass("TurnArgs", ["x", "y"])
+    unknown = Op("turn", kind, lambda _: None, lambda _: None, lambda *_: [], lambda *_: Cost(0, 0))
+    (first, _), (last, _) = calls_of(arena, "first x>s, last x>s")
+    calls = [
+        (first, Columns(out=(x,), x=())),
+        (op_named("a"), Columns(out=(z,), x=(x,))),
+        (unknown, kind(x, y)),
+    ]
+    behind = (last, Columns(out=(x,), x=(y, z)))
+    assert forks([*calls, behind]) == []
+    unknown.writes = ("y",)
+    assert forks([*calls, behind]) == [(slice(1, 2), slice(2, 3))]
 
 
 @pytest.mark.parametrize(("tokens", "capturing"), [(8, True), (FORKED + 1, True), (8, False)])
-def test_calls_of_a_fork_run_side_by_side(captured, monkeypatch, tokens, capturing):
+def test_windows_run_side_by_side(captured, arena, monkeypatch, tokens, capturing):
     """The first call of the second branch starts late. The first branch goes on in the stream, so its calls may start
     early, and so may the one behind both."""
     fake, pack = captured(capturing=capturing)
@@ -203,101 +284,70 @@ def test_calls_of_a_fork_run_side_by_side(captured, monkeypatch, tokens, capturi
         fake.cuLaunchKernel(kernel.function, self._at.handle, None, None)
 
     monkeypatch.setattr(CudaDriver, "_launch_early", launch_early)
-    forked(pack, tokens)
+    ops = {
+        "first": op_named("first", *kernels("first")),
+        "b2": op_named("b2", *beside(kernels("b2"), kernels("b3"))),
+    }
+    calls = calls_of(arena, DIAMOND, tokens, **ops)
+    pack.recorded(lambda: make(pack, calls))()
     if tokens > FORKED or not capturing:
-        assert sooner == ["a1", "b1", "a2", "last", "end"]  # b2 and b3 are branches of their call
+        assert sooner == ["a1", "a2", "b1", "last", "end"]  # b2 and b3 are branches of their call
     else:
         assert fake.edges["a1"] == fake.edges["b1"] == {"first"}
         assert (fake.edges["a2"], fake.edges["b2"], fake.edges["b3"]) == ({"a1"}, {"b1"}, {"b2"})
         assert fake.before("last") == {"first", "a1", "a2", "b1", "b2", "b3"}
         assert sooner == ["a1", "a2", "last", "end"]
     assert fake.before("end") == fake.before("last") | {"last"}
+    make(pack, calls)  # not recorded: one after the other
+    assert fake.edges["b1"] == {"a2"}
 
 
-def test_branches_of_a_fork_have_scratch_memory_of_their_own():
+def test_after_a_failure_within_a_fork_calls_go_to_the_stream_again(captured, arena):
+    fake, pack = captured()
+    names = {"b1": "missing"} | {name: name for name in ("first", "a1", "a2", "end")}
+    calls = calls_of(arena, DIAMOND, **{name: op_named(name, *kernels(its)) for name, its in names.items()})
+    with pytest.raises(LaunchError, match="no such kernel"):
+        pack.recorded(lambda: make(pack, calls))()
+    pack.submit("next call", kernels("b"))
+    assert fake.streams[-1] == MAIN
+    with pytest.raises(ZeroDivisionError):
+        pack.recorded(lambda: 1 / 0)()
+    make(pack, calls[-1:])
+    assert fake.edges["end"] == {"b"}
+
+
+def test_branches_of_a_fork_have_scratch_memory_of_their_own(arena):
     def using(*sizes, zeroed=False):
         made = {f"s{n}": Scratch((size,), np.dtype(np.uint8), zeroed=zeroed) for n, size in enumerate(sizes)}
-        return op_of(launch("m", "f", (1,), made, {}))
+        return launch("m", "f", (1,), made, {})
 
-    def step(pack):
-        using(1024)(pack)
-        for tokens in (1, 1, FORKED + 1):
-            with fork(pack, tokens) as (main, side):
-                using(512)(main)
-                using(256, 512)(side)
-                using(256)(main)
-                using(256, zeroed=True)(side)
-
-    plan, found = NullPack(H200), []
-    step(plan)
-    assert [(call.fork, call.branch) for call in plan.calls[:5]] == [(0, 0), (1, 1), (1, 2), (1, 1), (1, 2)]
-    assert [call.fork for call in plan.calls] == [0, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0, 0, 0]
+    used = {"first": using(1024), "a1": using(512), "a2": using(256), "b1": using(256, 512)}
+    ops = {name: op_named(name, one) for name, one in {**used, "b2": using(256, zeroed=True)}.items()}
+    calls, plan, found = calls_of(arena, DIAMOND, **ops), NullPack(H200), []
+    make(plan, calls)
+    assert (plan.workspace_bytes(zeroed=False), plan.workspace_bytes(zeroed=True)) == (1024, 256)
+    made = plan.traced(lambda: make(plan, calls))
+    assert [call.branch for call in made] == [0, 1, 1, 2, 2, 0, 0]
+    assert plan.calls[len(calls) :] == made
     assert (plan.workspace_bytes(zeroed=False), plan.workspace_bytes(zeroed=True)) == (1280, 256)
 
     def read(spec, grid, parameters, early):
         found.append([int.from_bytes(parameters.read(n, 8), "little") for n in range(len(spec.signature))])
 
     device = types.SimpleNamespace(launch=read, branch=lambda number: None, encode_tensor_map=print)
-    memory = [
-        Tensor(at, (size,), np.dtype(np.uint8), Device("null")) for at, size in ((4096, 1300), (8192, 256))
-    ]
-    step(LaunchPack(H200, device, *memory))
-    assert found[:5] == [[4096], [4096], [4096 + 512, 4096 + 768], [4096], [8192]]
-    assert found[9:11] == [[4096], [4096, 4096 + 256]]
 
+    def run(size):
+        sizes = (4096, size), (8192, 256)
+        memory = [Tensor(at, (size,), np.dtype(np.uint8), Device("null")) for at, size in sizes]
+        pack = LaunchPack(H200, device, *memory)
+        pack.recorded(lambda: make(pack, calls))()
 
-copy = Op(
-    "copy", dataclasses.make_dataclass("CopyArgs", ["out", "x"]),
-    lambda _: None, lambda _: None, lambda *_: [], lambda *_: Cost(0, 0),
-)  # fmt: skip
-
-
-def copies(memory, first, second):
-    """The branches of two copies, each in a branch of a fork, between columns of a matrix."""
-    plan = NullPack(H200)
-    with fork(plan, 8) as branches:
-        for pack, (x, out) in zip(branches, (first, second), strict=True):
-            copy(pack, out=memory[:, out], x=memory[:, x])
-    return [call.branch for call in plan.calls]
-
-
-A, B, C, D = (slice(n, n + 64) for n in (0, 64, 128, 192))
-
-
-def test_branches_of_a_fork_may_read_the_same_and_write_columns_of_one_matrix(arena):
-    assert copies(arena.alloc((8, 256), bfloat16), (A, B), (A, C)) == [1, 2]
-
-
-@pytest.mark.parametrize("second", [(B, D), (C, A), (C, B), (C, slice(112, 176))])
-def test_a_fork_whose_branches_need_each_other_is_refused(arena, second):
-    """The second copy reads what the first writes, writes what it reads, or what it writes, or some of that."""
-    with pytest.raises(ContractError, match="copy and copy are in two branches of a fork"):
-        copies(arena.alloc((8, 256), bfloat16), (A, B), second)
-
-
-def test_an_op_that_does_not_say_what_it_writes_may_write_all(arena):
-    x, y, z = (arena.alloc((8,), bfloat16) for _ in range(3))
-    unknown = Op(
-        "turn", dataclasses.make_dataclass("TurnArgs", ["x", "y"]),
-        lambda _: None, lambda _: None, lambda *_: [], lambda *_: Cost(0, 0),
-    )  # fmt: skip
-    with fork(NullPack(H200), 8) as (main, side):
-        copy(main, out=z, x=x)
-        with pytest.raises(ContractError, match="copy and turn"):
-            unknown(side, x=x, y=y)
-
-
-def test_calls_of_one_branch_may_need_each_other_and_so_may_two_forks(arena):
-    plan = NullPack(H200)
-    x, y = (arena.alloc((8, 64), bfloat16) for _ in range(2))
-    for _ in range(2):
-        with fork(plan, 8) as (main, _):
-            copy(main, out=y, x=x)
-            copy(main, out=x, x=y)
-    with fork(plan, FORKED + 1) as (main, side):
-        copy(main, out=y, x=x)
-        copy(side, out=x, x=y)
-    assert [(call.fork, call.branch) for call in plan.calls] == [(1, 1)] * 2 + [(2, 1)] * 2 + [(0, 0)] * 2
+    run(1300)
+    assert found[:5] == [[4096], [4096], [4096], [4096 + 512, 4096 + 768], [8192]]
+    with pytest.raises(
+        LaunchError, match="b1 needs 768 bytes of scratch and 0 of zeroed scratch; the pack has 512"
+    ):
+        run(1024)
 
 
 def test_tensors_that_share_memory_overlap(rng):

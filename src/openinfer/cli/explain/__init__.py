@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from openinfer.cli import recipe_flags
@@ -104,8 +105,7 @@ def _pair(text: str) -> tuple[int, int]:
 def _calls(steps: Steps, target: Target) -> Iterator[tuple[Segment, list[Call]]]:
     for segment in (segment for step in steps for segment in step):
         pack = NullPack(target)
-        segment.run(pack)
-        yield segment, pack.calls
+        yield segment, pack.traced(partial(segment.run, pack))
 
 
 def trace(steps: Steps, target: Target, limits: Machine, measured: dict[str, float]) -> list[Line]:

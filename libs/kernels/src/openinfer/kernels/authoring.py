@@ -1,8 +1,8 @@
 """Everything that writing an op or a model needs, from one place. The names are frozen: a change of them is a new
 major version.
 
-An `Op` is its arguments, a contract, a numpy reference, launches and a cost, and runs on a `Pack`, beside others in a
-`fork`, or `joined` with others to a `Composite`. By part:
+An `Op` is its arguments, a contract, a numpy reference, launches and a cost, and runs on a `Pack`, alone or `joined`
+with others to a `Composite`. By part:
 
  - arguments: `T`, which their tensors are, and `tensors`, for a launch; for a pack of your own `leaves`, `mapped`
 
@@ -111,7 +111,6 @@ from openinfer.kernels.op.op import (
     Pack,
     T,
     Workload,
-    fork,
     joined,
     leaves,
     mapped,
@@ -137,7 +136,7 @@ __all__ = [
     "aligned", "attend_pairs", "attention_launches", "beside", "cached_bytes", "choose_attention",
     "code_args", "decoded", "depth", "e8m0", "expect", "expect_bf16", "expect_cache", "expect_columns",
     "expect_cos_sin", "expect_each", "expect_linear", "expect_max_q_len", "expect_q8", "expect_rows",
-    "expect_values", "f32", "fork", "form_of", "hadamard", "joined", "launch", "leaves", "linear_launches",
+    "expect_values", "f32", "form_of", "hadamard", "joined", "launch", "leaves", "linear_launches",
     "linear_of", "mapped", "matmul_nt", "module_packing", "new_tokens", "packed_in", "packing_of",
     "packing_text", "padded_rows", "power_of_two", "pushed_rows", "q4", "q8", "require", "require_attention",
     "rms_norm", "rotated_pairs", "rounded", "scale_blocks", "shared_bytes", "silu", "sum_of_ranks",

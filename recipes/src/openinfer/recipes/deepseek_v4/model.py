@@ -16,7 +16,7 @@ import numpy as np
 from openinfer import kernels
 from openinfer.graph.runner import Batch, NoStates, States, StepRows
 from openinfer.kernels import Pack
-from openinfer.kernels.authoring import SCALE_BLOCK, Coded, DealtPack, Linear, fork, padded_rows
+from openinfer.kernels.authoring import SCALE_BLOCK, Coded, DealtPack, Linear, padded_rows
 from openinfer.recipes.deepseek_v4.cache import TABLES, Recent, V4Cache
 from openinfer.recipes.deepseek_v4.config import CSA, Config
 from openinfer.recipes.deepseek_v4.ops.compress import compress
@@ -221,28 +221,22 @@ class Model:
 
     def _attention(self, pack: Pack, layer: Layer, step: StepSize, vectors: Tensor | None) -> None:
         """y = attention over the window's raw vectors and the layer's entries, or the tokens' `vectors`; a rank's part
-        of its sum, or of own tokens all."""
-        c, b, batch, t, own = self.config, self.buffers, self.batch, step.tokens, step.mine
+        of its sum, or of own tokens all. Its calls are in the order in which most may run side by side."""
+        c, b, batch, own = self.config, self.buffers, self.batch, step.mine
         attention, place, rows, mine = layer.attention, layer.place, batch.rows, step.dealt(pack)
         w = attention.heads if step.own is None or attention.every is None else attention.every
         heads, tokens = w.sinks.shape[0], own.stop - own.start
         groups = heads * c.o_groups // c.num_heads
         flat = leading(b.q, tokens, heads * c.head_dim)
         sparse, entries = isinstance(attention.entries, Sparse), vectors
-        with fork(pack, t) as (main, side):
-            self.write_keys(main, layer, step, vectors)
-            if isinstance(attention.entries, Sparse):
-                queries = b.index_q[own].reshape(tokens, -1)
-                self._project(step.dealt(main), queries, b.qr[own], attention.entries.index_q)
-                entries = self._sparse_entries(side, attention.entries, place, step)
-            else:
-                self._project(step.dealt(main), flat, b.qr[own], w.q)
-                if attention.entries is not None:
-                    entries = self._heavy_entries(side, attention.entries, place, step)
-        if sparse:
-            with fork(pack, t) as (main, side):
-                self._select(step.dealt(main), place, step)
-                self._project(step.dealt(side), flat, b.qr[own], w.q)
+        self.write_keys(pack, layer, step, vectors)
+        if isinstance(attention.entries, Sparse):
+            self._project(mine, b.index_q[own].reshape(tokens, -1), b.qr[own], attention.entries.index_q)
+            entries = self._sparse_entries(pack, attention.entries, place, step)
+            self._select(mine, place, step)
+        self._project(mine, flat, b.qr[own], w.q)
+        if isinstance(attention.entries, Heavy):
+            entries = self._heavy_entries(pack, attention.entries, place, step)
         out = leading(b.heads, tokens, heads * c.head_dim)
         sparse_attend(
             mine, out=out, q=flat.reshape(tokens, heads, c.head_dim), kv=self.cache.window[:, layer.index],
@@ -312,19 +306,16 @@ class Model:
         c, b, batch, m, t, own = self.config, self.buffers, self.batch, layer.mixture, step.tokens, step.mine
         ids, weights, x, y = b.expert_ids[:t], b.expert_weights[:t], b.rounded[:t], b.y[:t]
         self.share(pack, x, step)
-        with fork(pack, t) as (main, side):
-            kernels.gate_up_clamped(
-                main, out=b.hidden[:t], x=x, weight=m.shared_gate_up, limit=c.swiglu_limit
-            )
-            self._project(main, b.shared[:t], b.hidden[:t], m.shared_down)
-            self._project(step.dealt(side), b.router[own], b.normed[own], Linear(m.router, None))
-            self.share(side, b.router[:t], step)
-            kernels.route(
-                side, expert_ids=ids, expert_weights=weights, logits=b.router[:t, : c.num_experts],
-                bias=m.bias, table=m.table, token_ids=batch.token_ids[:t], token_slots=batch.token_slots[:t],
-                scaling=c.routed_scaling_factor, first_expert=c.part.first(c.num_experts),
-                num_experts=c.part.of(c.num_experts),
-            )  # fmt: skip
+        kernels.gate_up_clamped(pack, out=b.hidden[:t], x=x, weight=m.shared_gate_up, limit=c.swiglu_limit)
+        self._project(pack, b.shared[:t], b.hidden[:t], m.shared_down)
+        self._project(step.dealt(pack), b.router[own], b.normed[own], Linear(m.router, None))
+        self.share(pack, b.router[:t], step)
+        kernels.route(
+            pack, expert_ids=ids, expert_weights=weights, logits=b.router[:t, : c.num_experts], bias=m.bias,
+            table=m.table, token_ids=batch.token_ids[:t], token_slots=batch.token_slots[:t],
+            scaling=c.routed_scaling_factor, first_expert=c.part.first(c.num_experts),
+            num_experts=c.part.of(c.num_experts),
+        )  # fmt: skip
         kernels.experts(
             pack, out=y, x=x, shared=b.shared[:t], expert_ids=ids, expert_weights=weights, gate_up=m.gate_up,
             down=m.down, limit=c.swiglu_limit, all_experts=c.num_experts,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from openinfer import kernels
 from openinfer.graph.runner import Batch, Read, StepRows
 from openinfer.kernels import Pack
-from openinfer.kernels.authoring import KvCache, fork, padded_rows
+from openinfer.kernels.authoring import KvCache, padded_rows
 from openinfer.recipes.engine.decoder import Activations, Decoder, leading
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.weights import Mixture
@@ -166,9 +166,8 @@ class Model(Decoder[Layer]):
             return self.add(pack, mlp.down, self.gate_up(pack, read, mlp.gate_up, t), layer.next_norm)
         assert experts is not None
         count, router = experts.count, b.router[:t]
-        with fork(pack, t) as (main, side):
-            hidden = self.gate_up(main, read, mlp.shared.gate_up, t)
-            kernels.norm_linear(side, out=router, **read, weight=mlp.router)
+        hidden = self.gate_up(pack, read, mlp.shared.gate_up, t)
+        kernels.norm_linear(pack, out=router, **read, weight=mlp.router)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
         kernels.route_topk(
             pack, expert_ids=b.expert_ids[:t], expert_weights=b.expert_weights[:t], logits=router[:, :count],

@@ -13,7 +13,6 @@ from openinfer.graph.readback import Readback
 from openinfer.graph.runner.batch import fed_ids
 from openinfer.graph.runner.drafting import Drafting, NoDrafts, Spent
 from openinfer.graph.runner.follower import Leader, LoneLeader
-from openinfer.graph.runner.host import HostPack
 from openinfer.graph.runner.masking import Constrained, Masking, NoMasks, accept_tokens, constrained_rows
 from openinfer.graph.runner.model import Masks, Model
 from openinfer.graph.runner.proposing import BlockProposer, keeps
@@ -111,9 +110,9 @@ class Runner:
     def record(self) -> None:
         """Record every segment, and wait until the device has them. The weights need not be there yet."""
         self._warm_up()
+        recorded = getattr(self.pack, "recorded", lambda enqueue: enqueue)
         for key, enqueue in segments(self.model, self.pack, self.buckets, self.readback.rooms).items():
-            step = self.pack.recorded(enqueue) if isinstance(self.pack, HostPack) else enqueue
-            self.graphs.record(key, step)
+            self.graphs.record(key, recorded(enqueue))
         self.stream.synchronize()
         self.leader.begin(self.graphs.keys())
 

@@ -25,8 +25,6 @@ from openinfer.tensor import Tensor
 
 MOST_KNOWN = 4096
 """The most answers about calls that a composite op keeps: a step has a few, and there are some hundred steps."""
-FORKED = 256
-"""The most tokens of a step whose calls run side by side. The kernels of larger ones fill a GPU by themselves."""
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -81,38 +79,10 @@ class Cost:
 
 
 class Pack(Protocol):
-    """One way to run ops. `run` gets the op and the arguments of a call, as `Op.args` makes them. A pack that can run
-    calls side by side has `branch(number)`, too: the calls that follow are of this branch of a fork, 0: of none."""
+    """One way to run ops. `run` gets the op and the arguments of a call, as `Op.args` makes them. A pack that looks at
+    all calls of a step before it makes them has `recorded(enqueue)`, too: what to call in place of `enqueue`."""
 
     def run(self, op: "Op[Any]", args: Any) -> None: ...
-
-
-@contextlib.contextmanager
-def fork(pack: Pack, tokens: int) -> Iterator[tuple[Pack, Pack]]:
-    """Two packs for calls of a step of `tokens`, none of which reads or writes what a call of the other pack writes. A
-    plan refuses others by ContractError (see Op.written).
-
-    On a GPU and with few tokens their calls run side by side: those of both packs come after the calls before the
-    block, and what follows the block comes after both. Else they run as they are made. The second pack is for the calls
-    that take less time. No fork is within another.
-    """
-    if tokens > FORKED or not hasattr(pack, "branch"):
-        yield pack, pack
-        return
-    try:
-        yield _Branch(pack, 1), _Branch(pack, 2)
-    finally:
-        pack.branch(0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Branch:
-    pack: Any
-    number: int
-
-    def run(self, op: "Op[Any]", args: Any) -> None:
-        self.pack.branch(self.number)
-        self.pack.run(op, args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +117,7 @@ class Op(Generic[P]):
     commands for a GPU. `cost(workload, args)` is the call's floor. The first axis of the first tensor
     has the tokens or rows of the call. An op whose argument `ranks` may exceed 1 sets
     `collective`: its reference also gets the communicator, which is None where `ranks` is 1. `writes`: the arguments
-    that it writes; by default `out`, or any where it has none.
+    that it writes; by default `out`, or any where it has none. `dealt_to`: ranks, each with such a part of the tokens.
     """
 
     def __init__(
@@ -168,6 +138,7 @@ class Op(Generic[P]):
         self.launches: Callable[[Target, Any], Iterable[Command]] = launches
         self.cost: Callable[[Workload, Any], Cost] = cost
         self.collective = collective
+        self.dealt_to = 1
         self._check = check
         self.writes = ("out",) if writes is None and "out" in _field_names(self.type) else writes
         documented = check.__doc__ or self.type.__doc__
@@ -181,6 +152,7 @@ class Op(Generic[P]):
         """This op for calls that get one of `parts` even parts of a step's tokens, and cost accordingly."""
         part = copy.copy(self)
         part.cost = lambda workload, args: self.cost(workload.dealt(parts), args)
+        part.dealt_to = parts
         return part
 
     def args(self, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -377,17 +349,6 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif value.__class__ not in PLAIN:
         for part in values_of(value):
             _collect(part, found)
-
-
-def may_share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may share memory. Columns of one matrix, or layers of one cache, are known to be apart."""
-    if min(a.numel, b.numel) == 0 or a.ptr + extent(a) <= b.ptr or b.ptr + extent(b) <= a.ptr:
-        return False
-    pitch, other = (t.strides[0] * t.dtype.itemsize if t.ndim > 1 else 0 for t in (a, b))
-    if not pitch or pitch != other:
-        return True
-    between, own, its = (b.ptr - a.ptr) % pitch, *(extent(t, axis=1) for t in (a, b))
-    return between < own or pitch - between < its
 
 
 def extent(tensor: Tensor, axis: int = 0) -> int:

@@ -14,6 +14,7 @@ from openinfer.kernels.op.launch import Collective, Command, Matmul, PeerTable, 
 from openinfer.kernels.op.op import ALIGNMENT, Op, call_key, extent, tensors_in
 from openinfer.kernels.op.packing import Parameters
 from openinfer.kernels.op.target import Target
+from openinfer.kernels.packs.forks import Fork, forks
 from openinfer.kernels.packs.null import Placement, place
 from openinfer.tensor import Tensor
 
@@ -85,14 +86,49 @@ class LaunchPack:
         self._known: dict[Any, _Prepared] = {}
         """Calls by what their commands depend on."""
         self._branch = 0
+        self._taken = [0, 0]  # the most of each area that a call of the first branch has
+        self._held: list[tuple[Op[Any], Any]] | None = None  # the calls of a step so far
 
-    def branch(self, number: int) -> None:
-        """The calls that follow are of this branch; 0: of none (see op.fork)."""
-        if number != self._branch:
-            self._branch = number
-            self.driver.branch(number)
+    def recorded(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """A function that makes the calls of this pack that `enqueue` makes, and those of forks side by side. `enqueue`
+        keeps the rules of StepGraphs."""
+        return functools.partial(self._step, enqueue, [])
+
+    def _step(self, enqueue: Callable[[], None], found: list[list[Fork]]) -> None:
+        """found: the forks of the step, once it ran."""
+        self._held = calls = list[tuple[Op[Any], Any]]()
+        try:
+            enqueue()
+        finally:
+            self._held = None
+        if not found:
+            found.append(forks(calls))
+        at = 0
+        for fork in found[0]:
+            self._make(calls[at : fork[0].start])
+            try:
+                for branch, window in enumerate(fork, start=1):
+                    self._into(branch)
+                    self._make(calls[window])
+            finally:
+                self._into(0)
+            at = fork[1].stop
+        self._make(calls[at:])
+
+    def _make(self, calls: Sequence[tuple[Op[Any], Any]]) -> None:
+        for op, args in calls:
+            self.run(op, args)
+
+    def _into(self, branch: int) -> None:
+        """The calls that follow are of this branch of a fork; 0: of none."""
+        self._branch = branch
+        self._taken = self._taken if branch == 2 else [0, 0]
+        self.driver.branch(branch)
 
     def run(self, op: Op[Any], args: Any) -> None:
+        if self._held is not None:
+            self._held.append((op, args))
+            return
         prepared = self._prepare(op, args)
         where = prepared.sources
         given = [] if where is None else tensors_in(args)
@@ -128,12 +164,15 @@ class LaunchPack:
         address_of: Callable[[Tensor], int],
     ) -> None:
         offsets, *needed = placement
-        have = [size for size, _ in self._areas]
+        taken = self._taken if self._branch == 2 else (0, 0)
+        have = [size - other for (size, _), other in zip(self._areas, taken, strict=True)]
         if needed[0] > have[0] or needed[1] > have[1]:
             raise LaunchError(
                 f"{name} needs {needed[0]} bytes of scratch and {needed[1]} of zeroed scratch; the pack has {have[0]} "
                 f"and {have[1]}: make them as large as the null pack's workspace_bytes"
             )
+        if self._branch == 1:
+            self._taken = list(map(max, self._taken, needed))
 
         def address(tensor: Tensor | Scratch | PeerTable) -> int:
             if isinstance(tensor, Tensor):

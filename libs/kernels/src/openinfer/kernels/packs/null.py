@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from openinfer.kernels.errors import ContractError
 from openinfer.kernels.op.launch import Collective, Command, Launch, PeerTable, Scratch, Spec
-from openinfer.kernels.op.op import Cost, Op, Workload, call_key, leaves, may_share_memory, tensors_in
+from openinfer.kernels.op.op import Cost, Op, Workload, call_key, leaves, tensors_in
 from openinfer.kernels.op.target import Target
+from openinfer.kernels.packs.forks import forks
 from openinfer.tensor import Tensor
 
 T = TypeVar("T")
@@ -23,14 +23,12 @@ FEW_TOKENS = 8
 @dataclass(frozen=True, slots=True)
 class Call:
     """One op call: its arguments and the commands a device of the target's kind would run for it. `times`: how often
-    the traced step has calls like this one (see Repeated). `fork`: the number of the fork that it is in, and `branch`
-    (see op.fork); 0: in none."""
+    the traced step has calls like this one (see Repeated). `branch`: of the fork that it is in, 1 or 2; 0: in none."""
 
     op: Op[Any]
     args: Any
     commands: tuple[Command, ...]
     times: int = 1
-    fork: int = 0
     branch: int = 0
 
     def cost(self, workload: Workload) -> Cost:
@@ -68,21 +66,10 @@ class NullPack:
     target: Target
     calls: list[Call] = field(default_factory=list)
     times: int = 1
-    _branch: int = 0
-    _forks: int = 0
-    _beside: list[tuple[int, Op[Any], Any]] = field(default_factory=list)
-    """The calls of the fork so far, with their branches."""
-    _bytes: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """The most scratch memory of a call, ordinary and zeroed, by its fork and branch."""
+    _bytes: tuple[int, int] = (0, 0)
+    """The most scratch memory, ordinary and zeroed, of a call or of both branches of a fork."""
     _planned: dict[Any, tuple[tuple[Command, ...], "Placement"]] = field(default_factory=dict)
     """The commands of earlier calls: most of a step depend on its tokens alone, not on its rows."""
-
-    def branch(self, number: int) -> None:
-        """See op.Pack."""
-        if not self._branch:
-            self._forks += bool(number)
-            self._beside = []
-        self._branch = number
 
     def run(self, op: Op[Any], args: Any) -> None:
         key = call_key(op, args), *(tensor.ptr for tensor in tensors_in(args))
@@ -90,34 +77,24 @@ class NullPack:
             commands = tuple(op.plan(self.target, args))
             self._planned[key] = commands, place(commands)
         commands, placed = self._planned[key]
-        at = self._forks if self._branch else 0, self._branch
-        if self._branch:
-            self._keep_apart(op, args)
-        self.calls.append(Call(op, args, commands, self.times, *at))
+        self.calls.append(Call(op, args, commands, self.times))
         if placed.offsets:
-            plain, zeroed = self._bytes.get(at, (0, 0))
-            self._bytes[at] = max(plain, placed.plain_bytes), max(zeroed, placed.zeroed_bytes)
-
-    def _keep_apart(self, op: Op[Any], args: Any) -> None:
-        """Refuse a call of a fork that shares with one of the other branch what either writes."""
-        for branch, other, theirs in self._beside:
-            if branch == self._branch:
-                continue
-            pairs = (op.written(args), tensors_in(theirs)), (other.written(theirs), tensors_in(args))
-            for written, used in pairs:
-                shared = next((a for a in written for b in used if may_share_memory(a, b)), None)
-                if shared is not None:
-                    raise ContractError(
-                        f"{other.name} and {op.name} are in two branches of a fork, and one writes {shared!r}, "
-                        "which the other uses"
-                    )
-        self._beside.append((self._branch, op, args))
+            self._bytes = _most((self._bytes, placed[1:]))
 
     def traced(self, work: Callable[[], None]) -> list[Call]:
-        """Do the work; the calls that it made."""
+        """Do the work of a step or segment; the calls that it made, with the branches that these are in."""
         start = len(self.calls)
         work()
-        return self.calls[start:]
+        made = self.calls[start:]
+        for fork in forks([(call.op, call.args) for call in made]):
+            needs = []
+            for branch, window in enumerate(fork, start=1):
+                made[window] = [replace(call, branch=branch) for call in made[window]]
+                needs.append(_most(place(call.commands)[1:] for call in made[window]))
+            (plain, zeroed), (more, more_zeroed) = needs
+            self._bytes = _most((self._bytes, (plain + more, zeroed + more_zeroed)))
+        self.calls[start:] = made
+        return made
 
     def specs(self) -> list[Spec]:
         """The distinct kernels of the recorded calls, in the order of first use."""
@@ -136,11 +113,9 @@ class NullPack:
         return {table.width for table in tables if table.width is not None}
 
     def workspace_bytes(self, *, zeroed: bool) -> int:
-        """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs, or those of the two
-        branches of a fork that need most."""
-        most = {at: sizes[zeroed] for at, sizes in self._bytes.items()}
-        sums = (most.get((fork, min(branch, 1)), 0) + most.get((fork, 2), 0) for fork, branch in most)
-        return max(sums, default=0)
+        """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs, or both branches of a
+        fork together."""
+        return self._bytes[zeroed]
 
 
 class Repeated(tuple[T, ...]):
@@ -197,3 +172,9 @@ def place(commands: Sequence[Command]) -> Placement:
                 offsets[scratch] = ends[scratch.zeroed]
                 ends[scratch.zeroed] += -(-scratch.nbytes // 256) * 256
     return Placement(offsets, *ends)
+
+
+def _most(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """The largest of each kind."""
+    plain, zeroed = map(max, zip(*sizes, strict=True))
+    return plain, zeroed
