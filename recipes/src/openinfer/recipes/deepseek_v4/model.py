@@ -232,8 +232,9 @@ class Model:
         self.write_keys(pack, layer, step, vectors)
         if isinstance(attention.entries, Sparse):
             self._project(mine, b.index_q[own].reshape(tokens, -1), b.qr[own], attention.entries.index_q)
-            entries = self._sparse_entries(pack, attention.entries, place, step)
+            self._index_keys(pack, attention.entries, place, step)
             self._select(mine, place, step)
+            entries = self._sparse_entries(pack, attention.entries, place, step)
         self._project(mine, flat, b.qr[own], w.q)
         if isinstance(attention.entries, Heavy):
             entries = self._heavy_entries(pack, attention.entries, place, step)
@@ -260,17 +261,21 @@ class Model:
         self._compress(pack, entries, states, az, heavy.compressor, "q8", step)
         return entries
 
-    def _sparse_entries(self, pack: Pack, sparse: Sparse, place: int, step: StepSize) -> Tensor:
-        """The entries of a CSA layer, with those of the step's tokens, and the indexer's keys of all."""
-        c, b, cache, own = self.config, self.buffers, self.cache, step.mine
-        entries, keys, wide = cache.csa_entries[:, place], cache.index_keys[:, place], self._wide(step)
-        main, index = 4 * c.head_dim, 4 * (c.head_dim + c.index_dim)
-        self._project(step.dealt(pack), wide[own], b.normed[own], Linear(sparse.into, None))
+    def _index_keys(self, pack: Pack, sparse: Sparse, place: int, step: StepSize) -> None:
+        """The indexer's keys of a CSA layer, with those of the step's tokens, and what its entries are made of."""
+        c, cache, own, wide = self.config, self.cache, step.mine, self._wide(step)
+        self._project(step.dealt(pack), wide[own], self.buffers.normed[own], Linear(sparse.into, None))
         self.share(pack, wide, step)
-        states = cache.csa_state[:, place], self.recent.csa[:, place] if self.recent else None
-        self._compress(pack, entries, states, wide[:, :main], sparse.compressor, "q8", step)
         states = cache.index_state[:, place], self.recent.index[:, place] if self.recent else None
-        self._compress(pack, keys, states, wide[:, main:index], sparse.index_compressor, "hadamard_q4", step)
+        az = wide[:, 4 * c.head_dim : -c.index_heads]
+        keys = cache.index_keys[:, place]
+        self._compress(pack, keys, states, az, sparse.index_compressor, "hadamard_q4", step)
+
+    def _sparse_entries(self, pack: Pack, sparse: Sparse, place: int, step: StepSize) -> Tensor:
+        """The entries of a CSA layer, with those of the step's tokens."""
+        entries, az = self.cache.csa_entries[:, place], self._wide(step)[:, : 4 * self.config.head_dim]
+        states = self.cache.csa_state[:, place], self.recent.csa[:, place] if self.recent else None
+        self._compress(pack, entries, states, az, sparse.compressor, "q8", step)
         return entries
 
     def _wide(self, step: StepSize) -> Tensor:
