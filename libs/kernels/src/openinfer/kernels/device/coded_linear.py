@@ -78,12 +78,12 @@ def norm_codes(
 ):  # fmt: skip
     """x [T, width] / rms(x) weighted and rounded, as codes and scales; width <= SIZE * 128. EARLY: as for
     norm.start_next. Grid (T,)."""
-    start_next(EARLY)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, SIZE)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
     gain = tl.load(weight + column, mask=inside, other=0.0)
+    start_next(EARLY)
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     unit = value * tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / width + eps)
     value = weighted(unit, gain, x.dtype.element_ty).to(tl.float32)

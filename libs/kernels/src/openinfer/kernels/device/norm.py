@@ -11,10 +11,10 @@ def wait_ahead(EARLY: tl.constexpr):
     """If EARLY, wait until the kernel ahead has ended, and only then let the one behind start (launch.Launch). Every
     program does so before it writes, also one that returns at once.
 
-    So when a kernel starts, all but the one directly ahead have ended, and after the wait its loads see what all of
-    them wrote, but for two kinds, which are .cg: of what the kernel ahead reads on one SM and writes on another, and of
-    what other programs of the same kernel write. A load before the wait may find an old value in the first-level cache,
-    so it is .cg as well, unless no kernel writes what it reads."""
+    So when the one behind starts, all but this one have ended, and after its wait its loads see what all of them wrote,
+    but for two kinds, which are .cg: of what the kernel ahead reads on one SM and writes on another, and of what other
+    programs of the same kernel write. A load before the wait may find an old value in the first-level cache, so it is
+    .cg as well, unless no kernel writes what it reads."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -23,7 +23,8 @@ def wait_ahead(EARLY: tl.constexpr):
 @triton.jit
 def start_next(EARLY: tl.constexpr):
     """If EARLY, let the kernel behind start at once, and wait until the one ahead has ended (launch.Launch). What other
-    kernels ahead may have changed since this one started is not read from this SM's first-level cache (.cg)."""
+    kernels ahead may have changed since this one started is not read from this SM's first-level cache (.cg). What the
+    one behind reads before its wait, neither this one nor those that this one waits for may write."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -42,11 +43,11 @@ def weighted(unit, gain, dtype: tl.constexpr):
 @triton.jit
 def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """out[t] = x[t] / rms(x[t]) weighted; rows of width <= BLOCK. Grid (rows,)."""
-    start_next(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
     gain = tl.load(weight + column, mask=inside, other=0.0)
+    start_next(EARLY)
     value = tl.load(x + row + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     normed = weighted(value * scale, gain, x.dtype.element_ty)
