@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, InterpDriver, LaunchPack, Matmul, Target
+from openinfer.kernels import H200, ContractError, InterpDriver, LaunchPack, Matmul, NullPack, Store, Target
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.moe import packed as mixture
+from openinfer.kernels.op.coded import Coded
 from openinfer.kernels.ops.project import code_rows, gate_up_clamped, norm_rows, project
 from openinfer.kernels.testing import INTERPRETED, codes_of, copied, error, never_coded, values_in
-from openinfer.tensor import Device, Tensor, bfloat16, float8_e4m3fn, float32
+from openinfer.tensor import Device, Tensor, bfloat16, float8_e4m3fn, float32, uint8
 
 Array = np.ndarray[Any, Any]
 Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
@@ -59,6 +60,36 @@ def layer(
         "weight": Linear(weight, scales),
         "groups": groups,
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "k", "groups", "held"),
+    [
+        ("codes", 1536, 4096, 1, 4), ("codes", 8192, 1024, 1, 4), ("codes", 4096, 512, 1, 4),
+        ("float8", 2048, 4096, 2, 8), ("bf16", 64, 256, 1, 2), ("bf16", 256, 4096, 1, 0),
+    ],
+)  # fmt: skip
+def test_few_tokens_hold_a_weight_before_the_wait(
+    arena: Any, cubins: Any, cuobjdump: Any, resources: Any, kind: str, n: int, k: int, groups: int, held: int
+) -> None:
+    for tokens, turns in ((1, held), (16, held), (17, 0)):
+        pack, packed_kind = NullPack(H200), kind != "bf16"
+        x = arena.alloc((tokens, groups * k), bfloat16)
+        weight = arena.alloc((n, k), float8_e4m3fn if packed_kind else bfloat16)
+        scales = arena.alloc((n // 128, k // 128), uint8) if packed_kind else None
+        of_x = Coded.allocate(arena, (tokens, k), bfloat16) if kind == "codes" else x
+        out = arena.alloc((tokens, n), bfloat16)
+        project(pack, out=out, x=of_x, weight=Linear(weight, scales), groups=groups)
+        ((command,),) = (call.commands for call in pack.calls)
+        assert dict(command.spec.constants)["HELD"] == turns
+        if tokens > 1:
+            continue
+        store = Store(90, cubins, folders=[])
+        store.prepare([command.spec])
+        cubin = store.get(command.spec).cubin
+        before, _ = cuobjdump(cubin, "-sass").split("ACQBULK", 1)
+        assert ("LDG" in before) == (held > 0)
+        assert resources(cubin)["LOCAL"] == resources(cubin)["STACK"] == 0
 
 
 @pytest.mark.parametrize("kind", ["float8", "bf16"])

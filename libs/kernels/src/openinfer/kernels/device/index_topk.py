@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.norm import wait_ahead
-from openinfer.kernels.device.rounding import hadamard, q4, rotated
+from openinfer.kernels.device.rounding import hadamard, ordered, q4, rotated
 
 
 @triton.jit
@@ -22,12 +22,12 @@ def index_scores(
 ):  # fmt: skip
     """scores float32 [tokens, width] of tokens that see more than topk entries. Grid (tokens, parts): blocks of BN
     entries are dealt to a token's parts in turn. HEADS: `heads` or the next power of two, at least 16."""
-    wait_ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(token_slots + token).to(tl.int64)
-    position = tl.load(positions + token)
+    slot = tl.load(token_slots + token, cache_modifier=".cg").to(tl.int64)
+    position = tl.load(positions + token, cache_modifier=".cg")
     seen = (position + 1) // (PAGE // ENTRIES)
     blocks = tl.cdiv(seen, BN)
+    wait_ahead(EARLY)
     if (slot == 0) | (seen <= topk) | (tl.program_id(1) >= blocks):
         return
     head, column, i = tl.arange(0, HEADS), tl.arange(0, D)[None, :], tl.arange(0, BN)
@@ -47,13 +47,6 @@ def index_scores(
         key = tl.load(where[:, None] + column, mask=live[:, None], other=0.0)
         product = tl.maximum(tl.dot(key, query), 0.0)
         tl.store(scores + token * width + entry, tl.sum(product * weight[None, :], 1), mask=live)
-
-
-@triton.jit
-def _ordered(x):
-    """Float32 numbers as int32 of the same order; both zeros are 0."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -94,10 +87,11 @@ def select_entries(
     where a segment has fewer. 2 SMALL <= BLOCK: a token that sees at most SMALL entries costs less, and so does one
     that sees at most 2 SMALL.
     """
-    wait_ahead(EARLY)
     token, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    live_token = tl.load(token_slots + token) != 0
-    seen = tl.where(live_token, (tl.load(positions + token) + 1) // ratio, 0)
+    live_token = tl.load(token_slots + token, cache_modifier=".cg") != 0
+    position = tl.load(positions + token, cache_modifier=".cg")
+    seen = tl.where(live_token, (position + 1) // ratio, 0)
+    wait_ahead(EARLY)
     first = segment * BLOCK
     if (segment > 0) & (first >= seen):
         return
@@ -123,7 +117,7 @@ def _select(to, to_order, scores, first, seen, topk, BLOCK: tl.constexpr, ORDER:
     """The topk largest of BLOCK scores from `first`, of `seen` in all, or all of them if there are fewer."""
     entry = first + tl.arange(0, BLOCK)
     live = entry < seen
-    order = _ordered(tl.load(scores + entry, mask=live, other=0.0))
+    order = ordered(tl.load(scores + entry, mask=live, other=0.0))
     place = _places(order, live, tl.minimum(topk, seen - first))
     tl.store(to + place, entry, mask=place >= 0)
     if ORDER:

@@ -4,7 +4,7 @@ A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice.
 has order[starts[e]] to order[starts[e + 1]]; places are positions in this order. The number of pairs of an expert is
 data. Expert e gets the tiles from starts[e] // BM + e on, which may be one more than its pairs fill; a tile without
 pairs ends at once. If there are fewer pairs than such tiles, each place has a tile (FEW). A tile inside the BM places
-of another then ends at once. EARLY: as for norm.wait_ahead.
+of another then ends at once. EARLY: as for norm.wait_ahead, and for norm.start_next in add_chosen.
 """
 
 # mypy: ignore-errors
@@ -23,7 +23,7 @@ from openinfer.kernels.device.formats import (
     q8,
     q8_codes,
 )
-from openinfer.kernels.device.norm import wait_ahead
+from openinfer.kernels.device.norm import start_next, wait_ahead
 
 BF16 = tl.constexpr(0)
 FLOAT8 = tl.constexpr(1)
@@ -286,15 +286,19 @@ def add_chosen(
     out, shared, results, expert_ids, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum of a token's results [pairs, width], in the order of its choices, and
-    shared[t]; results of no expert are not read. Grid (T, cdiv(width, BLOCK))."""
-    wait_ahead(EARLY)
+    shared[t]; results of no expert are not read, and the others alone are read after the wait. Grid (T, cdiv(width,
+    BLOCK))."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
+    inside, chosen = column < width, ()
+    for choice in tl.static_range(CHOSEN):
+        chosen += (tl.load(expert_ids + token * CHOSEN + choice, cache_modifier=".cg") >= 0,)
+    more = tl.load(shared + token * width + column, mask=inside, other=0.0, cache_modifier=".cg")
+    start_next(EARLY)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(CHOSEN):
-        pair = token * CHOSEN + choice
-        chosen = tl.load(expert_ids + pair) >= 0
-        total += tl.load(results + pair * width + column, mask=inside & chosen, other=0.0).to(tl.float32)
-    total += tl.load(shared + token * width + column, mask=inside, other=0.0).to(tl.float32)
+        place = results + (token * CHOSEN + choice) * width + column
+        value = tl.load(place, mask=inside & chosen[choice], other=0.0, cache_modifier=".cg")
+        total += value.to(tl.float32)
+    total += more.to(tl.float32)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)

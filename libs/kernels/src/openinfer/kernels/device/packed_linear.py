@@ -12,7 +12,7 @@ from openinfer.kernels.device.formats import (
     packed_column,
     store_codes,
 )
-from openinfer.kernels.device.norm import wait_ahead
+from openinfer.kernels.device.norm import start_next, wait_ahead
 from openinfer.kernels.device.packed_experts import clamped_product
 
 
@@ -28,7 +28,7 @@ def _finish(out, value, row, token, n, M, N, GROUP_ROWS):
 def project_few(
     out, x, weight, scales, partial, counter, M, N, K, K_WORDS, GROUP_ROWS, x_stride, scale_blocks,
     BM: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
-    FLOAT8: tl.constexpr, SCALE_ROWS: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    FLOAT8: tl.constexpr, SCALE_ROWS: tl.constexpr, PAIRS: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [M, N]: rows g GROUP_ROWS .. of weight [N, K] times columns g K .. of x [M, ...], whose rows are x_stride
     apart. The weights are the left operand; K is split over SPLIT programs, and the last one to finish sums their parts
@@ -36,6 +36,7 @@ def project_few(
 
     FLOAT8: weight is int32 [N, K_WORDS], K_WORDS = K / 4 and a multiple of 16, scales uint8 [cdiv(N, SCALE_ROWS),
     scale_blocks] (E8M0); BK is 64. Else bf16, and BK divides K. BM tokens and ROWS rows at a time; WARPS: the launch's.
+    HELD: the turns of every program where its whole part of the weight is read before the wait, else 0.
     partial: float32 [SPLIT, M, N]; counter: int32 [programs / SPLIT], zero before and after.
     Grid (cdiv(GROUP_ROWS, ROWS), SPLIT, groups * cdiv(M, BM)).
     """
@@ -48,8 +49,9 @@ def project_few(
     of_x = x + token.to(tl.int64)[None, :] * x_stride + group * K
     column = tl.arange(0, BK)
     first, last = own_part(K // BK, SPLIT)
-    wait_ahead(EARLY)
-    acc = tl.zeros((ROWS, BM), tl.float32)
+    acc, held, values = tl.zeros((ROWS, BM), tl.float32), (), ()
+    if HELD == 0:
+        wait_ahead(EARLY)
     if FLOAT8:
         # Pairs of columns stay together, which is as little as can be copied in the background.
         column = tl.max_contiguous(tl.multiple_of(packed_column(column, False), [2]), [2])
@@ -57,18 +59,39 @@ def project_few(
         row = n + tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), GROUP_ROWS - 1)
         of_words = weight + row.to(tl.int64)[:, None] * K_WORDS + tl.arange(0, 16)[None, :]
         of_blocks = scales + row // SCALE_ROWS * scale_blocks
-        for k in range(first, last):
-            words = tl.load(of_words + k * 16)
-            exponents = tl.load(of_blocks + k // 2).to(tl.int32)[:, None] + tl.zeros_like(words)
-            value = tl.load(of_x + k * 64, mask=used, other=0.0)
-            acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
+        if HELD:
+            for turn in tl.static_range(HELD):
+                k = first + turn
+                held += ((tl.load(of_words + k * 16), tl.load(of_blocks + k // 2)),)
+            wait_ahead(EARLY)
+            for turn in tl.static_range(HELD):
+                values += (tl.load(of_x + (first + turn) * 64, mask=used, other=0.0),)
+            for turn in tl.static_range(HELD):
+                words = held[turn][0]
+                exponents = held[turn][1].to(tl.int32)[:, None] + tl.zeros_like(words)
+                acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), values[turn], acc)
+        else:
+            for k in range(first, last):
+                words = tl.load(of_words + k * 16)
+                exponents = tl.load(of_blocks + k // 2).to(tl.int32)[:, None] + tl.zeros_like(words)
+                value = tl.load(of_x + k * 64, mask=used, other=0.0)
+                acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
     else:
         of_x += column[:, None]
         row = n + tl.minimum(on + tl.arange(0, ROWS), GROUP_ROWS - 1)
         of_weight = weight + row.to(tl.int64)[:, None] * K + column[None, :]
-        for k in range(first, last):
-            value = tl.load(of_x + k * BK, mask=used, other=0.0)
-            acc = tl.dot(tl.load(of_weight + k * BK), value, acc)
+        if HELD:
+            for turn in tl.static_range(HELD):
+                held += (tl.load(of_weight + (first + turn) * BK),)
+            wait_ahead(EARLY)
+            for turn in tl.static_range(HELD):
+                values += (tl.load(of_x + (first + turn) * BK, mask=used, other=0.0),)
+            for turn in tl.static_range(HELD):
+                acc = tl.dot(held[turn], values[turn], acc)
+        else:
+            for k in range(first, last):
+                value = tl.load(of_x + k * BK, mask=used, other=0.0)
+                acc = tl.dot(tl.load(of_weight + k * BK), value, acc)
     _sum(out, partial, counter, acc, on, token, n, M, N, GROUP_ROWS, ROWS, SPLIT)
 
 
@@ -97,7 +120,7 @@ def _sum(out, partial, counter, acc, on, token, n, M, N, GROUP_ROWS, ROWS: tl.co
 @triton.jit
 def project_codes(
     out, x, x_scales, weight, scales, partial, counter, M, N, K, K_BLOCKS,
-    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = x @ weight^T of e4m3 codes: x [M, K] with x_scales [M, K_BLOCKS], weight [N, K] with scales [cdiv(N,
     128), K_BLOCKS], both uint8 (E8M0); K = 128 K_BLOCKS, and ROWS divides 128. The tensor cores add up float8 products
@@ -113,15 +136,29 @@ def project_codes(
     of_weight = weight + row.to(tl.int64)[:, None] * K + column[None, :]
     of_blocks = scales + on // 128 * K_BLOCKS
     first, last = own_part(K_BLOCKS, SPLIT)
-    acc = tl.zeros((ROWS, BM), tl.float32)
-    wait_ahead(EARLY)
-    block = tl.load(of_blocks + tl.minimum(first, K_BLOCKS - 1))
-    for k in range(first, last):
-        next_block = tl.load(of_blocks + tl.minimum(k + 1, last - 1))
-        byte = tl.load(x_scales + k + of_token)  # near, but for a token's first; a turn ahead takes registers
-        value = tl.load(of_x + k * 128, mask=used, other=0.0)
-        acc += tl.dot(tl.load(of_weight + k * 128), value) * (e8m0(byte) * e8m0(block))[None, :]
-        block = next_block
+    acc, held, values = tl.zeros((ROWS, BM), tl.float32), (), ()
+    if HELD:
+        for turn in tl.static_range(HELD):
+            k = first + turn
+            held += ((tl.load(of_weight + k * 128), tl.load(of_blocks + k)),)
+        wait_ahead(EARLY)
+        for turn in tl.static_range(HELD):
+            k = first + turn
+            values += ((tl.load(of_x + k * 128, mask=used, other=0.0), tl.load(x_scales + k + of_token)),)
+        for turn in tl.static_range(HELD):
+            scale = e8m0(values[turn][1]) * e8m0(held[turn][1])
+            acc += tl.dot(held[turn][0], values[turn][0]) * scale[None, :]
+    else:
+        wait_ahead(EARLY)
+        block = tl.load(of_blocks + tl.minimum(first, K_BLOCKS - 1))
+        for k in range(first, last):
+            next_block = tl.load(of_blocks + tl.minimum(k + 1, last - 1))
+            byte = tl.load(
+                x_scales + k + of_token
+            )  # near, but for a token's first; a turn ahead takes registers
+            value = tl.load(of_x + k * 128, mask=used, other=0.0)
+            acc += tl.dot(tl.load(of_weight + k * 128), value) * (e8m0(byte) * e8m0(block))[None, :]
+            block = next_block
     _sum(out, partial, counter, acc, on, token, 0, M, N, N, ROWS, SPLIT)
 
 
@@ -129,11 +166,12 @@ def project_codes(
 def code_rows(codes, scales, x, width, x_stride, BLOCKS: tl.constexpr, EARLY: tl.constexpr):
     """codes and scales = x, whose rows are x_stride apart, through q8 as store_codes writes it, BLOCKS * 128 columns a
     program. Grid (T, cdiv(width, BLOCKS * 128))."""
-    wait_ahead(EARLY)
+    start_next(EARLY)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     row = tl.program_id(0).to(tl.int64)
-    value = tl.load(x + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_stride + column, mask=column < width, other=0.0, cache_modifier=".cg")
+    value = value.to(tl.float32)
     store_codes(codes, scales, value, row, block, width)
 
 
@@ -191,14 +229,14 @@ def clamped_gate(
 ):
     """out[t] = silu(min(g, limit)) * clamp(u, -limit, limit), with both[t] = [g, u] of `width` columns each; rounded,
     and codes with CODED (store_codes). Grid (T, cdiv(width, BLOCKS * 128))."""
-    wait_ahead(EARLY)
+    start_next(EARLY)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
     row = tl.program_id(0).to(tl.int64)
     of_gate = both + 2 * row * width + column
-    gate = tl.load(of_gate, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(of_gate + width, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(of_gate, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    up = tl.load(of_gate + width, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     value = clamped_product(gate, up, limit).to(both.dtype.element_ty)
     if CODED:
         store_codes(out, scales, value.to(tl.float32), row, block, width)

@@ -70,3 +70,22 @@ def hadamard(x, D: tl.constexpr):
     odd = _odd(row & high) ^ _odd(row & low)  # of row & (high + low), for the work of few columns
     signs = tl.where(odd == 0, 1.0, -1.0).to(x.dtype)
     return tl.dot(x, tl.reshape(signs, (D, D))) * (D**-0.5)
+
+
+@triton.jit
+def hadamard_row(x, D: tl.constexpr):
+    """x [1, D], D at most 1,024, times the normalised Walsh-Hadamard matrix, by sums and differences: a product's code
+    would take longer to fetch than to run. The bit of the index that is transformed last is the highest one."""
+    size: tl.constexpr = D
+    for step in tl.static_range(10):
+        if (1 << step) < size:
+            even, odd = tl.split(tl.reshape(x, (D // 2, 2)))
+            x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (1, 0)), (1, D))
+    return x * (D**-0.5)
+
+
+@triton.jit
+def ordered(x):
+    """Float32 numbers as int32 of the same order; both zeros are 0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.norm import start_next, wait_ahead
+from openinfer.kernels.device.rounding import ordered
 
 
 @triton.jit
@@ -39,40 +40,50 @@ def _of_best_groups(left, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS:
 
 
 @triton.jit
+def _largest(left, inside, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+    """The K largest of left [BLOCK] and their places, in their order and of equals the lowest place first; -inf and 0
+    behind. A number and its place are found together, by one reduction each."""
+    order = ordered(left).to(tl.int64) << 32 | tl.where(inside, BLOCK - tl.arange(0, BLOCK), 0)
+    choice, tops = tl.arange(0, K_BLOCK), tl.full((K_BLOCK,), 0, tl.int64)
+    for k in tl.static_range(K):
+        top = tl.max(order, 0)
+        tops = tl.where(choice == k, top, tops)
+        order = tl.where(order == top, -0x7FFFFFFFFFFFFFFF, order)
+    bits = (tops >> 32).to(tl.int32)
+    best = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    place = BLOCK - (tops & 0xFFFFFFFF).to(tl.int32)
+    return tl.where(choice < K, best, -float("inf")), tl.where(choice < K, place, 0)
+
+
+@triton.jit
 def route(
     expert_ids, expert_weights, logits, bias, table, token_ids, token_slots, logits_stride, experts, scaling,
     first_expert, num_experts, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LEARNED: tl.constexpr,
     SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """LEARNED: the K largest of a token's scores + bias, in their order and of equals the lowest index first; else its
-    id's row of the table. BLOCK >= experts and K_BLOCK >= K are powers of two. Grid (T,)."""
-    wait_ahead(EARLY)
+    id's row of the table. BLOCK >= experts and K_BLOCK >= K are powers of two. Grid (T,). All but the logits is read
+    before the wait."""
     token = tl.program_id(0).to(tl.int64)
-    live = tl.load(token_slots + token) != 0
+    live = tl.load(token_slots + token, cache_modifier=".cg") != 0
     choice = tl.arange(0, K_BLOCK)
     of_token = logits + token * logits_stride
     if LEARNED:
         expert = tl.arange(0, BLOCK)
         inside = expert < experts
+        added = tl.load(bias + expert, mask=inside, other=0.0)
+        wait_ahead(EARLY)
         low = -float("inf")
         score = _score(tl.load(of_token + expert, mask=inside, other=0.0), SIGMOID)
-        left = tl.where(inside, score + tl.load(bias + expert, mask=inside, other=0.0), low)
+        left = tl.where(inside, score + added, low)
         if GROUPS > 1:
             left = _of_best_groups(left, BLOCK, GROUPS, TOP_GROUPS)
-        best = tl.zeros((K_BLOCK,), tl.float32)
-        ids = tl.full((K_BLOCK,), -1, tl.int32)
-        taken = ~inside
-        for k in tl.static_range(K):
-            top = tl.max(left, 0)
-            first = tl.min(tl.where((left == top) & ~taken, expert, BLOCK), 0)
-            best = tl.where(choice == k, tl.sum(tl.where(expert == first, score, 0.0), 0), best)
-            ids = tl.where(choice == k, first, ids)
-            taken |= expert == first
-            left = tl.where(taken, low, left)
+        _, ids = _largest(left, inside, K, K_BLOCK, BLOCK)
     else:
-        row = table + tl.load(token_ids + token, mask=live, other=0).to(tl.int64) * K
+        row = table + tl.load(token_ids + token, mask=live, other=0, cache_modifier=".cg").to(tl.int64) * K
         ids = tl.load(row + choice, mask=live & (choice < K), other=0)  # a table may not be loaded yet
-        best = tl.where(choice < K, _score(tl.load(of_token + ids), SIGMOID), 0.0)
+        wait_ahead(EARLY)
+    best = tl.where(choice < K, _score(tl.load(of_token + ids, mask=choice < K, other=0.0), SIGMOID), 0.0)
     weight = best / tl.sum(best, 0) * scaling
     mine = ids - first_expert
     mine = tl.where(live & (mine >= 0) & (mine < num_experts), mine, -1)
@@ -116,17 +127,7 @@ def route_topk(
     low = -float("inf")
     of_token = logits + token * logits_stride + expert
     left = tl.load(of_token, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    left = tl.where(inside, left, low)
-    best = tl.full((K_BLOCK,), low, tl.float32)
-    ids = tl.full((K_BLOCK,), -1, tl.int32)
-    taken = ~inside
-    for k in tl.static_range(K):
-        top = tl.max(left, 0)
-        first = tl.min(tl.where((left == top) & ~taken, expert, BLOCK), 0)
-        best = tl.where(choice == k, top, best)
-        ids = tl.where(choice == k, first, ids)
-        taken |= expert == first
-        left = tl.where(taken, low, left)
+    best, ids = _largest(tl.where(inside, left, low), inside, K, K_BLOCK, BLOCK)
     share = tl.exp(best - tl.max(best, 0))
     weight = tl.where(live, share / tl.sum(share, 0), 0.0)
     to = token * K + choice

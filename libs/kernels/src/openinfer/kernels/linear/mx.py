@@ -42,6 +42,8 @@ SMALL_GROUP = 1 << 16
 """Numbers of a group's weight up to which all groups are one launch also with more tokens than FEW_IN_GROUPS: a launch
 a group would take longer than its product."""
 ROWS, WARPS = 64, 4
+MOST_HELD = 32 << 10
+"""The most bytes of a weight that a program keeps in registers, 64 a thread."""
 
 
 def multiplies_codes(target: Target) -> bool:
@@ -161,11 +163,21 @@ def _few(p: Problem) -> Iterator[Command]:
     args |= {"x_stride": aligned(x.strides[0]), "scale_blocks": -(-k // 128)}
     constants = {"BM": bm, "ROWS": height, "BK": bk, "SPLIT": split, "WARPS": WARPS}
     constants |= {"FLOAT8": float8, "SCALE_ROWS": _scale_rows(p), "PAIRS": in_pairs(p.target)}
+    constants["HELD"] = _held(p, k // bk, split, height * bk * weight.itemsize)
     turn = bk * (height * weight.itemsize + 2 * bm)  # bytes of one stage
     stages = min(2 if many else 4 if float8 else 5, (shared_bytes(p.target.arch) - 1024) // turn)
     grid, early = (columns, split, tiles), p.target.early(p.m)
     yield launch(
         _DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages, early=early
+    )
+
+
+def _held(p: Problem, turns: int, split: int, size: int) -> int:
+    """The turns of a program that starts early and has registers for its part of the weight, of `size` bytes a turn."""
+    return (
+        turns // split
+        if p.target.early(p.m) and turns % split == 0 and turns // split * size <= MOST_HELD
+        else 0
     )
 
 
@@ -188,6 +200,7 @@ def _codes(p: Problem) -> Iterator[Launch]:
     sums = sums_of_parts(tile.split, (tile.split, p.m, p.n), columns * tiles)
     args: dict[str, Arg] = {**p.operands, **sums, **p.sizes, "K_BLOCKS": p.k // 128}
     constants, early = {"BM": tile.bm, "ROWS": tile.rows, "SPLIT": tile.split}, p.target.early(p.m)
+    constants["HELD"] = _held(p, p.k // 128, tile.split, tile.rows * 128)
     warps, stages, grid = tile.warps, tile.stages, (columns, tile.split, tiles)
     yield launch(
         _DEVICE, "project_codes", grid, args, constants, num_warps=warps, num_stages=stages, early=early

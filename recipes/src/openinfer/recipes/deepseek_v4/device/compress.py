@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.norm import wait_ahead
-from openinfer.kernels.device.rounding import hadamard, q4, q8_plain, rotated
+from openinfer.kernels.device.rounding import hadamard, hadamard_row, q4, q8_plain, rotated
 
 EMPTY = tl.constexpr(float("-inf"))
 
@@ -50,20 +50,18 @@ def _merged(p, b):
 
 @triton.jit
 def _finished(
-    e, to, mask, norm_weight, cos_sin, position, eps, D: tl.constexpr, ROTARY: tl.constexpr, ROUNDING: tl.constexpr,
+    e, to, mask, gain, cos_sin, position, eps, D: tl.constexpr, ROTARY: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotation at `position` (or [N, 1] positions) and rounding of e [N, D], written to `to` [N, D]."""
     dtype = to.dtype.element_ty
     e = e.to(dtype).to(tl.float32)
-    y = e * tl.rsqrt(tl.sum(e * e, 1) / D + eps)[:, None] * tl.load(norm_weight + tl.arange(0, D)[None, :])
+    y = e * tl.rsqrt(tl.sum(e * e, 1) / D + eps)[:, None] * gain
     y = rotated(y.to(dtype).to(tl.float32), cos_sin, position, 1.0, D, ROTARY).to(dtype).to(tl.float32)
     if ROUNDING == "q8":
         y = q8_plain(y, ROTARY)
     if ROUNDING == "hadamard_q4":
-        if y.shape[0] < 16:  # products take no fewer: sixteen equal rows
-            y = tl.max(hadamard(tl.broadcast_to(y, (16, D)).to(dtype), D), 0)[None, :]
-        else:
-            y = hadamard(y.to(dtype), D)
+        y = y.to(dtype)
+        y = hadamard_row(y.to(tl.float32), D) if y.shape[0] == 1 else hadamard(y, D)
         y = q4(y.to(dtype).to(tl.float32))
     tl.store(to, y.to(dtype), mask=mask)
 
@@ -127,7 +125,15 @@ def compress_windows(
     page = tl.load(entry_tables + slot * entry_width + window * WINDOW // PAGE, mask=done, other=0)
     to = entries + page.to(tl.int64) * entry_stride + window % (PAGE // WINDOW) * D + column
     e = _merged(p, (tl.where(done, b[0], 0.0), tl.where(done, b[1], 1.0), b[2]))
-    _finished(e, to, done, norm_weight, cos_sin, window * WINDOW, eps, D, ROTARY, ROUNDING)
+    gain = tl.load(norm_weight + column)
+    _finished(e, to, done, gain, cos_sin, window * WINDOW, eps, D, ROTARY, ROUNDING)
+
+
+@triton.jit
+def _accumulation(old, D: tl.constexpr):
+    """One of a state."""
+    top, s = tl.load(old, cache_modifier=".cg"), tl.load(old + D, cache_modifier=".cg")
+    return top, s, tl.load(old + 2 * D, cache_modifier=".cg")
 
 
 @triton.jit
@@ -153,28 +159,31 @@ def compress(
 
     Only a row's first program reads the state before the step, and no other program writes the page that has it. The
     programs of later pages begin a window early (OVERLAP), because they need no state then. Where that window is not
-    whole in the step, the first program takes the second page too.
+    whole in the step, the first program takes the second page too. Where there is a page a row, all but az is read
+    before the wait.
     """
-    wait_ahead(EARLY)
     COLUMNS: tl.constexpr = 2 * D if OVERLAP else D
     STATE: tl.constexpr = 9 * D if OVERLAP else 3 * D
     LOOK: tl.constexpr = WINDOW if OVERLAP else 0
     row, tile = tl.program_id(0), 0
     if not SINGLE:
+        wait_ahead(EARLY)
         row = _row_of(tl.program_id(0), q_starts, rows, PAGE)
         if row >= rows:
             return
         tile = tl.program_id(0) - tl.load(q_starts + row) // PAGE - 2 * row
-    first = tl.load(q_starts + row)
-    slot = tl.load(slots + row).to(tl.int64)
-    start = tl.load(seq_lens + slot)
-    end = start + tl.load(q_starts + row + 1) - first
+    first = tl.load(q_starts + row, cache_modifier=".cg")
+    slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
+    start = tl.load(seq_lens + slot, cache_modifier=".cg")
+    end = start + tl.load(q_starts + row + 1, cache_modifier=".cg") - first
     page = start // PAGE + tile
     stop = tl.minimum(end, (page + 1) * PAGE)
     if (tile == 0) & ((page + 1) * PAGE - LOOK < start):
         stop = tl.minimum(end, (page + 2) * PAGE)
     begin = tl.maximum(start, page * PAGE - LOOK)
-    if (tl.load(alive + slot) == 0) | (end == start) | (page * PAGE >= end):
+    if (tl.load(alive + slot, cache_modifier=".cg") == 0) | (end == start) | (page * PAGE >= end):
+        if SINGLE:
+            wait_ahead(EARLY)
         return
     if (tile > 0) & (page * PAGE - LOOK < start):
         return
@@ -190,27 +199,36 @@ def compress(
     a = (empty, zero, zero)
     p = (empty, zero, zero)  # of the window before
     if (tile == 0) & (start > 0):
-        at = tl.load(state_tables + slot * state_width + (start - 1) // PAGE).to(tl.int64) * state_stride
-        old = state + at + column
+        of_state = state_tables + slot * state_width + (start - 1) // PAGE
+        old = state + tl.load(of_state, cache_modifier=".cg").to(tl.int64) * state_stride + column
         if RING > 0:  # noqa: SIM102
             if few & (start % PAGE != 0):
                 old = recent + slot * recent_stride + (start - 1) % RING * STATE + column
         if OVERLAP:
-            p = (tl.load(old), tl.load(old + D), tl.load(old + 2 * D))
+            p = _accumulation(old, D)
             old += 3 * D
-            a = (tl.load(old), tl.load(old + D), tl.load(old + 2 * D))
+            a = _accumulation(old, D)
             old += 3 * D
-        b = (tl.load(old), tl.load(old + D), tl.load(old + 2 * D))
+        b = _accumulation(old, D)
+    gain = tl.load(norm_weight + column)[None, :]
+    if SINGLE:
+        bias = ape + start % WINDOW * COLUMNS + column
+        of_first = tl.load(bias), tl.load(bias + COLUMNS - D)
+        wait_ahead(EARLY)
     token = az + (first - start).to(tl.int64) * az_stride + column
     for step in tl.range(0, stop - begin, num_stages=STAGES):
         position = begin + step
         here = token + position.to(tl.int64) * az_stride
         place = position % WINDOW
-        bias = ape + place * COLUMNS + column
+        if SINGLE:
+            one, two = of_first
+        else:
+            bias = ape + place * COLUMNS + column
+            one, two = tl.load(bias), tl.load(bias + COLUMNS - D)
         if OVERLAP:
-            of_a, z_a = tl.load(here), tl.load(here + COLUMNS) + tl.load(bias)
-            here, bias = here + D, bias + D
-        of_b, z_b = tl.load(here), tl.load(here + COLUMNS) + tl.load(bias)
+            of_a, z_a = tl.load(here), tl.load(here + COLUMNS) + one
+            here += D
+        of_b, z_b = tl.load(here), tl.load(here + COLUMNS) + two
         fresh = place == 0
         if OVERLAP:
             p = _either(fresh, a, p)
@@ -223,9 +241,7 @@ def compress(
             at = tl.load(entry_tables + slot * entry_width + position // PAGE).to(tl.int64) * entry_stride
             to = entries + at + position % PAGE // WINDOW * D + column[None, :]
             written = (column < D)[None, :]
-            _finished(
-                e[None, :], to, written, norm_weight, cos_sin, position - place, eps, D, ROTARY, ROUNDING
-            )
+            _finished(e[None, :], to, written, gain, cos_sin, position - place, eps, D, ROTARY, ROUNDING)
         if (position + 1 == end) | ((position >= page * PAGE) & (position % PAGE == PAGE - 1)):
             at = tl.load(state_tables + slot * state_width + position // PAGE).to(tl.int64) * state_stride
             new = state + at + column

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.formats import store_codes
-from openinfer.kernels.device.norm import wait_ahead
+from openinfer.kernels.device.norm import start_next, wait_ahead
 from openinfer.kernels.device.push_sum import (
     calls_of,
     exchanged,
@@ -121,7 +121,8 @@ def hc_numbers(
             weights += (tl.load(right + step * BK, mask=here, other=0.0),)
         wait_ahead(EARLY)
         for step in tl.static_range(STEPS):
-            x = tl.load(left + step * BK, mask=inside & (first + step * BK < K), other=0.0)
+            here = inside & (first + step * BK < K)
+            x = tl.load(left + step * BK, mask=here, other=0.0, cache_modifier=".cg")
             acc = _plus_product(acc, x, weights[step])
     else:
         wait_ahead(EARLY)
@@ -158,10 +159,9 @@ def hc_collapse(
     if NORM:
         weight = tl.load(norm_weight + column, mask=inside, other=0.0)
     unit = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (4 * width) + eps)
-    wait_ahead(EARLY)
-    found = tl.load(
-        partial + (part[:, None] * tokens + token) * 32 + number[None, :], mask=known[None, :], other=0.0
-    )
+    start_next(EARLY)
+    of_parts = partial + (part[:, None] * tokens + token) * 32 + number[None, :]
+    found = tl.load(of_parts, mask=known[None, :], other=0.0, cache_modifier=".cg")
     logits = tl.sum(found, 0) * (unit * gain) + bias
     numbers = _sigmoid(logits) + hc_eps
     value = tl.zeros((BLOCKS, 128), tl.float32)
@@ -183,7 +183,8 @@ def hc_collapse(
 @triton.jit
 def hc_post(streams, y, mix, hc_eps, iters, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """streams[t, k] = post_k * y[t] + sum over j of C[j, k] * streams[t, j], in place. Grid (T, cdiv(width, BLOCK)).
-    All but y is read before the wait, and the numbers are found then: only y may be of the kernel ahead."""
+    All but y is read before the wait, and the numbers are found then: only y may be of the kernels ahead. hc_numbers,
+    which is behind, starts at once: no kernel writes what it reads before its wait."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -194,8 +195,8 @@ def hc_post(streams, y, mix, hc_eps, iters, width, BLOCK: tl.constexpr, EARLY: t
         old += (x.to(tl.float32),)
     if EARLY:
         m = _mixing(mix, token, hc_eps, iters)
-    wait_ahead(EARLY)
-    added = tl.load(y + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    start_next(EARLY)
+    added = tl.load(y + token * width + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     if not EARLY:
         m = _mixing(mix, token, hc_eps, iters)
     for k in tl.static_range(4):

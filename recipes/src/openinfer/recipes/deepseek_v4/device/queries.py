@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.formats import store_codes
-from openinfer.kernels.device.norm import wait_ahead
+from openinfer.kernels.device.norm import start_next, wait_ahead
 from openinfer.kernels.device.rounding import q8_plain, rotated
 
 
@@ -17,11 +17,15 @@ def _normed(x, gain, width, eps, dtype: tl.constexpr):
 
 
 @triton.jit
-def _write_query(to, scales, token, source, gain, width, eps, BLOCK: tl.constexpr, CODED: tl.constexpr):
+def _write_query(
+    to, scales, token, source, gain, width, eps, BLOCK: tl.constexpr, CODED: tl.constexpr, EARLY: tl.constexpr
+):
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
-    x = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-    y = _normed(x, tl.load(gain + column, mask=inside, other=0.0), width, eps, source.dtype.element_ty)
+    weight = tl.load(gain + column, mask=inside, other=0.0)
+    start_next(EARLY)
+    x = tl.load(source + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    y = _normed(x, weight, width, eps, source.dtype.element_ty)
     if CODED:
         blocks = tl.arange(0, BLOCK // 128)
         store_codes(to, scales, tl.reshape(y, (BLOCK // 128, 128)), token, blocks, width)
@@ -32,10 +36,13 @@ def _write_query(to, scales, token, source, gain, width, eps, BLOCK: tl.constexp
 @triton.jit
 def _write_key(
     to, source, gain, cos_sin, position, eps, D: tl.constexpr, ROTARY: tl.constexpr, QUANTIZED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, D)[None, :]
-    x = tl.load(source + column).to(tl.float32)
-    y = _normed(x, tl.load(gain + column), D, eps, source.dtype.element_ty)
+    weight = tl.load(gain + column)
+    start_next(EARLY)
+    x = tl.load(source + column, cache_modifier=".cg").to(tl.float32)
+    y = _normed(x, weight, D, eps, source.dtype.element_ty)
     y = rotated(y, cos_sin, position, 1.0, D, ROTARY).to(to.dtype.element_ty).to(tl.float32)
     if QUANTIZED:
         y = q8_plain(y, ROTARY)
@@ -50,23 +57,24 @@ def q_kv_write(
     QUANTIZED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, 2): the query's `width` <= BLOCK columns, which go to `out` (CODED: by store_codes), and the
-    key-value vector's D. PAGE 0: kv has no pages."""
-    wait_ahead(EARLY)
+    key-value vector's D. PAGE 0: kv has no pages. All but qkv is read before the wait."""
     token = tl.program_id(0).to(tl.int64)
     source = qkv + token * (width + D)
     if tl.program_id(1) == 0:
-        _write_query(out, scales, token, source, q_norm, width, eps, BLOCK, CODED)
+        _write_query(out, scales, token, source, q_norm, width, eps, BLOCK, CODED, EARLY)
     else:
-        slot = tl.load(token_slots + token).to(tl.int64)
+        slot = tl.load(token_slots + token, cache_modifier=".cg").to(tl.int64)
         if slot == 0:
+            start_next(EARLY)
             return
-        position = tl.load(positions + token)
+        position = tl.load(positions + token, cache_modifier=".cg")
         if PAGE:
-            page = tl.load(block_tables + slot * table_width + position // PAGE).to(tl.int64)
+            of_page = block_tables + slot * table_width + position // PAGE
+            page = tl.load(of_page, cache_modifier=".cg").to(tl.int64)
             to = kv + page * page_stride + position % PAGE * D
         else:
             to = kv + token * D
-        _write_key(to, source + width, kv_norm, cos_sin, position, eps, D, ROTARY, QUANTIZED)
+        _write_key(to, source + width, kv_norm, cos_sin, position, eps, D, ROTARY, QUANTIZED, EARLY)
 
 
 @triton.jit

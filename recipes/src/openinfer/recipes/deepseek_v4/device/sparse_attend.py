@@ -10,7 +10,7 @@ thread then has few rows of each, and few addresses.
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.norm import wait_ahead
+from openinfer.kernels.device.norm import start_next, wait_ahead
 from openinfer.kernels.device.rounding import rotated
 
 LOW = tl.constexpr(-1.0e30)
@@ -37,8 +37,8 @@ def _sights(end, window, most, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr
 def _end(positions, token, tokens, BLOCK: tl.constexpr):
     """Where the raw vectors end that a token sees: behind itself, or with BLOCK before its row's block."""
     if BLOCK:
-        return tl.load(positions + token % (tokens // BLOCK))
-    return tl.load(positions + token) + 1
+        return tl.load(positions + token % (tokens // BLOCK), cache_modifier=".cg")
+    return tl.load(positions + token, cache_modifier=".cg") + 1
 
 
 @triton.jit
@@ -61,12 +61,13 @@ def sparse_attend(
     block, each with an entry (SparseAttendArgs), or 0. With SPLITS > 1 the kernel does not write out. It writes the
     input of `merge_parts`: partial [tokens, SPLITS, heads, D] and weight float32 [tokens, SPLITS, heads].
     """
-    wait_ahead(EARLY)
     QUARTER: tl.constexpr = D // 4
     part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, i = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BN)
-    slot = tl.load(token_slots + token).to(tl.int64)
-    position = tl.load(positions + token)
+    slot = tl.load(token_slots + token, cache_modifier=".cg").to(tl.int64)
+    position = tl.load(positions + token, cache_modifier=".cg")
+    end = _end(positions, token, tl.num_programs(1), BLOCK)
+    wait_ahead(EARLY)
     column = tl.arange(0, QUARTER)[None, :]
     inside = (head < heads)[:, None]
     place = (token * heads + head[:, None]) * D + column
@@ -79,7 +80,6 @@ def sparse_attend(
             for quarter in tl.static_range(4):
                 tl.store(out + place + quarter * QUARTER, zero, mask=inside)
         return
-    end = _end(positions, token, tl.num_programs(1), BLOCK)
     low, seen, of_window, blocks = _sights(end, window, most, PAGE_BITS, ENTRY_BITS, BN)
     if part >= blocks:
         return
@@ -156,14 +156,14 @@ def merge_parts(
     D: tl.constexpr, ROTARY: tl.constexpr, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, BN: tl.constexpr,
     SPLITS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """HEADS of a token's heads from its parts, the sink among them, rotated back. Grid (tokens, cdiv(heads, HEADS))."""
-    wait_ahead(EARLY)
+    """HEADS of a token's heads from its parts, the sink among them, rotated back. All but the parts is read before the
+    wait. Grid (tokens, cdiv(heads, HEADS))."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, D)[None, :]
     inside = head < heads
     to = out + (token * heads + head) * D
-    position = tl.load(positions + token)
-    live = tl.load(token_slots + token) != 0
+    position = tl.load(positions + token, cache_modifier=".cg")
+    live = tl.load(token_slots + token, cache_modifier=".cg") != 0
     # All loads are issued at once, also those of parts that do not exist, so that no load waits for another.
     first = token * SPLITS * heads + tl.minimum(head, heads - 1)
     pair = tl.zeros((HEADS, 1), tl.int32) + tl.arange(0, D // 2)[None, :] - (D - ROTARY) // 2
@@ -173,10 +173,11 @@ def merge_parts(
     sink = tl.load(sinks + tl.minimum(head, heads - 1)) * LOG2E
     end = _end(positions, token, tl.num_programs(0), BLOCK)
     _, _, _, blocks = _sights(end, window, most, PAGE_BITS, ENTRY_BITS, BN)
+    start_next(EARLY)
     logs, parts = (), ()
     for part in tl.static_range(SPLITS):
-        logs += (tl.load(weight + first + part * heads),)
-        parts += (tl.load(partial + (first + part * heads) * D + column),)
+        logs += (tl.load(weight + first + part * heads, cache_modifier=".cg"),)
+        parts += (tl.load(partial + (first + part * heads) * D + column, cache_modifier=".cg"),)
     top = sink
     for part in tl.static_range(SPLITS):
         top = tl.maximum(top, tl.where(live & (part < blocks), logs[part], LOW))
