@@ -467,7 +467,8 @@ LAYER = ("qkv", "o", "gate_up", "down")
 """A layer's products in their order."""
 
 
-NEWEST, OLDER = "few-bits-drafts-mixtures-2026-11-29-h200.json", "{}/2026-11-24-h200-step.json"
+FEW_BITS = "few-bits-drafts-mixtures-2026-11-29-h200.json", "few-bits-2026-12-01-h200.json"
+OLDER = "{}/2026-11-24-h200-step.json"
 INTEGERS = {"symmetric": True, "num_bits": 8, "type": "int"}
 INT8 = {
     "quant_method": "compressed-tensors",
@@ -485,7 +486,7 @@ INT8 = {
 
 def packed() -> Iterator[Packed]:
     """What was measured of each format. INT4 and FP4 share rings and clusters; INT8 has FP8's kernels by token."""
-    newest = json.loads((RESULTS / NEWEST).read_text())["qwen3_4b_ms"]
+    recorded = [json.loads((RESULTS / name).read_text())["qwen3_4b_ms"] for name in FEW_BITS]
     for name, quantization, key, older, alone in (
         ("INT4", AWQ, "int4", "qwen3-4b-int4", _clusters),
         ("FP4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", "", _clusters),
@@ -493,11 +494,12 @@ def packed() -> Iterator[Packed]:
         ("FP8", FP8, "", "qwen3-4b-fp8", functools.partial(_codes, "block", 1)),
     ):
         steps = _device_ms(OLDER.format(older)) if older else {}
-        steps |= {point: ms["device"] for point, ms in newest.get(key, {}).items()}
+        for newer in recorded:
+            steps |= {point: ms["device"] for point, ms in newer.get(key, {}).items()}
         if (
             name == "FP4"
         ):  # no longer prompt was recorded: bf16's, and what a prompt of 1,024 tokens takes more
-            more = steps["prefill:1024"] - newest["bf16"]["prefill:1024"]["device"]
+            more = steps["prefill:1024"] - recorded[0]["bf16"]["prefill:1024"]["device"]
             steps["prefill:4096"] = _device_ms(DENSE_STEPS["qwen3-4B"][0])["prefill:4096"] + more
         yield Packed(name, quantization, steps, alone)
 
@@ -518,11 +520,12 @@ def _codes(kind: str, fewest: int, tokens: int) -> list[float]:
 
 
 def _clusters(tokens: int) -> list[float]:
-    """INT4's, by a ring for one token, by clusters for up to 256."""
+    """INT4's, by a ring for one token, by clusters for up to 256; 4 tokens have the shares of 8."""
     if tokens == 1:
         rings = json.loads((RESULTS / "ring-codes-int4-qwen3-4b-2026-11-23-h200.json").read_text())["alone"]
         return [min(ring["early"] for key, ring in rings.items() if key.split()[0] == name and "early" in ring)
                 for name in LAYER]  # fmt: skip
+    tokens = 8 if tokens == 4 else tokens
     for day in ("2026-11-23", "many-2026-11-24"):
         found = json.loads((RESULTS / f"packed-clusters-int4-{day}-h200.json").read_text())
         if clusters := found.get(f"{tokens} clusters"):
@@ -587,7 +590,7 @@ LAUNCH_S = 1.2e-6
 
 def mixtures() -> Iterator[Mixture]:
     """What was measured of each format: in bf16 whole calls, of codes the two products, but for many rows in FP8."""
-    whole, bf16 = json.loads((RESULTS / NEWEST).read_text())["experts_add_us"], dict[int, float]()
+    whole, bf16 = json.loads((RESULTS / FEW_BITS[0]).read_text())["experts_add_us"], dict[int, float]()
     for row in (*whole["few"], *whole["many"]):
         format, tokens, times = re.match(r"(\w+) (\d+) (.*)", row).groups()
         if format == "bf16":  # "now": tiles of three stages; few programs have five since

@@ -217,7 +217,7 @@ LINES = {
     "sampler": (4508, 3943),
     "scheduler": (4774, 3597),
     "frontend": (12924, 11753),
-    "recipes": (14544, 4166),
+    "recipes": (14544, 4169),
     "cli": (6496, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""
