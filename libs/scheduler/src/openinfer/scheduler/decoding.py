@@ -112,8 +112,7 @@ class DecodeRows(Generic[Owner]):
                 seq.base += count - 1 - drafts
                 seq.last_step -= count - 1
                 self._nearer = self._nearer or count > 1
-                if seq.last_step > self.horizon:
-                    self.horizon = seq.last_step
+                self.horizon = max(self.horizon, seq.last_step)
 
     # -- the calendar --
 

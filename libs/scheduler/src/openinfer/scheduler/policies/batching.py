@@ -83,11 +83,8 @@ class Batching:
     def on_admit(self, seq: Seq[Any]) -> None:
         self.waiting.discard(seq)
 
-    def on_preempt(self, seq: Seq[Any]) -> None:
-        self.waiting.push(seq)
-
-    def on_finish(self, seq: Seq[Any]) -> None:
-        self.waiting.discard(seq)
+    on_preempt = on_submit
+    on_finish = on_admit
 
     def on_step(self, step: Step[Any], seconds: float) -> None:
         """Learn the time of steps, if there is an objective."""
@@ -171,25 +168,16 @@ class FirstCome(Batching):
     """First come, first served. A preempted sequence goes to the head of the queue."""
 
 
-class ArrivalQueue:
+class ArrivalQueue(OrderedDict[Seq[Any], None]):
     """In order of arrival, preempted sequences at the head. O(1)."""
 
-    def __init__(self) -> None:
-        self._seqs: OrderedDict[Seq[Any], None] = OrderedDict()
-
     def push(self, seq: Seq[Any]) -> None:
-        self._seqs[seq] = None
+        self[seq] = None
         if seq.num_preemptions:
-            self._seqs.move_to_end(seq, last=False)
+            self.move_to_end(seq, last=False)
 
     def discard(self, seq: Seq[Any]) -> None:
-        self._seqs.pop(seq, None)
-
-    def __iter__(self) -> Iterator[Seq[Any]]:
-        return iter(self._seqs)
-
-    def __len__(self) -> int:
-        return len(self._seqs)
+        self.pop(seq, None)
 
 
 class SortedQueue:

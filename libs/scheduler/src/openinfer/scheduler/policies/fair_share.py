@@ -72,7 +72,6 @@ class FairShare(Batching):
             tenant.served += seq.remaining
 
     def on_preempt(self, seq: Seq[Any]) -> None:
-        """Queue it at the head of its tenant's queue."""
         self._stop(seq)
         self._active[seq.tenant].waiting.push(seq)
 

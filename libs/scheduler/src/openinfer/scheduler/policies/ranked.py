@@ -78,7 +78,6 @@ class Deadline(Batching):
         return math.inf if seq.tpot_s is None else seq.tpot_s
 
     def on_admit(self, seq: Seq[Any]) -> None:
-        """Count it, and note its objective."""
         super().on_admit(seq)
         self._admitted += 1
         if seq.tpot_s is not None:

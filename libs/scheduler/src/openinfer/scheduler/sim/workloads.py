@@ -62,8 +62,7 @@ def bursts(
         if number % size == 0:
             now += rng.expovariate(rate / size)
         prompt, output = _tokens(rng, prompt_tokens), _tokens(rng, output_tokens)
-        tenant = f"tenant {number // size}"
-        requests.append(Request(now, prompt, output, len(output), tenant=tenant))
+        requests.append(Request(now, prompt, output, len(output), tenant=f"tenant {number // size}"))
     return requests
 
 

@@ -130,7 +130,6 @@ class FakeRunner:
             self._polls = self._delay(step.index)
 
     def collect(self, wait_s: float | None) -> StepResult[Sampled] | None:
-        """The oldest result, after its delay."""
         if not self._results:
             return None
         if wait_s is not None and self._polls > 0:

@@ -141,7 +141,6 @@ class Schedule:
         )
         pool, most = make_pool(self.groups, self._tier(runner)), self.max_batched_tokens
         policy = make_policy(self) if make_policy else FirstCome(most, self.max_chunk_tokens)
-        drafts = RandomDrafts(self.seed, self.drafts.most, most) if self.drafts.most else None
         loop = loop_type(
             runner,
             pool,
@@ -151,7 +150,7 @@ class Schedule:
             max_queued=len(self.arrivals),
             depth=self.depth,
             lone_tokens=self.lone_tokens,
-            speculation=drafts,
+            speculation=RandomDrafts(self.seed, self.drafts.most, most) if self.drafts.most else None,
         )
         requests = [_Request(loop, number, arrival) for number, arrival in enumerate(self.arrivals)]
         num_free = pool.num_free
@@ -274,7 +273,6 @@ class RandomDrafts:
         self._mood = self.rest_until = 0
 
     def num_drafts(self, view: View) -> Mapping[Seq[Any], int]:
-        """The random numbers of this step."""
         rng, most = self._random, self._most
         if rng.random() < 0.2:
             self._mood = rng.choice([-1, 0, most, most])
