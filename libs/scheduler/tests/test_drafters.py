@@ -144,8 +144,8 @@ def test_suffixes_hold_no_more_than_two_windows(monkeypatch):
     for at in range(1000):
         tokens.append(at % 11)
         drafter.propose(tokens, 4)
-        assert len(drafter._earlier) <= 128
-        assert len(drafter._latest) <= 128
+        assert len(drafter._places._earlier) <= 128
+        assert len(drafter._places._latest) <= 128
     assert list(drafter.propose(tokens, 4)) == [(1000 + n) % 11 for n in range(4)]
 
 

@@ -1,6 +1,6 @@
 """Drafters: guesses of a sequence's next tokens, made on the host while the device runs the step before."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from .errors import InvalidSetup
@@ -23,6 +23,30 @@ class Drafter(Protocol):
         """
 
 
+class Occurrences:
+    """The places where the last `size` tokens of a sequence have occurred before. A new token costs one entry."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._start = 0  # of the tokens that are looked up
+        self._latest: dict[tuple[int, ...], int] = {}  # the latest place after `size` tokens
+        self._earlier: list[int] = []  # by place - start - size: the place before with the same tokens, or 0
+
+    def find(self, tokens: Sequence[int], most: int, start: int = 0) -> Iterator[int]:
+        """Up to `most` places from `start` on, the latest first. The tokens only grow."""
+        if start != self._start:
+            self._start, self._latest, self._earlier = start, {}, []
+        first = start + self._size
+        for place in range(first + len(self._earlier), len(tokens)):
+            key = tuple(tokens[place - self._size : place])
+            self._earlier.append(self._latest.get(key, 0))
+            self._latest[key] = place
+        place = self._latest.get(tuple(tokens[-self._size :]), 0)
+        while place and most:
+            yield place
+            place, most = self._earlier[place - first], most - 1
+
+
 class NGram:
     """A Drafter that looks the end of the sequence up in the sequence itself (prompt lookup).
 
@@ -35,28 +59,18 @@ class NGram:
         if not 1 <= shortest <= longest:
             raise InvalidSetup(f"n-grams of {shortest} to {longest} tokens; give 1 <= shortest <= longest")
         self._shortest, self._longest = shortest, longest
-        self._latest: dict[tuple[int, ...], int] = {}  # the latest place after `shortest` tokens
-        self._earlier: list[int] = []  # by place - shortest: the place before with the same tokens, or 0
+        self._places = Occurrences(shortest)
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        short = self._shortest
-        for place in range(short + len(self._earlier), len(tokens)):
-            key = tuple(tokens[place - short : place])
-            self._earlier.append(self._latest.get(key, 0))
-            self._latest[key] = place
-        place = self._latest.get(tuple(tokens[-short:]), 0)
         best = best_length = 0
-        for _ in range(LOOKED_AT):
-            if not place:
-                break
-            length = short
+        for place in self._places.find(tokens, LOOKED_AT):
+            length = self._shortest
             while length < min(self._longest, place) and tokens[place - length - 1] == tokens[-length - 1]:
                 length += 1
             if length > best_length:
                 best, best_length = place, length
             if length == self._longest:
                 break
-            place = self._earlier[place - short]
         if not best_length:
             return ()
         found = list(tokens[best : best + count])

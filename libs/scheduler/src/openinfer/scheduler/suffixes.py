@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from .drafters import Occurrences
 from .errors import InvalidSetup
 
 WINDOW = 1 << 15
@@ -30,14 +31,11 @@ class Suffixes:
                 "a factor above 0 and a share in [0, 1]"
             )
         self._depth, self._factor, self._least_share = depth, factor, least_share
-        self._start = 0  # of the tokens that are looked up
-        self._latest: dict[tuple[int, int], int] = {}  # the latest place after two tokens
-        self._earlier: list[int] = []  # by place - start: the place before with the same two tokens, or 0
+        self._places = Occurrences(2)
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         if len(tokens) < 3:
             return ()
-        self._index(tokens)
         places, matched = self._matches(tokens)
         most, all_places, end = min(count, max(1, int(self._factor * matched))), len(places), len(tokens)
         found: list[int] = []
@@ -51,31 +49,17 @@ class Suffixes:
             places = [place + 1 for place, vote in zip(places, votes, strict=True) if vote == token]
         return found
 
-    def _index(self, tokens: Sequence[int]) -> None:
-        """Index the places that are new. The first token that counts follows from the length alone. So a sequence has
-        the same proposals whether it was seen to grow or not."""
-        start = max(len(tokens) // WINDOW - 1, 0) * WINDOW
-        if start != self._start:
-            self._start, self._latest, self._earlier = start, {}, []
-        for place in range(start + len(self._earlier), len(tokens)):
-            if place < start + 2:
-                self._earlier.append(0)
-                continue
-            key = tokens[place - 2], tokens[place - 1]
-            self._earlier.append(self._latest.get(key, 0))
-            self._latest[key] = place
-
     def _matches(self, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """The places after the longest suffix that occurred before, the latest first, and its length."""
-        place, end = self._latest.get((tokens[-2], tokens[-1]), 0), len(tokens)
-        best, places = 0, list[int]()
-        for _ in range(PLACES):
-            if not place:
-                break
+        """The places after the longest suffix that occurred before, the latest first, and its length. The first token
+        that counts follows from the length alone. So a sequence has the same proposals whether it was seen to grow or
+        not."""
+        end, best, places = len(tokens), 0, list[int]()
+        start = max(end // WINDOW - 1, 0) * WINDOW
+        for place in self._places.find(tokens, PLACES, start):
             length = 2
             while (
                 length < self._depth
-                and place - length > self._start
+                and place - length > start
                 and tokens[place - length - 1] == tokens[end - length - 1]
             ):
                 length += 1
@@ -83,5 +67,4 @@ class Suffixes:
                 best, places = length, []
             if length == best:
                 places.append(place)
-            place = self._earlier[place - self._start]
         return places, best
