@@ -21,7 +21,7 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.formats.fp4 import fp4_codes, fp4_scales
+from openinfer.kernels.formats.fp4 import fp4_pairs, fp4_scales
 from openinfer.kernels.formats.int4 import group_words, pack
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.lora import FEW_TOKENS
@@ -144,7 +144,7 @@ WEIGHTS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "INT4": int4,
     "FP4": lambda n, k, _: {
         "weight": Linear(
-            fp4_codes(pack(RNG.integers(0, 16, (n, k)))), fp4_scales(np.ones((n, k // 16)), k**-0.5 / 3)
+            fp4_pairs(pack(RNG.integers(0, 16, (n, k)))), fp4_scales(np.ones((n, k // 16)), k**-0.5 / 3)
         )
     },
     "INT8": lambda n, k, _: {

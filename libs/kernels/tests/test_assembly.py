@@ -11,7 +11,7 @@ import pytest
 from openinfer.kernels.device.attention import WIDE
 from openinfer.kernels.device.fp4 import CODES as FP4_CODES
 from openinfer.kernels.device.int4 import CODES
-from openinfer.kernels.formats.fp4 import fp4_codes
+from openinfer.kernels.formats.fp4 import fp4_pairs
 from openinfer.kernels.op.rounding import FP4_VALUES
 
 U32 = np.uint32
@@ -84,7 +84,7 @@ def test_int4_codes_less_their_zero_point(half: int) -> None:
 def test_fp4_codes_times_their_scales(half: int) -> None:
     words = RNG.integers(0, 1 << 32, 4096, U32)
     scales = RNG.integers(0, 256, (2, 4096)).astype(np.uint32)
-    placed = fp4_codes(words.view(np.uint8)).view(U32)
+    placed = fp4_pairs(words.view(np.uint8)).view(U32)
     found = run(FP4_CODES, 4, placed, scales[0] | scales[1] << U32(8), 0x4432 if half else 0x4410)
     for output, shift in zip(found, (0, 4, 8, 12), strict=True):
         code = words >> U32(16 * half + shift) & U32(15)

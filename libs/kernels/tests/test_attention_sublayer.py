@@ -16,7 +16,7 @@ from openinfer.kernels import (
     select_rows,
 )
 from openinfer.kernels.authoring import FP8_CACHE, CacheForm, KvLayout, Linear, joined, shared_bytes
-from openinfer.kernels.formats.fp4 import fp4_codes, fp4_row, fp4_scales
+from openinfer.kernels.formats.fp4 import fp4_pairs, fp4_row, fp4_scales
 from openinfer.kernels.formats.int4 import group_words, pack
 from openinfer.kernels.lora.low_rank import Lora
 from openinfer.kernels.op.rounding import q8_codes, q8_values
@@ -82,7 +82,7 @@ def sublayer(norm_rope_args, normal, rng):
         codes = pack(rng.integers(0, 16, (n, k)))
         if form == "fp4":
             scales = 2.0 ** rng.integers(-6, 3, (n, k // 16))
-            return Linear(fp4_codes(codes), fp4_scales(scales, rng.uniform(0.5, 2, (n, 1)) * k**-0.5))
+            return Linear(fp4_pairs(codes), fp4_scales(scales, rng.uniform(0.5, 2, (n, 1)) * k**-0.5))
         scales = np.exp(normal(n, k // 128).astype(float32)) * k**-0.5 / 4
         return Linear(codes, group_words(scales.astype(bfloat16), rng.integers(0, 16, scales.shape)))
 

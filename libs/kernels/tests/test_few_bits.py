@@ -16,7 +16,7 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.formats.fp4 import Fp4, fp4_codes, fp4_scales
+from openinfer.kernels.formats.fp4 import Fp4, fp4_pairs, fp4_scales
 from openinfer.kernels.formats.int4 import pack
 from openinfer.kernels.formats.int8 import Int8
 from openinfer.kernels.formats.linear import Linear
@@ -42,13 +42,13 @@ def nvfp4(*shape: int) -> tuple[Linear[Any], Any]:
     scales.reshape(-1)[:2] = 448, 2**-9  # the largest, and a subnormal number
     factors = RNG.uniform(1, 4, (*shape[:-1], 1)).astype(np.float32) * np.float32(k**-0.5 / 900)
     values = FP4_VALUES[codes] * np.repeat(scales.astype(np.float32), 16, axis=-1) * factors
-    return Linear(fp4_codes(pack(codes)), fp4_scales(scales, factors)), values
+    return Linear(fp4_pairs(pack(codes)), fp4_scales(scales, factors)), values
 
 
 def mxfp4(*shape: int) -> tuple[Linear[Any], Any]:
     codes, exponents = RNG.integers(0, 16, shape), RNG.integers(-12, -5, (*shape[:-1], shape[-1] // 32))
     scales = 2.0 ** exponents.astype(np.float32)
-    weight = Linear(fp4_codes(pack(codes)), fp4_scales(np.repeat(scales, 2, -1), 1.0))
+    weight = Linear(fp4_pairs(pack(codes)), fp4_scales(np.repeat(scales, 2, -1), 1.0))
     return weight, FP4_VALUES[codes] * np.repeat(scales, 32, -1)
 
 

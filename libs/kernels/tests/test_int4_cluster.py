@@ -17,7 +17,7 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.formats.fp4 import fp4_codes, fp4_row, fp4_scales
+from openinfer.kernels.formats.fp4 import fp4_pairs, fp4_row, fp4_scales
 from openinfer.kernels.formats.int4 import group_words, pack
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.int4 import int4_choice, shares, words_of
@@ -181,7 +181,7 @@ def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tok
     else:
         scales = rng.uniform(0.1, 4, (n, k // 16)).astype(float8_e4m3fn)
         words = fp4_scales(scales, rng.uniform(0.5, 2, (n, 1)) * k**-0.5 / 5)
-    args = {"weight": Linear(pack(codes) if form == "INT4" else fp4_codes(pack(codes)), words)}
+    args = {"weight": Linear(pack(codes) if form == "INT4" else fp4_pairs(pack(codes)), words)}
     if op is linear_add:
         written, args = "x", {"x": normal(tokens, n), "h": normal(tokens, k), **args}
     else:

@@ -25,7 +25,7 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
 )
-from openinfer.kernels.formats.fp4 import fp4_codes, fp4_row, fp4_scales
+from openinfer.kernels.formats.fp4 import fp4_pairs, fp4_row, fp4_scales
 from openinfer.kernels.formats.int4 import group_words, pack
 from openinfer.kernels.formats.linear import Linear
 from openinfer.kernels.linear.choices import choose, ring_choice
@@ -287,7 +287,7 @@ def coded_args(kind, weight, parts=1):
         scales = (most / factors).astype(float8_e4m3fn)
         sizes = weight / np.repeat(scales.astype(float32) * factors, 16, axis=1)
         codes = np.searchsorted((FP4_VALUES[1:8] + FP4_VALUES[:7]) / 2, np.abs(sizes)) + 8 * (sizes < 0)
-        return {"weight": Linear(fp4_codes(pack(codes.astype(np.uint8))), fp4_scales(scales, factors))}
+        return {"weight": Linear(fp4_pairs(pack(codes.astype(np.uint8))), fp4_scales(scales, factors))}
     x_scale = np.array([0.02], float32) if kind == "tensor" else None
     if kind != "block":
         scales = (np.abs(weight).max(1, keepdims=True) / 448).astype(float32)

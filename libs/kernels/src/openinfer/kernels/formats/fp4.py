@@ -76,7 +76,7 @@ class Fp4(CodedForm):
         return np.asarray(FP4_VALUES[codes] * np.repeat(wide, NVFP4_BLOCK, axis=-1) * factors)
 
 
-def fp4_codes(packed: Array) -> Array:
+def fp4_pairs(packed: Array) -> Array:
     """The codes in the order above of codes in INT4's order, uint8 [..., N, K / 2]."""
     return np.asarray(_PAIRS[np.ascontiguousarray(packed).view(np.uint16)].view(np.uint8))
 
@@ -119,7 +119,7 @@ def mxfp4_packing(codes: str) -> Grouped:
 
 
 def _ordered(codes: Array) -> Array:
-    return fp4_codes(of_rows(np.ascontiguousarray(codes).view(np.int32)))
+    return fp4_pairs(of_rows(np.ascontiguousarray(codes).view(np.int32)))
 
 
 def _multiplied(part: WeightPart, scales: Array, factor: Array) -> Array:
