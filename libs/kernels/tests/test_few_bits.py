@@ -83,6 +83,18 @@ def test_values_are_those_of_the_definition(kind: str) -> None:
     np.testing.assert_array_equal(weight.values(), values.astype(np.float32))
 
 
+def test_scales_are_those_of_a_row_and_small_ones_are_not_less_than_2_to_the_31st_of_its_largest() -> None:
+    codes = np.full((4, 64), 2, np.uint8)  # 1.0
+    scales = np.array([[0] * 4, [2.0**127, 1.5, 2.0**97, 0], [448, 2**-9, 7 * 2.0**-9, 1], [2.0**-126] * 4])
+    weight = Linear(fp4_pairs(pack(codes)), fp4_scales(scales, np.float32([[3], [1], [0.5], [2.0**100]])))
+    least = 2.0 ** (127 - 31)
+    want = [[0] * 4, [2.0**127, least, 2.0**97, least], [224, 2**-10, 7 * 2.0**-10, 0.5], [2.0**-26] * 4]
+    np.testing.assert_array_equal(weight.values()[:, ::16], np.float32(want))
+    for wrong, why in ((1 + 2**-4, "more digits"), (-1, "negative"), (np.inf, "not finite")):
+        with pytest.raises(ValueError, match=why):
+            fp4_scales(np.full((1, 4), wrong), 1.0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 @pytest.mark.parametrize(("tokens", "k"), [(1, 512), (13, 1024), (70, 384)])
