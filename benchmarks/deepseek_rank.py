@@ -192,9 +192,8 @@ def measured(runner: Runner, step: tuple[int, int, int], repeats: int) -> list[f
     times = []
     for _ in range(repeats + 2):
         marks = [Event(runner.stream.device, timing=True) for _ in range(3)]
-        for before, after in pairwise(
-            marks
-        ):  # the second step waits for no launch: the first one runs meanwhile
+        # The second step waits for no launch, since the first one runs meanwhile.
+        for before, after in pairwise(marks):
             place(runner, *step, rng)
             before.record(runner.stream)
             for key in keys:

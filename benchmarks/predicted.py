@@ -496,9 +496,7 @@ def packed() -> Iterator[Packed]:
         steps = _device_ms(OLDER.format(older)) if older else {}
         for newer in recorded:
             steps |= {point: ms["device"] for point, ms in newer.get(key, {}).items()}
-        if (
-            name == "FP4"
-        ):  # no longer prompt was recorded: bf16's, and what a prompt of 1,024 tokens takes more
+        if name == "FP4":  # no longer prompt was recorded: bf16's, and what a prompt of 1,024 takes more
             more = steps["prefill:1024"] - recorded[0]["bf16"]["prefill:1024"]["device"]
             steps["prefill:4096"] = _device_ms(DENSE_STEPS["qwen3-4B"][0])["prefill:4096"] + more
         yield Packed(name, quantization, steps, alone)

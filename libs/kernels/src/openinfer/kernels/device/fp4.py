@@ -13,30 +13,23 @@ from openinfer.kernels.device.formats import _number, operand_row, own_part, pac
 from openinfer.kernels.device.int4 import _sum_parts, load_words, pair, store_pairs, widening
 from openinfer.kernels.device.norm import gated
 
-SCALES = """and.b32 l, $5, 0xFF; mad.lo.u32 l, l, 0x00100010, 0x6F806F80;
+_SCALES = """and.b32 l, $5, 0xFF; mad.lo.u32 l, l, 0x00100010, 0x6F806F80;
 shr.u32 h, $5, 8; and.b32 h, h, 0xFF; mad.lo.u32 h, h, 0x00100010, 0x6F806F80;"""
-NEAR = "and.b32 a, t, 0x83C7; mul.lo.u32 a, a, 0x10040; and.b32 a, a, 0x81C081C0;"
-FAR = """shr.u32 a, t, 10; and.b32 a, a, 0x1B; shl.b32 b, t, 3; mad.lo.u32 a, a, 0x10840000, b;
+_NEAR = "and.b32 a, t, 0x83C7; mul.lo.u32 a, a, 0x10040; and.b32 a, a, 0x81C081C0;"
+_FAR = """shr.u32 a, t, 10; and.b32 a, a, 0x1B; shl.b32 b, t, 3; mad.lo.u32 a, a, 0x10840000, b;
 and.b32 a, a, 0x81C081C0;"""
 """Of four numbers in t, which is half a word, the first and the third, and the others."""
-CODES = tl.constexpr(
-    """{
+CODES = tl.constexpr(f"""{{
 .reg .b32 t, a, b, l, h;
-"""
-    + SCALES
-    + "prmt.b32 t, $4, 0, $6;"
-    + NEAR
-    + "mul.bf16x2 a, a, l; mov.b32 {$0, $2}, a;"
-    + FAR
-    + """
-mul.bf16x2 a, a, h; mov.b32 {$1, $3}, a;
-}"""
-)
+{_SCALES} prmt.b32 t, $4, 0, $6;
+{_NEAR} mul.bf16x2 a, a, l; mov.b32 {{$0, $2}}, a;
+{_FAR} mul.bf16x2 a, a, h; mov.b32 {{$1, $3}}, a;
+}}""")
 """Half of a word as four bf16, times the scales of their 16 columns."""
 
 
 @triton.jit
-def row_of(K):
+def _row_words(K):
     """Words of a row's scales and factor."""
     return tl.cdiv(K, 256) * 4 + 4
 
@@ -94,7 +87,7 @@ def project_fp4(
 ):  # fmt: skip
     """out [M, N] = x [M, K] @ weight^T, or out += with ADD; BM tokens and ROWS rows of the weight at a time.
 
-    weight int32 [N, K / 8]; scales int32 [N, row_of(K)]; factors float32, in these rows. K is a multiple of 128.
+    weight int32 [N, K / 8]; scales int32 [N, _row_words(K)]; factors float32, in these rows. K is a multiple of 128.
     partial, counter: as for int4.project_int4. Grid (cdiv(N, ROWS), SPLIT, cdiv(M, BM)).
     """
     on = tl.program_id(0) * ROWS
@@ -105,13 +98,13 @@ def project_fp4(
     of_x = x + tl.minimum(token, M - 1).to(tl.int64)[None, :] * K + column[:, None]
     packed = tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), N - 1).to(tl.int64)
     of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
-    of_scales = scales + packed[:, None] * row_of(K) + tl.arange(0, 2)[None, :]
+    of_scales = scales + packed[:, None] * _row_words(K) + tl.arange(0, 2)[None, :]
     first, end = own_part(K // 128, SPLIT)
     acc = tl.zeros((ROWS, BM), tl.float32)
     for k in range(first, end):
         low, high = tl.load(of_x + k * 128), tl.load(of_x + k * 128 + 2)
         acc = _add_block(acc, of_codes + k * 16, of_scales + k * 2, low, high, ROWS, PAIRS, WARPS)
-    acc *= tl.load(factors + tl.minimum(row, N - 1).to(tl.int64) * row_of(K))[:, None]
+    acc *= tl.load(factors + tl.minimum(row, N - 1).to(tl.int64) * _row_words(K))[:, None]
     _sum_parts(out, partial, counter, tl.trans(acc), token, row, M, N, SPLIT, ADD)
 
 
@@ -135,7 +128,7 @@ def experts_product_fp4(
     row = base + tl.minimum(rn, N - 1)
     packed = base + tl.minimum(on + operand_row(tl.arange(0, BN), WARPS), N - 1)
     of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
-    stride = row_of(K)
+    stride = _row_words(K)
     of_scales = scales + packed[:, None] * stride + tl.arange(0, 2)[None, :]
     half = N.to(tl.int64)
     of_x = x + source.to(tl.int64)[None, :] * K + columns_of_x(4, ARRANGED)[:, None]
@@ -154,7 +147,7 @@ def experts_product_fp4(
     store_rows(out, acc, target, rn, inside, N, 4 if FIRST and ARRANGED else 0)
 
 
-WIDE = widening(SCALES, NEAR + "mul.bf16x2 a, a, l;", FAR + "mul.bf16x2 a, a, h;", ("0x4410", "0x4432"))
+WIDE = widening(_SCALES, _NEAR + "mul.bf16x2 a, a, l;", _FAR + "mul.bf16x2 a, a, h;", ("0x4410", "0x4432"))
 
 
 @triton.jit
@@ -171,7 +164,7 @@ def dequantize_fp4(
 ):
     """out [N, K] = the values, rounded; weight int32 [N, K / 8]. Grid (cdiv(N, BN), K / RUN)."""
     row, codes = load_words(weight, N, K, BN, RUN)
-    row *= row_of(K)
+    row *= _row_words(K)
     run = (tl.program_id(1) * (RUN // 8) + tl.arange(0, RUN // 8)[None, :]) // 4
     word = tl.load(scales + row + run // 2) >> (run % 2 * 16)
     factor = tl.load(factors + row) + tl.zeros(codes.shape, tl.float32)

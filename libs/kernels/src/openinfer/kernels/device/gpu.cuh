@@ -243,8 +243,8 @@ __device__ __forceinline__ void unpack_four_bits(u32 (&pair)[16], uint4 codes, u
 __device__ __forceinline__ int own_row_of(int lane) { return lane / 4 % 2 * 4 + lane / 8; }
 
 // sum += 16 rows of codes, which have 128 swizzled bytes each, times a group of 128 columns of 8 tokens: the first or second group
-// of these rows. word: this lane's of both its rows, two scales of FP4; held: its columns of x in the order of unpack_four_bits, two pairs for each
-// 16; of_held: the sums of tokens 2 * (lane % 4) and the next. Of FP4 the row's factor is left out.
+// of these rows. word: this lane's of both its rows, of FP4 two scales; held: its columns of x in the order of unpack_four_bits,
+// two pairs for each 16; of_held: the sums of tokens 2 * (lane % 4) and the next. Of FP4 the row's factor is left out.
 template <bool SCALED>
 __device__ __forceinline__ void add_four_bits(float (&sum)[4], const unsigned char* rows, int second, const u32 (&word)[2],
                                               const u32 (&held)[16], float2 of_held, int lane) {

@@ -36,7 +36,7 @@ def project_few(
 
     FLOAT8: weight is int32 [N, K_WORDS], K_WORDS = K / 4 and a multiple of 16, scales uint8 [cdiv(N, SCALE_ROWS),
     scale_blocks] (E8M0); BK is 64. Else bf16, and BK divides K. BM tokens and ROWS rows at a time; WARPS: the launch's.
-    HELD: the turns of every program where its whole part of the weight is read before the wait, else 0.
+    HELD: the turns of every program where its whole part of a FLOAT8 weight is read before the wait, else 0.
     partial: float32 [SPLIT, M, N]; counter: int32 [programs / SPLIT], zero before and after.
     Grid (cdiv(GROUP_ROWS, ROWS), SPLIT, groups * cdiv(M, BM)).
     """
@@ -80,18 +80,9 @@ def project_few(
         of_x += column[:, None]
         row = n + tl.minimum(on + tl.arange(0, ROWS), GROUP_ROWS - 1)
         of_weight = weight + row.to(tl.int64)[:, None] * K + column[None, :]
-        if HELD:
-            for turn in tl.static_range(HELD):
-                held += (tl.load(of_weight + (first + turn) * BK),)
-            wait_ahead(EARLY)
-            for turn in tl.static_range(HELD):
-                values += (tl.load(of_x + (first + turn) * BK, mask=used, other=0.0),)
-            for turn in tl.static_range(HELD):
-                acc = tl.dot(held[turn], values[turn], acc)
-        else:
-            for k in range(first, last):
-                value = tl.load(of_x + k * BK, mask=used, other=0.0)
-                acc = tl.dot(tl.load(of_weight + k * BK), value, acc)
+        for k in range(first, last):
+            value = tl.load(of_x + k * BK, mask=used, other=0.0)
+            acc = tl.dot(tl.load(of_weight + k * BK), value, acc)
     _sum(out, partial, counter, acc, on, token, n, M, N, GROUP_ROWS, ROWS, SPLIT)
 
 

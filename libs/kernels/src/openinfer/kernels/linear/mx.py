@@ -163,7 +163,7 @@ def _few(p: Problem) -> Iterator[Command]:
     args |= {"x_stride": aligned(x.strides[0]), "scale_blocks": -(-k // 128)}
     constants = {"BM": bm, "ROWS": height, "BK": bk, "SPLIT": split, "WARPS": WARPS}
     constants |= {"FLOAT8": float8, "SCALE_ROWS": _scale_rows(p), "PAIRS": in_pairs(p.target)}
-    constants["HELD"] = _held(p, k // bk, split, height * bk * weight.itemsize)
+    constants["HELD"] = _held(p, k // bk, split, height * bk) if float8 else 0
     turn = bk * (height * weight.itemsize + 2 * bm)  # bytes of one stage
     stages = min(2 if many else 4 if float8 else 5, (shared_bytes(p.target.arch) - 1024) // turn)
     grid, early = (columns, split, tiles), p.target.early(p.m)
@@ -174,11 +174,8 @@ def _few(p: Problem) -> Iterator[Command]:
 
 def _held(p: Problem, turns: int, split: int, size: int) -> int:
     """The turns of a program that starts early and has registers for its part of the weight, of `size` bytes a turn."""
-    return (
-        turns // split
-        if p.target.early(p.m) and turns % split == 0 and turns // split * size <= MOST_HELD
-        else 0
-    )
+    own = turns // split
+    return own if p.target.early(p.m) and turns % split == 0 and own * size <= MOST_HELD else 0
 
 
 def _codes_of_many(p: Problem) -> Iterator[Command]:

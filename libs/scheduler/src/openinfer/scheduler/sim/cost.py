@@ -107,5 +107,6 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
         table[k] = [x / value for x in table[k]]
         for i in range(size):
             if i != k and table[i][k]:
-                table[i] = [x - table[i][k] * y for x, y in zip(table[i], table[k], strict=True)]
+                factor = table[i][k]
+                table[i] = [x - factor * y for x, y in zip(table[i], table[k], strict=True)]
     return [table[k][size] if table[k][k] else 0.0 for k in range(size)]
