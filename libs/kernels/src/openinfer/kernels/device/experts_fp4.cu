@@ -28,13 +28,15 @@ static_assert(SUMS >= MOST_PAIRS, "pairs are sorted where sums lie later");
 
 #include "pairs.cuh"
 
-// Fill own_starts, and order with the pairs by expert; found is room for a number a pair. For all threads.
-__device__ __forceinline__ void sort_pairs(int* own_starts, unsigned short* order, int* found, const int* expert_ids, int pairs) {
+// Fill own_starts, which are zeros, head (find_tiles), and order with the pairs by expert; found is room for a number a
+// pair. For all threads.
+__device__ __forceinline__ void sort_pairs(int* own_starts, int* head, unsigned short* order, int* found, const int* expert_ids,
+                                           int pairs, int N) {
   for (int i = threadIdx.x; i < pairs; i += THREADS + 128) found[i] = __ldcg(expert_ids + i);
-  for (int i = threadIdx.x; i < EXPERTS + 2; i += THREADS + 128) own_starts[i] = 0;
-  __syncthreads();
+  if (pairs > 32) __syncthreads();
   int lane = threadIdx.x;
   if (lane < 32) {
+    __syncwarp();
     for (int i = lane; i < (pairs + 31) / 32 * 32; i += 32) {
       int e = i < pairs ? found[i] : -1, before = own_starts[max(e, 0)];
       u32 same = __match_any_sync(~0u, e), ahead = same & (1u << lane) - 1;
@@ -51,6 +53,8 @@ __device__ __forceinline__ void sort_pairs(int* own_starts, unsigned short* orde
       own_starts[e] = place, place = next;
     }
     if (lane == 31) own_starts[EXPERTS] = place, own_starts[EXPERTS + 1] = place + 1;
+    __syncwarp();
+    find_tiles(own_starts, head, N);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < pairs; i += THREADS + 128)
@@ -118,12 +122,15 @@ experts_fp4(bf16* out, const void* x, const void* factors, const __grid_constant
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], PARTS * 4);
     asm volatile("fence.mbarrier_init.release.cluster;");
+    fetch_map(&weight), fetch_map(&scales);
   }
+  for (int i = threadIdx.x; i < EXPERTS; i += THREADS + 128) own_starts[i] = 0;
+  __syncthreads();
   // The second product waits below: the kernel ahead of it is the first one, which began after expert_ids were written.
   if (FIRST) asm volatile("griddepcontrol.wait;" ::: "memory");
-  sort_pairs(own_starts, order, (int*)sums, expert_ids, pairs);
+  sort_pairs(own_starts, head, order, (int*)sums, expert_ids, pairs, N);
   Tile tile;
-  int count = first_tile(tile, own_starts, head, N);
+  int count = own_tile(tile, own_starts, head);
   if (count == 0) {
     if (!FIRST) asm volatile("griddepcontrol.wait;" ::: "memory");
     return;

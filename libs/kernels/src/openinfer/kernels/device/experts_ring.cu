@@ -34,8 +34,10 @@ experts_ring(bf16* out, const bf16* x, const unsigned char* weight, const float*
   asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int i = threadIdx.x; i < EXPERTS + 2; i += WARPS * 32 + 32) own_starts[i] = starts[min(i, EXPERTS)] + (i > EXPERTS);
   __syncthreads();
+  if (warp == 0) find_tiles(own_starts, head, N);
+  __syncthreads();
   Tile tile;
-  int count = first_tile(tile, own_starts, head, N);
+  int count = own_tile(tile, own_starts, head);
   if (count == 0) return;
   if (warp == WARPS) {
     if (lane == 0) {

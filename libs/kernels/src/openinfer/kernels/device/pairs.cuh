@@ -18,25 +18,25 @@ struct Tile {
   }
 };
 
-// The program's first tile, and how many it has, from own_starts [EXPERTS + 2]: behind the last expert is one with a pair,
-// where walks end. For all threads, which see own_starts; it and head [3] are shared.
-__device__ __forceinline__ int first_tile(Tile& tile, const int* own_starts, int* head, int N) {
-  int tiles = N / SETS, lane = threadIdx.x;
-  if (lane < 32) {
-    auto chunks_of = [&](int e) { return (own_starts[e + 1] - own_starts[e] + TOKENS - 1) / TOKENS; };
-    int chunks = 0;
-    for (int e = lane * RUN; e < min(lane * RUN + RUN, EXPERTS); e++) chunks += chunks_of(e);
-    int after = sum_up_to(chunks, lane), all = __shfl_sync(~0u, after, 31), e = lane * RUN;
-    int chunk = (int)((long long)all * tiles * blockIdx.x / gridDim.x / tiles) - (after - chunks);
-    if (lane == 0) head[0] = all;
-    if (chunk >= 0 && chunk < chunks) {
-      for (; chunk >= chunks_of(e); e++) chunk -= chunks_of(e);
-      head[1] = e, head[2] = own_starts[e] + chunk * TOKENS;
-    }
+// For the first warp, which sees own_starts [EXPERTS + 2]: where the program's tiles begin, and how many it has, to head
+// [4], as `own_tile` reads it. Behind the last expert is one with a pair, where walks end.
+__device__ __forceinline__ void find_tiles(const int* own_starts, int* head, int N) {
+  u32 tiles = N / SETS;
+  int lane = threadIdx.x, e = lane * RUN, chunks = 0;
+  auto chunks_of = [&](int e) { return (own_starts[e + 1] - own_starts[e] + TOKENS - 1) / TOKENS; };
+  for (int i = e; i < min(e + RUN, EXPERTS); i++) chunks += chunks_of(i);
+  int after = sum_up_to(chunks, lane);
+  u32 all = __shfl_sync(~0u, after, 31) * tiles, first = all * blockIdx.x / gridDim.x;
+  int chunk = (int)(first / tiles) - (after - chunks);
+  if (lane == 0) head[0] = all * (blockIdx.x + 1) / gridDim.x - first, head[1] = first % tiles * SETS;
+  if (chunk >= 0 && chunk < chunks) {
+    for (; chunk >= chunks_of(e); e++) chunk -= chunks_of(e);
+    head[2] = e, head[3] = own_starts[e] + chunk * TOKENS;
   }
-  __syncthreads();
-  int first = (int)((long long)head[0] * tiles * blockIdx.x / gridDim.x);
-  int count = (int)((long long)head[0] * tiles * (blockIdx.x + 1) / gridDim.x) - first;
-  if (count) tile = {head[1], head[2], own_starts[head[1] + 1], first % tiles * SETS};
-  return count;
+}
+
+// The program's first tile, and how many it has. own_starts and head are shared, and all threads see them.
+__device__ __forceinline__ int own_tile(Tile& tile, const int* own_starts, const int* head) {
+  if (head[0]) tile = {head[2], head[3], own_starts[head[2] + 1], head[1]};
+  return head[0];
 }

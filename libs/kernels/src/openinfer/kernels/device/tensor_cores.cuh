@@ -94,6 +94,11 @@ __device__ __forceinline__ float4 total(u32 at) {
   return sum;
 }
 
+// Bring the map near, so that the first copy by it does not wait for that.
+__device__ __forceinline__ void fetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // The tile whose first element is at `row` and `column`.
 __device__ __forceinline__ void copy_tile(void* to, const TensorMap* map, u64* barrier, int row, int column) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
