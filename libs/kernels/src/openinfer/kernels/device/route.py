@@ -40,19 +40,18 @@ def _of_best_groups(left, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS:
 
 
 @triton.jit
-def _largest(left, inside, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+def _largest(left, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     """The K largest of left [BLOCK] and their places, in their order and of equals the lowest place first; -inf and 0
-    behind. A number and its place are found together, by one reduction each."""
-    order = ordered(left).to(tl.int64) << 32 | tl.where(inside, BLOCK - tl.arange(0, BLOCK), 0)
-    choice, tops = tl.arange(0, K_BLOCK), tl.full((K_BLOCK,), 0, tl.int64)
+    behind. A warp has an instruction for the largest of its int32."""
+    order, place, choice = ordered(left), tl.arange(0, BLOCK), tl.arange(0, K_BLOCK)
+    bits, places = tl.full((K_BLOCK,), 0, tl.int32), tl.full((K_BLOCK,), 0, tl.int32)
     for k in tl.static_range(K):
         top = tl.max(order, 0)
-        tops = tl.where(choice == k, top, tops)
-        order = tl.where(order == top, -0x7FFFFFFFFFFFFFFF, order)
-    bits = (tops >> 32).to(tl.int32)
+        at = tl.min(tl.where(order == top, place, BLOCK - 1), 0)
+        bits, places = tl.where(choice == k, top, bits), tl.where(choice == k, at, places)
+        order = tl.where(place == at, -0x80000000, order)
     best = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    place = BLOCK - (tops & 0xFFFFFFFF).to(tl.int32)
-    return tl.where(choice < K, best, -float("inf")), tl.where(choice < K, place, 0)
+    return tl.where(choice < K, best, -float("inf")), places
 
 
 @triton.jit
@@ -78,7 +77,7 @@ def route(
         left = tl.where(inside, score + added, low)
         if GROUPS > 1:
             left = _of_best_groups(left, BLOCK, GROUPS, TOP_GROUPS)
-        _, ids = _largest(left, inside, K, K_BLOCK, BLOCK)
+        _, ids = _largest(left, K, K_BLOCK, BLOCK)
     else:
         row = table + tl.load(token_ids + token, mask=live, other=0, cache_modifier=".cg").to(tl.int64) * K
         ids = tl.load(row + choice, mask=live & (choice < K), other=0)  # a table may not be loaded yet
@@ -127,7 +126,7 @@ def route_topk(
     low = -float("inf")
     of_token = logits + token * logits_stride + expert
     left = tl.load(of_token, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    best, ids = _largest(tl.where(inside, left, low), inside, K, K_BLOCK, BLOCK)
+    best, ids = _largest(tl.where(inside, left, low), K, K_BLOCK, BLOCK)
     share = tl.exp(best - tl.max(best, 0))
     weight = tl.where(live, share / tl.sum(share, 0), 0.0)
     to = token * K + choice
