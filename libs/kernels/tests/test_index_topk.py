@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import H200, Op, Store, index_topk
+from openinfer.kernels import H200, Op, Store, Target, index_topk
 from openinfer.kernels.op.rounding import hadamard, q4
 from openinfer.kernels.testing import copied
 from openinfer.tensor import bfloat16, float32
@@ -113,6 +113,24 @@ def test_the_indexer(
     monkeypatch.setattr(MODULE, "MERGED_CANDIDATES", 6 if window == 1 else 16384)
     args = index_args(rng, TOKENS, topk=6, exact=exact, quantized=quantized, window=window)
     check_index(interpreted, reference, args, exact=exact)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_keys_of_the_step_are_read_after_the_wait(
+    interpreted: Run, reference: Run, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
+    """Entries that a row of one token and one of four drafts write are not there before. If older ones are not either,
+    that shows (a control)."""
+    args = index_args(rng, [(1, 199), *((2, p) for p in range(258, 263))], topk=6, exact=True)
+    want, (arrays, tensors) = reference(index_topk, args)["selected"], copied(args)
+    for slot, first in ((1, 199), (2, 258)):
+        w = np.arange(0 if older else first // 4, 66)
+        arrays["keys"][args["block_tables"][slot, w // 32], w % 32] = 0
+    kernels = importlib.import_module("openinfer.kernels.device.index_topk")
+    monkeypatch.setattr(kernels, "wait_ahead", lambda EARLY: np.copyto(arrays["keys"], args["keys"]))
+    monkeypatch.setattr(Target, "early", lambda *_: True)
+    interpreted(index_topk, tensors)
+    assert (arrays["selected"] == want).all() != older
 
 
 def test_the_reference_takes_the_largest_scores(reference: Run, rng: np.random.Generator) -> None:

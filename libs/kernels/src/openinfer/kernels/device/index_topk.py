@@ -14,23 +14,45 @@ from openinfer.kernels.device.rounding import hadamard, ordered, q4, rotated
 
 
 @triton.jit
+def _keys(keys, table, entry, live, page_stride, D: tl.constexpr, ENTRIES: tl.constexpr):
+    """Where the keys of entries [N] are, [N, D]."""
+    page = tl.load(table + entry // ENTRIES, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
+    return (keys + page * page_stride + entry % ENTRIES * D)[:, None] + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def _store_scores(scores, query, weight, key, entry, live):
+    product = tl.maximum(tl.dot(key, query), 0.0)
+    tl.store(scores + entry, tl.sum(product * weight[None, :], 1), mask=live)
+
+
+@triton.jit
 def index_scores(
     scores, q, weights, keys, cos_sin, positions, token_slots, block_tables,
-    width, table_width, page_stride, weight_stride, heads, topk, scale,
+    width, table_width, page_stride, weight_stride, heads, topk, scale, tokens,
     D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, HEADS: tl.constexpr,
     BN: tl.constexpr, QUANTIZED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """scores float32 [tokens, width] of tokens that see more than topk entries. Grid (tokens, parts): blocks of BN
-    entries are dealt to a token's parts in turn. HEADS: `heads` or the next power of two, at least 16."""
+    entries are dealt to a token's parts in turn. HEADS: `heads` or the next power of two, at least 16.
+
+    EARLY: entries of a part's first block that ended before the step, which has `tokens` tokens, are read before the
+    wait: the kernels ahead write those of the step."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(token_slots + token, cache_modifier=".cg").to(tl.int64)
     position = tl.load(positions + token, cache_modifier=".cg")
     seen = (position + 1) // (PAGE // ENTRIES)
-    blocks = tl.cdiv(seen, BN)
+    first, blocks = tl.program_id(1), tl.cdiv(seen, BN)
+    table, i = block_tables + slot * table_width, tl.arange(0, BN)
+    if EARLY:
+        entry = first * BN + i
+        live, old = entry < seen, entry < tl.maximum(position + 1 - tokens, 0) // (PAGE // ENTRIES)
+        where = _keys(keys, table, entry, live, page_stride, D, ENTRIES)
+        held = tl.load(where, mask=old[:, None], other=0.0, cache_modifier=".cg")
     wait_ahead(EARLY)
-    if (slot == 0) | (seen <= topk) | (tl.program_id(1) >= blocks):
+    if (slot == 0) | (seen <= topk) | (first >= blocks):
         return
-    head, column, i = tl.arange(0, HEADS), tl.arange(0, D)[None, :], tl.arange(0, BN)
+    head, column, to = tl.arange(0, HEADS), tl.arange(0, D)[None, :], scores + token * width
     real = head < heads
     query = tl.load(q + (token * heads + head)[:, None] * D + column, mask=real[:, None], other=0.0)
     query = rotated(query.to(tl.float32), cos_sin, position, 1.0, D, ROTARY).to(query.dtype)
@@ -39,14 +61,15 @@ def index_scores(
         query = q4(turned.to(tl.float32)).to(query.dtype)
     query = tl.trans(query)
     weight = tl.load(weights + token * weight_stride + head, mask=real, other=0.0) * scale
-    for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+    if EARLY:
+        key = tl.load(where, mask=(live & ~old)[:, None], other=held)
+        _store_scores(to, query, weight, key, entry, live)
+        first += tl.num_programs(1)
+    for block in range(first, blocks, tl.num_programs(1)):
         entry = block * BN + i
         live = entry < seen
-        page = tl.load(block_tables + slot * table_width + entry // ENTRIES, mask=live, other=0).to(tl.int64)
-        where = keys + page * page_stride + entry % ENTRIES * D
-        key = tl.load(where[:, None] + column, mask=live[:, None], other=0.0)
-        product = tl.maximum(tl.dot(key, query), 0.0)
-        tl.store(scores + token * width + entry, tl.sum(product * weight[None, :], 1), mask=live)
+        where = _keys(keys, table, entry, live, page_stride, D, ENTRIES)
+        _store_scores(to, query, weight, tl.load(where, mask=live[:, None], other=0.0), entry, live)
 
 
 @triton.jit

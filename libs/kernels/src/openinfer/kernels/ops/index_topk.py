@@ -30,9 +30,9 @@ class IndexTuning:
 
     parts: int
     tokens: int
+    block: int = 128
     segment: int = 8192
     small: int = 1024
-    block: int = 128
     stages: int = 2
     warps: int = 4
     select_warps: int = 8
@@ -43,9 +43,13 @@ def index_tuning(target: Target, tokens: int, width: int, topk: int) -> IndexTun
     at_once = max(1, SCORES_BYTES // (4 * width))
     # Slices of tensors start where addresses are aligned.
     at_once = min(tokens, at_once // 16 * 16 or at_once)
-    parts = max(1, min(4 * target.num_sms // at_once, -(-width // 128)))
+    block = 128
+    if target.early(tokens):  # registers hold keys that are read ahead
+        block = 32 if tokens * -(-width // 32) <= 2 * target.num_sms else 64
+    parts = max(1, min(4 * target.num_sms // at_once, -(-width // block)))
     segment = max(16, min(8192, power_of_two(width)))
-    return IndexTuning(parts, at_once, segment, min(max(1024, power_of_two(topk)), segment // 2))
+    small = min(max(1024, power_of_two(topk)), segment // 2)
+    return IndexTuning(parts, at_once, block, segment, small)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +60,8 @@ class _Args(Generic[T]):
     Token t is at position p = positions[t] of slot s = token_slots[t] (int32 [T], as expand_rows writes them). keys
     [pages, E, d]: one layer of the entry pages, dense within a page, pages at any stride; entry w is at
     block_tables[s, w // E], place w mod E (int32 [S, B]), and covers m = `window` tokens; the token sees the entries
-    w < (p + 1) // m. They are there already.
+    w < (p + 1) // m. They are there already. On a GPU those that ended before the step's tokens are read while kernels
+    ahead may still run.
 
         q' = q with the last r channels of each head rotated at positions[t] (pairs 2i, 2i + 1), rounded
         quantized: q' = q4(hadamard(q') rounded), over d                                    (formats; keys are so too)
@@ -106,7 +111,7 @@ class _Args(Generic[T]):
                 args |= {"width": self.width, "table_width": self.block_tables.shape[1]}
                 args["page_stride"] = Aligned(self.keys.strides[0])
                 args |= {"weight_stride": self.weights.strides[0], "heads": aligned(heads), "topk": topk}
-                args["scale"] = self.scale
+                args |= {"scale": self.scale, "tokens": tokens}
                 constants = {"D": dim, "ROTARY": 2 * self.cos_sin.shape[2], "PAGE": self.window * per_page}
                 constants |= {"ENTRIES": per_page, "HEADS": max(16, power_of_two(heads)), "BN": tuning.block}
                 constants["QUANTIZED"] = self.quantized
