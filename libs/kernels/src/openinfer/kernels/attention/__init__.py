@@ -45,7 +45,7 @@ PAIRS_KEYS, PAIRS_THREADS = 64, 160
 """Keys of a block and threads of device/attend_pairs.cu, which has these numbers too."""
 MOST_PAIRS = 32
 """Of a row in that kernel. It has room for 64, but more than 32 have not run on a GPU yet."""
-PAIRS_SMS = 16
+PAIRS_SMS = 8
 """The fewest SMs for each key head of a row: with fewer, other kernels are as fast (docs/lessons/attention.md)."""
 
 _DEVICE = "openinfer.kernels.device.attention"

@@ -35,6 +35,7 @@ template <int THREADS, int SIZE>
 __device__ __forceinline__ void line_up(Row* of_rows, int* starts, int rows, const int* slots, const int* q_starts,
                                         const int* seq_lens, const int* alive) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int row = threadIdx.x; row < rows; row += THREADS) {
     int slot = slots[row], token = q_starts[row], count = q_starts[row + 1] - token, length = 0;
     if (count && alive[slot]) length = seq_lens[slot] + count;
@@ -44,6 +45,7 @@ __device__ __forceinline__ void line_up(Row* of_rows, int* starts, int rows, con
   __syncthreads();
   if (warp == 0) {
     int before = 0;
+#pragma unroll 1
     for (int base = 0; base < rows; base += 32) {
       int sum = sum_up_to(base + lane < rows ? starts[base + lane + 1] : 0, lane);
       if (base + lane < rows) starts[base + lane + 1] = before + sum;

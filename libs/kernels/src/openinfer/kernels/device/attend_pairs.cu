@@ -4,7 +4,8 @@
 // Keys are dealt to programs as in attend.cuh, 64 a block. A warp copies blocks into a ring of STAGES by bulk tensor copies, and a
 // warpgroup multiplies 64 pairs by them, of which only the real ones count: scores [64, 64], whose weights become bf16 and the
 // left operand of the product with the values. The operand reads on behind the queries of the real pairs, and what that gives is
-// never stored. Programs that share a row's head leave their sums, wait for each other, and merge a slice of it each.
+// never stored. Programs that share a row's head leave their sums, wait for each other, and merge a slice of it each. What runs
+// once is short, since its instructions come from far.
 //
 // The program starts while the kernels ahead still run. Rows, lengths and tables are from before the step's forward pass. Pages
 // with keys of other steps are copied at once; those with the step's own wait for the kernel ahead.
@@ -18,6 +19,7 @@
 
 constexpr int KEYS = 64, TILES = D / 64, TILE = KEYS * 128, STAGE = 2 * TILES * TILE, OF_Q = PAIRS * 128, THREADS = 128;
 constexpr int BOX = PAGE < KEYS ? PAGE : KEYS, BOXES = KEYS / BOX * TILES * 2;
+constexpr int SIDES = PAIRS > 8 ? 2 : 1;  // rows of a thread's, 8 apart, that can be real pairs
 constexpr float LOW = -1e30f;
 static_assert(BOXES <= 32, "a lane has a box");
 
@@ -44,8 +46,8 @@ attend_pairs(bf16* out, const bf16* q, const __grid_constant__ TensorMap cache, 
   Row* of_rows = (Row*)(empty + STAGES);  // [ROWS]
   int* starts = (int*)(of_rows + ROWS);   // [ROWS + 1]
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  asm volatile("griddepcontrol.launch_dependents;");  // its blocks take the SMs that these leave
   if (threadIdx.x == 0) {
+    fetch_map(&cache);
     for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], 1);
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
@@ -80,13 +82,17 @@ attend_pairs(bf16* out, const bf16* q, const __grid_constant__ TensorMap cache, 
       }
     };
     copy_blocks<STAGES>(copy, end - begin);
+    asm volatile("griddepcontrol.launch_dependents;");  // all loads are under way
     return;
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
   size_t width = (size_t)heads * GROUP * D / 2;
+#pragma unroll 1
   for (int row = nth; row < rows; row += gridDim.x)
     if (!of_rows[row].length)
+#pragma unroll 1
       for (int i = threadIdx.x; i < of_rows[row].count * width; i += THREADS) ((u32*)out)[of_rows[row].token * width + i] = 0;
+#pragma unroll 1
   for (size_t i = q_starts[rows] * width + nth * THREADS + threadIdx.x; i < tokens * width; i += gridDim.x * THREADS)
     ((u32*)out)[i] = 0;
   if (begin == end) return;
@@ -98,144 +104,151 @@ attend_pairs(bf16* out, const bf16* q, const __grid_constant__ TensorMap cache, 
   auto gate_of = [&](const Part& part, int pair) {
     return gates + (size_t)(of_rows[part.row].token + pair / GROUP) * gate_stride + (part.head * GROUP + pair % GROUP) * 2 * D;
   };
-  for (int at = begin; at < end;) {
-    Part part = part_at(starts, rows, heads, at, end);
+  // The parts of the line, and then those of the first head and of the last that other programs share.
+  for (int at = begin, last = 0; at < end || last < 2;) {
+    Part part = part_at(starts, rows, heads, at < end ? at : last ? end - 1 : begin, end);
+    Item item = item_of(starts, heads, part, line, programs);
     Row of = of_rows[part.row];
-    int pairs = of.count * GROUP, before = of.length - of.count;
-    together<THREADS>();  // the queries of the last part were multiplied
-    constexpr int CHUNKS = PAIRS * D / 8, SOME = 8 * THREADS;  // of 8 channels; those of which loads are under way at once
+    int pairs = of.count * GROUP, before = of.length - of.count, shares = item.last - item.first + 1;
+    int* counter = arrived + part.row * heads + part.head;
+    if (at < end) {
+      together<THREADS>();  // the queries of the last part were multiplied
+      constexpr int CHUNKS = PAIRS * D / 8, SOME = 8 * THREADS;  // of 8 channels; those of which loads are under way at once
 #pragma unroll 1
-    for (int from = threadIdx.x; from < CHUNKS; from += SOME) {
-      uint4 query[8];
+      for (int from = threadIdx.x; from < CHUNKS; from += SOME) {
+        uint4 query[8];
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        int chunk = min(from + i * THREADS, pairs * D / 8 - 1);
-        if (i * THREADS < CHUNKS) query[i] = fresh(q + place_of(part, chunk / (D / 8)) * D + chunk % (D / 8) * 8);
+        for (int i = 0; i < 8; i++) {
+          int chunk = min(from + i * THREADS, pairs * D / 8 - 1);
+          if (i * THREADS < CHUNKS) query[i] = fresh(q + place_of(part, chunk / (D / 8)) * D + chunk % (D / 8) * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          int pair = (from + i * THREADS) / (D / 8), chunk = from % (D / 8);
+          if (pair < PAIRS) *(uint4*)(of_q + chunk / 8 * OF_Q + pair * 128 + (chunk % 8 ^ pair % 8) * 16) = query[i];
+        }
       }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      together<THREADS>();
+      float top[2] = {LOW, LOW}, total[2] = {0, 0}, sum[TILES][32];
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        int pair = (from + i * THREADS) / (D / 8), chunk = from % (D / 8);
-        if (pair < PAIRS) *(uint4*)(of_q + chunk / 8 * OF_Q + pair * 128 + (chunk % 8 ^ pair % 8) * 16) = query[i];
-      }
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    together<THREADS>();
-    float top[2] = {LOW, LOW}, total[2] = {0, 0}, sum[TILES][32];
+      for (int i = 0; i < TILES * 32; i++) sum[i / 32][i % 32] = 0;
+      for (int block = part.first; block < part.last; block++, done++) {
+        int stage = done % STAGES, key = block * KEYS, there = of.length - key;
+        unsigned char *keys = ring + stage * STAGE, *values = keys + TILES * TILE;
+        barrier_wait(&full[stage], done / STAGES & 1);
+        float score[32];
+        products_begin();
 #pragma unroll
-    for (int i = 0; i < TILES * 32; i++) sum[i / 32][i % 32] = 0;
-    for (int block = part.first; block < part.last; block++, done++) {
-      int stage = done % STAGES, key = block * KEYS, there = of.length - key;
-      unsigned char *keys = ring + stage * STAGE, *values = keys + TILES * TILE;
-      barrier_wait(&full[stage], done / STAGES & 1);
-      float score[32];
-      products_begin();
+        for (int i = 0; i < D / 16; i++)
+          multiply(score, operand(shared_address(of_q) + i / 4 * OF_Q + i % 4 * 32),
+                   operand(shared_address(keys) + i / 4 * TILE + i % 4 * 32), i);
+        products_commit();
+        if (there < KEYS) {  // what was never written may be NaN
+#pragma unroll 1
+          for (int i = threadIdx.x; i < (KEYS - there) * TILES * 8; i += THREADS)
+            *(uint4*)(values + i / 8 % TILES * TILE + (there + i / 8 / TILES) * 128 + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+          together<THREADS>();
+        }
+        products_wait<0>();
+        results(score);
+        u32 weight[16];
+        if (warp * 16 < pairs) {
+          if (key + KEYS > before + 1) {  // some are not seen
 #pragma unroll
-      for (int i = 0; i < D / 16; i++)
-        multiply(score, operand(shared_address(of_q) + i / 4 * OF_Q + i % 4 * 32),
-                 operand(shared_address(keys) + i / 4 * TILE + i % 4 * 32), i);
-      products_commit();
-      if (there < KEYS) {  // what was never written may be NaN
-        for (int i = threadIdx.x; i < (KEYS - there) * TILES * 8; i += THREADS)
-          *(uint4*)(values + i / 8 % TILES * TILE + (there + i / 8 / TILES) * 128 + i % 8 * 16) = make_uint4(0, 0, 0, 0);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            for (int i = 0; i < 32; i++)
+              if (key + i / 4 * 8 + column + i % 2 > before + (first + i / 2 % 2 * 8) / GROUP) score[i] = -__uint_as_float(0x7f800000);
+          }
+#pragma unroll
+          for (int r = 0; r < SIDES; r++) {
+            float most = LOW;
+#pragma unroll
+            for (int i = 0; i < 32; i += 4) most = fmaxf(most, fmaxf(score[i + 2 * r], score[i + 2 * r + 1]));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            float now = fmaxf(top[r], most * scale), decay = power_of(top[r] - now), all = 0;
+#pragma unroll
+            for (int i = 0; i < 32; i += 4)
+#pragma unroll
+              for (int j = i + 2 * r; j < i + 2 * r + 2; j++) score[j] = power_of(score[j] * scale - now), all += score[j];
+            top[r] = now, total[r] = total[r] * decay + all;
+#pragma unroll
+            for (int i = 0; i < TILES * 32; i += 4) sum[i / 32][i % 32 + 2 * r] *= decay, sum[i / 32][i % 32 + 2 * r + 1] *= decay;
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++) weight[i] = bf16_pair(score[2 * i], score[2 * i + 1]);
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; i++) {
+          u32 of_keys[4] = {weight[4 * i], weight[4 * i + 1], weight[4 * i + 2], weight[4 * i + 3]};
+#pragma unroll
+          for (int tile = 0; tile < TILES; tile++) multiply_values(sum[tile], of_keys, operand(shared_address(values) + tile * TILE + i * 2048));
+        }
+        products_commit();
+        products_wait<0>();
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) results(sum[tile]);
         together<THREADS>();
+        if (threadIdx.x == 0) barrier_arrive(&empty[stage]);
       }
-      products_wait<0>();
-      results(score);
-      u32 weight[16];
-      if (warp * 16 < pairs) {
-        if (key + KEYS > before + 1) {  // some are not seen
+      float* to = partial + (size_t)(2 * nth + (nth == item.first)) * PAIRS * D;
+      float* its = weights + (2 * nth + (nth == item.first)) * PAIRS * 2;
 #pragma unroll
-          for (int i = 0; i < 32; i++)
-            if (key + i / 4 * 8 + column + i % 2 > before + (first + i / 2 % 2 * 8) / GROUP) score[i] = -__uint_as_float(0x7f800000);
-        }
+      for (int r = 0; r < SIDES; r++) {
+        int pair = first + 8 * r;
+        total[r] += __shfl_xor_sync(~0u, total[r], 1);
+        total[r] += __shfl_xor_sync(~0u, total[r], 2);
+        if (pair >= pairs) continue;
+        if (lane % 4 == 0) *(float2*)(its + pair * 2) = make_float2(top[r], total[r]);
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-          float most = LOW;
-#pragma unroll
-          for (int i = 0; i < 32; i += 4) most = fmaxf(most, fmaxf(score[i + 2 * r], score[i + 2 * r + 1]));
-          most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-          most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-          float now = fmaxf(top[r], most * scale), decay = power_of(top[r] - now), all = 0;
-#pragma unroll
-          for (int i = 0; i < 32; i += 4)
-#pragma unroll
-            for (int j = i + 2 * r; j < i + 2 * r + 2; j++) score[j] = power_of(score[j] * scale - now), all += score[j];
-          top[r] = now, total[r] = total[r] * decay + all;
-#pragma unroll
-          for (int i = 0; i < TILES * 32; i += 4) sum[i / 32][i % 32 + 2 * r] *= decay, sum[i / 32][i % 32 + 2 * r + 1] *= decay;
-        }
+        for (int i = 0; i < TILES * 32; i += 4)
+          *(float2*)(to + pair * D + i * 2 + column) = make_float2(sum[i / 32][i % 32 + 2 * r], sum[i / 32][i % 32 + 2 * r + 1]);
       }
-#pragma unroll
-      for (int i = 0; i < 16; i++) weight[i] = bf16_pair(score[2 * i], score[2 * i + 1]);
-      products_begin();
-#pragma unroll
-      for (int i = 0; i < KEYS / 16; i++) {
-        u32 of_keys[4] = {weight[4 * i], weight[4 * i + 1], weight[4 * i + 2], weight[4 * i + 3]};
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++) multiply_values(sum[tile], of_keys, operand(shared_address(values) + tile * TILE + i * 2048));
-      }
-      products_commit();
-      products_wait<0>();
-#pragma unroll
-      for (int tile = 0; tile < TILES; tile++) results(sum[tile]);
+      at += part.last - part.first;
       together<THREADS>();
-      if (threadIdx.x == 0) barrier_arrive(&empty[stage]);
-    }
-    Item item = item_of(starts, heads, part, line, programs);
-    int place = (2 * nth + (item.at >= begin)) * PAIRS;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      int pair = first + 8 * r;
-      total[r] += __shfl_xor_sync(~0u, total[r], 1);
-      total[r] += __shfl_xor_sync(~0u, total[r], 2);
-      if (pair >= pairs) continue;
-      bool alone = item.first == item.last;
-      float by = alone ? 1 / total[r] : 1;
-      if (!alone && lane % 4 == 0) *(float2*)(weights + (place + pair) * 2) = make_float2(top[r], total[r]);
-#pragma unroll
-      for (int i = 0; i < TILES * 32; i += 4) {
-        float a = sum[i / 32][i % 32 + 2 * r] * by, b = sum[i / 32][i % 32 + 2 * r + 1] * by;
-        int at = i * 2 + column;
-        if (alone) *(u32*)(out + place_of(part, pair) * D + at) = gated_result(a, b, gate_of(part, pair) + at);
-        else *(float2*)(partial + (size_t)(place + pair) * D + at) = make_float2(a, b);
+      if (shares > 1) {
+        if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+        continue;
       }
-    }
-    at += part.last - part.first;
-    if (item.first != item.last) {
+    } else {
+      bool again = last++ && item.at <= begin;
+      if (shares == 1 || again) continue;
+      if (threadIdx.x == 0)
+        for (int there = 0; there < shares;) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(counter) : "memory");
       together<THREADS>();
-      if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(arrived + part.row * heads + part.head) : "memory");
     }
-  }
-  // A program shares at most its first head and its last.
-  for (int last = 0; last < 2; last++) {
-    Part part = part_at(starts, rows, heads, last ? end - 1 : begin, end);
-    Item item = item_of(starts, heads, part, line, programs);
-    if (item.first == item.last || last && item.at <= begin) continue;
-    int shares = item.last - item.first + 1, *counter = arrived + part.row * heads + part.head;
-    if (threadIdx.x == 0)
-      for (int there = 0; there < shares;) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(counter) : "memory");
-    together<THREADS>();
-    int size = of_rows[part.row].count * GROUP * D / 4, mine = nth - item.first, stop = (mine + 1) * size / shares;
-    for (int i = mine * size / shares + threadIdx.x; i < stop; i += THREADS) {
-      int pair = i / (D / 4), at = i % (D / 4) * 4;
+    // Of many parts a thread merges every fourth.
+    int size = of.count * GROUP * D / 4, mine = nth - item.first, stop = (mine + 1) * size / shares, every = shares < 8 ? 1 : 4;
+#pragma unroll 1
+    for (int base = mine * size / shares; base < stop; base += THREADS / every) {
+      int i = base + threadIdx.x / every, pair = min(i, stop - 1) / (D / 4), column_of = min(i, stop - 1) % (D / 4) * 4;
       float most = LOW, all = 0;
       float4 value = make_float4(0, 0, 0, 0);
-#pragma unroll 8
-      for (int c = item.first; c <= item.last; c++) {
-        int place = (2 * c + (item.at >= c * line / programs)) * PAIRS + pair;
-        float2 of = __ldcg((const float2*)(weights + place * 2));
-        float4 part_of = __ldcg((const float4*)(partial + (size_t)place * D + at));
-        float now = fmaxf(most, of.x), old = power_of(most - now), share = power_of(of.x - now);
-        value.x = value.x * old + part_of.x * share, value.y = value.y * old + part_of.y * share;
-        value.z = value.z * old + part_of.z * share, value.w = value.w * old + part_of.w * share;
-        all = all * old + of.y * share, most = now;
+#pragma unroll 4
+      for (int c = item.first + threadIdx.x % every; c <= item.last; c += every) {
+        int place = (2 * c + (c == item.first)) * PAIRS + pair;
+        float2 of_part = __ldcg((const float2*)(weights + place * 2));
+        float4 sums_of = __ldcg((const float4*)(partial + (size_t)place * D + column_of));
+        float now = fmaxf(most, of_part.x), old = power_of(most - now), share = power_of(of_part.x - now);
+        value.x = value.x * old + sums_of.x * share, value.y = value.y * old + sums_of.y * share;
+        value.z = value.z * old + sums_of.z * share, value.w = value.w * old + sums_of.w * share;
+        all = all * old + of_part.y * share, most = now;
       }
-      const bf16* gate = gate_of(part, pair) + at;
-      *(uint2*)(out + place_of(part, pair) * D + at) = make_uint2(gated_result(value.x / all, value.y / all, gate),
-                                                                  gated_result(value.z / all, value.w / all, gate + 2));
+      for (int bit = 1; bit < every; bit *= 2) {
+        float now = fmaxf(most, __shfl_xor_sync(~0u, most, bit)), old = power_of(most - now);
+        float* own[] = {&all, &value.x, &value.y, &value.z, &value.w};
+#pragma unroll
+        for (int k = 0; k < 5; k++) *own[k] *= old, *own[k] += __shfl_xor_sync(~0u, *own[k], bit);
+        most = now;
+      }
+      if (i >= stop || threadIdx.x % every) continue;
+      const bf16* gate = gate_of(part, pair) + column_of;
+      *(uint2*)(out + place_of(part, pair) * D + column_of) =
+          make_uint2(gated_result(value.x / all, value.y / all, gate), gated_result(value.z / all, value.w / all, gate + 2));
     }
     together<THREADS>();
-    if (threadIdx.x == 0 && atomicAdd(counter, 1) == 2 * shares - 1) *counter = 0;
+    if (threadIdx.x == 0 && shares > 1 && atomicAdd(counter, 1) == 2 * shares - 1) *counter = 0;
   }
 }
