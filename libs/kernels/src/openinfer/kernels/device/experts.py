@@ -7,7 +7,7 @@ pairs than such tiles, each place in the order has a tile (FEW). A tile inside t
 once. EARLY: as for norm.start_next.
 
 IDS: few pairs are not sorted. `order` and `starts` are both the expert ids of the pairs then, at most IDS (a power of
-two). Each pair has a tile, and its number is its place.
+two). Each pair has a tile, and its number is its place. 1: all are of one token, whose experts are different.
 """
 
 # mypy: ignore-errors
@@ -17,7 +17,7 @@ import triton.language as tl
 from openinfer.kernels.device.formats import float8_operand, operand_row, word_column, word_place
 from openinfer.kernels.device.int4 import sum_of_groups
 from openinfer.kernels.device.linear import add_product
-from openinfer.kernels.device.norm import gated, start_next
+from openinfer.kernels.device.norm import gated, start_next, wait_ahead
 
 
 @triton.jit
@@ -57,6 +57,9 @@ def tile_of(
     both are counted among the pairs of the expert.
 
     A tile without work has begin >= end."""
+    if IDS == 1:
+        mine = tl.load(starts + tile)
+        return mine, mine * 0, (mine >= 0).to(tl.int32)
     if IDS:
         pair, mine = tl.arange(0, IDS), tl.load(starts + tile)
         given = tl.load(starts + pair, mask=pair < tl.num_programs(1), other=-1)
@@ -82,7 +85,10 @@ def pairs_of(order, expert, rm, end, CHOSEN: tl.constexpr, FIRST: tl.constexpr, 
     """Of a tile's places rm: whether they are before its `end`, and the rows of x that they read and of `out` that they
     write. From tokens to places if FIRST, else from places to pairs."""
     inside, place = rm < end, tl.minimum(rm, end - 1)
-    if IDS:
+    if IDS == 1:
+        place = rm * 0 + tl.program_id(1)
+        pair = place
+    elif IDS:
         one = tl.arange(0, IDS)
         given = tl.load(order + one, mask=one < tl.num_programs(1), other=-1)
         same = given == expert
@@ -132,14 +138,16 @@ def experts_product(
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
-    IDS: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Products of pairs with the weights of their experts. Grid (cdiv(N, BN), tiles).
 
     FIRST: from tokens x [T, K] to hidden rows out [pairs, N] in sorted order, the gated product with weight
     [EXPERTS, 2 N, K]. Else from hidden rows x [pairs, K] to out [pairs, N] in the order of pairs, with weight
-    [EXPERTS, N, K]. TALL: the weights are the tall operand, for tiles of few rows. SCALED: as in linear.py.
+    [EXPERTS, N, K]. TALL: the weights are the tall operand, for tiles of few rows. SCALED: as in linear.py. EARLY: as
+    for norm.wait_ahead.
     """
+    wait_ahead(EARLY)
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
@@ -306,19 +314,20 @@ def add_chosen(
 def experts_sums(
     x, hidden, weight, scales, expert_ids, expert_weights, N, K,
     CHOSEN: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALED: tl.constexpr,
-    ADDS: tl.constexpr,
+    ADDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The second product and add_chosen in one, for very few tokens: from hidden [pairs, K] in the order of pairs to x
     [T, N]. A program loads BN rows of all experts of its token at once, all BK >= K columns, and multiplies without the
     tensor cores. SCALED: as in linear.py; BN divides 128. CHOICES: CHOSEN or more, a power of two. Grid
-    (cdiv(N, BN), T)."""
+    (cdiv(N, BN), T). All but hidden and x is read before the wait: the kernel ahead has let this one start when the
+    choices were known."""
     RUN: tl.constexpr = min(BK, 128)  # columns of a scale
     on, choice = tl.program_id(0) * BN, tl.arange(0, CHOICES)
     rn, block = on + tl.arange(0, BN), tl.arange(0, BK // RUN)
     pair = tl.program_id(1) * CHOSEN + choice
     real = choice < CHOSEN
-    expert = tl.load(expert_ids + pair, mask=real, other=-1).to(tl.int64)
-    share = tl.load(expert_weights + pair, mask=expert >= 0, other=0.0).to(tl.float32)
+    expert = tl.load(expert_ids + pair, mask=real, other=-1, cache_modifier=".cg").to(tl.int64)
+    share = tl.load(expert_weights + pair, mask=expert >= 0, other=0.0, cache_modifier=".cg").to(tl.float32)
     column = block[:, None] * RUN + tl.arange(0, RUN)[None, :]
     inside = (expert >= 0)[:, None, None] & (column < K)[None, :, :]
     if SCALED:
@@ -329,7 +338,9 @@ def experts_sums(
     of_pairs = hidden + pair.to(tl.int64) * K
     value = tl.load(
         of_rows[:, :, None, None] + column[None, None, :, :], mask=inside[:, None, :, :], other=0.0
-    ).to(tl.float32)
+    )
+    start_next(EARLY)
+    value = value.to(tl.float32)
     of_pairs = of_pairs[:, None, None] + column[None, :, :]
     row = tl.load(of_pairs, mask=inside, other=0.0).to(tl.float32)
     part = tl.sum(value * row[:, None, :, :], 3)

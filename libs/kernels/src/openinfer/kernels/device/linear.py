@@ -13,14 +13,14 @@ row, scales [N] or [2 N] (GATED), which multiplies the row's sum.
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.norm import gated, weighted
+from openinfer.kernels.device.norm import gated, start_next, weighted
 
 
 @triton.jit
 def finish(out, value, mask, ADD: tl.constexpr):
     """Store float32 `value` at `out`, added to what is there if ADD."""
     if ADD:
-        value += tl.load(out, mask=mask, other=0.0).to(tl.float32)
+        value += tl.load(out, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     tl.store(out, value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -90,9 +90,10 @@ def dequantize(out, weight, scales, part, N, K, BN: tl.constexpr):
 def gemv(
     out, x, gain, weight, scales, N, K, eps,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-    ADD: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CODED: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CODED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """M = 1, on the CUDA cores: BN rows of the weights a program. Grid (cdiv(N, BN),).
+    """M = 1, on the CUDA cores: BN rows of the weights a program, the first columns read before the wait
+    (norm.start_next). Grid (cdiv(N, BN),).
 
     NORM: 0, or a power of two >= K: then x is normalised first; every program does that for itself, while its first
     weights are on their way. CODED: x is codes of float8, whose scale [1] is at `gain`; SCALED is 2.
@@ -106,6 +107,7 @@ def gemv(
     early = tl.load(row)
     if GATED:
         early_up = tl.load(up_row)
+    start_next(EARLY)
     scale = 1.0
     if NORM:
         whole = tl.arange(0, NORM)

@@ -64,11 +64,12 @@ def _gemv(p: Problem) -> Iterator[Command]:
     constants = {"BN": c.bn, "STAGES": c.stages, "NORM": power_of_two(p.k) if p.norm else 0}
     constants |= {"ADD": p.add, "GATED": p.gated, "CODED": p.x_scales is not None}
     name = "gemv"
+    early: bool | None = p.target.starts_early
     if form == Fp8(by_row=False) and c.bk % SCALE_BLOCK == 0:
-        name, more = "gemv_scaled", {"BLOCKS": c.bk // SCALE_BLOCK}
+        name, more, early = "gemv_scaled", {"BLOCKS": c.bk // SCALE_BLOCK}, None
     else:
         more = {"BK": c.bk, "SCALED": _scaled(form)}
-    yield launch(_DEVICE, name, (-(-p.n // c.bn),), args, constants | more, num_warps=c.warps)
+    yield launch(_DEVICE, name, (-(-p.n // c.bn),), args, constants | more, num_warps=c.warps, early=early)
 
 
 def _normed(p: Problem) -> Iterator[Command | Problem]:

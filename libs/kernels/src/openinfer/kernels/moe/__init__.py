@@ -62,8 +62,9 @@ class Pairs:
         return not self.fixed and self.count < self.count // places + self.experts
 
     def looked_through(self, places: int) -> int:
-        """UNSORTED where a product with `places` places a tile looks through the pairs; 0 where they are sorted."""
-        return UNSORTED if self.count <= UNSORTED and self.few(places) else 0
+        """UNSORTED where a product with `places` places a tile looks through the pairs, 1 where it has no need to; 0
+        where they are sorted."""
+        return (1 if self.tokens == 1 else UNSORTED) if self.count <= UNSORTED and self.few(places) else 0
 
     def tiles(self, places: int) -> int:
         """An upper bound of the number of tiles, with `places` places each."""

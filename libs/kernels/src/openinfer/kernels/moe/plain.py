@@ -151,7 +151,8 @@ class PlainExperts:
         args |= {**tensors(self, "expert_ids", "expert_weights"), "N": Aligned(n), "K": Aligned(k)}
         constants = {"CHOSEN": pairs.chosen, "CHOICES": choices, "BN": rows, "BK": columns}
         constants |= {"SCALED": scales is not None, "ADDS": self.adds}
-        return launch(_DEVICE, "experts_sums", (-(-n // rows), pairs.tokens), args, constants)
+        early = self.target.early(pairs.tokens)
+        return launch(_DEVICE, "experts_sums", (-(-n // rows), pairs.tokens), args, constants, early=early)
 
     def _add(self, pairs: Pairs) -> Launch:
         """The weighted results of a token, added up."""
@@ -200,4 +201,5 @@ class PlainExperts:
         own = {**own, "CHOSEN": pairs.chosen, "EXPERTS": pairs.experts, "BM": tile.bm, "BN": tile.bn}
         own |= {"E_BLOCK": power_of_two(pairs.experts), "FIRST": first, "FEW": pairs.few(tile.bm), "IDS": ids}
         grid, warps, stages = (-(-n // tile.bn), pairs.tiles(tile.bm)), tile.warps, tile.stages
-        return launch(module, kernel, grid, args, own, num_warps=warps, num_stages=stages)
+        early = self.target.early(pairs.tokens) if kernel == "experts_product" else None
+        return launch(module, kernel, grid, args, own, num_warps=warps, num_stages=stages, early=early)

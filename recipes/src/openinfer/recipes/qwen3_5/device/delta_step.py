@@ -9,16 +9,20 @@ row p % TAPS, no program reads a row that another one writes.
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.norm import start_next
 from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoid, silu
 
 
 @triton.jit
-def _inputs(channel, token, ring, weight, width, position, TAPS: tl.constexpr):
-    """The inputs of channels [N] at the last TAPS positions, newest first, zeros before position 0; and their taps."""
-    inputs = (tl.load(token + channel),)
+def _old_inputs(channel, ring, weight, width, position, real, TAPS: tl.constexpr):
+    """The inputs of channels [N] at the TAPS - 1 positions before, newest first, zeros before position 0; and all
+    taps."""
+    inputs = ()
     for back in tl.static_range(1, TAPS):
         row = (position - back + TAPS) % TAPS * width
-        inputs += (tl.load(ring + row + channel, mask=position >= back, other=0.0),)
+        inputs += (
+            tl.load(ring + row + channel, mask=real & (position >= back), other=0.0, cache_modifier=".cg"),
+        )
     for back in tl.static_range(TAPS):
         inputs += (tl.load(weight + channel * TAPS + TAPS - 1 - back),)
     return inputs
@@ -47,13 +51,15 @@ def delta_step(
     out, qkv, z, ba, conv_weight, decay, dt_bias, norm_weight, conv_state, state, slots, q_starts, seq_lens, alive,
     state_from, state_to, partial, arrived, qkv_stride, z_stride, ba_stride, conv_stride, state_stride, eps, tokens,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, BV: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows of exactly one token, and zeros for the tokens from the last row's end to `tokens`. Grid (heads * parts
     of BV columns, rows): the part of a head that arrives last does the norm.
 
     partial: float32 [rows, heads, DV]; arrived: int32 [rows, heads], zero before and after. Loads are issued in three
     waves, each as early as its addresses are known. An SM holds only a few programs, and a program that waits for an
-    address has no load in flight.
+    address has no load in flight. EARLY: all but the inputs of this token is read before the wait (norm.start_next), so
+    no kernel ahead in the step may write states.
     """
     PARTS: tl.constexpr = DV // BV
     head, part, row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
@@ -65,6 +71,22 @@ def delta_step(
     after, end = tl.load(q_starts + row + 1), tl.load(q_starts + rows)
     live, position = tl.load(alive + slot), tl.load(seq_lens + slot)
     source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
+    real = (after - first == 1) & (live != 0)
+
+    place = (head * DK + i[:, None]) * DV + j[None, :]
+    of_state = state + source * state_stride + place
+    s = tl.load(of_state, mask=real & (position > 0), other=0.0, cache_modifier=".cg").to(tl.float32)
+    tl.debug_barrier()  # else the assembler moves these loads behind loads that must wait
+    rate, bias = tl.load(decay + head), tl.load(dt_bias + head)
+    width: tl.constexpr = 2 * KEYS * DK + heads * DV
+    old, new = conv_state + source * conv_stride, conv_state + target * conv_stride
+    of_q = head // GROUP * DK + i
+    of_k = of_q + KEYS * DK
+    of_v = 2 * KEYS * DK + head * DV + j
+    q_old = _old_inputs(of_q, old, conv_weight, width, position, real, TAPS)
+    k_old = _old_inputs(of_k, old, conv_weight, width, position, real, TAPS)
+    v_old = _old_inputs(of_v, old, conv_weight, width, position, real, TAPS)
+    start_next(EARLY)
     for token in range(end + row, tokens, rows):
         tl.store(out + (token * heads + head) * DV + j, tl.zeros((BV,), dtype))
     if after - first != 1:
@@ -73,26 +95,17 @@ def delta_step(
     if live == 0:
         tl.store(to + j, tl.zeros((BV,), dtype))
         return
-
-    place = (head * DK + i[:, None]) * DV + j[None, :]
-    s = tl.load(state + source * state_stride + place, mask=position > 0, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # else the assembler moves these loads behind loads that must wait
     gates = ba + first * ba_stride + head
     a, b = tl.load(gates + heads), tl.load(gates)
-    rate, bias = tl.load(decay + head), tl.load(dt_bias + head)
     of_z = z + first * z_stride + head * DV
     if PARTS == 1:
         gate, weight = tl.load(of_z + j), tl.load(norm_weight + j)
-    width: tl.constexpr = 2 * KEYS * DK + heads * DV
     token = qkv + first * qkv_stride
-    old, new = conv_state + source * conv_stride, conv_state + target * conv_stride
     moved = (source != target) | (position == 0)
-    of_q = head // GROUP * DK + i
-    of_k = of_q + KEYS * DK
-    of_v = 2 * KEYS * DK + head * DV + j
-    q_in = _inputs(of_q, token, old, conv_weight, width, position, TAPS)
-    k_in = _inputs(of_k, token, old, conv_weight, width, position, TAPS)
-    v_in = _inputs(of_v, token, old, conv_weight, width, position, TAPS)
+    q_in, k_in, v_in = (tl.load(token + of_q),), (tl.load(token + of_k),), (tl.load(token + of_v),)
+    q_in += q_old
+    k_in += k_old
+    v_in += v_old
     q = _convolved(q_in, TAPS)
     k = _convolved(k_in, TAPS)
     v = _convolved(v_in, TAPS)

@@ -3,13 +3,15 @@ are drafts, and, where kernels are batch-invariant, rows of any length.
 
 A row first takes the drafts that its last step accepted. Their inputs are in `recent`, at positions modulo `ring_size`.
 The convolution's inputs at the positions before these are in the ring of the row's block. delta_token_inputs runs the
-convolution for all positions, and keeps its inputs. delta_tokens carries the states through the positions.
+convolution for all positions, and keeps its inputs. delta_tokens carries the states through the positions, which it
+reads before the wait of EARLY (norm.start_next): no kernel ahead in the step may write states.
 """
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.norm import start_next
 from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoid, silu
 
 
@@ -62,7 +64,7 @@ def delta_token_inputs(
     qkv, ba, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from, state_to, snapshot_ends,
     snapshot_blocks, recent, accepted, num_drafts, qkv_stride, ba_stride, conv_stride, recent_stride, made, snapshots,
     short, ring_size, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr,
-    TILE: tl.constexpr, BY_ROW: tl.constexpr, WIDE: tl.constexpr, GATES: tl.constexpr,
+    TILE: tl.constexpr, BY_ROW: tl.constexpr, WIDE: tl.constexpr, GATES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Queries, keys and values of rows of 1 to `short` tokens, float32 [places, channels] in made: from _made on, those
     of the positions after the row's state. The convolution's inputs go into the rings of the row's blocks, and the
@@ -71,6 +73,7 @@ def delta_token_inputs(
 
     WIDE: DK or DV, the larger; GATES: a power of two of at least twice the heads. Only the first tile reads what was
     kept of earlier steps: TILE is more than the accepted drafts and TAPS. Its program alone keeps anything, last."""
+    start_next(EARLY)
     part, row, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads: tl.constexpr = KEYS * GROUP
     width: tl.constexpr = 2 * KEYS * DK + heads * DV
@@ -146,7 +149,7 @@ def delta_tokens(
     snapshot_ends, snapshot_blocks, recent, accepted, num_drafts, z_stride, ba_stride, state_stride, recent_stride,
     made, snapshots, short, ring_size, partial, arrived, eps, tokens,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
-    BY_ROW: tl.constexpr, SNAPSHOTS: tl.constexpr,
+    BY_ROW: tl.constexpr, SNAPSHOTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows of 1 to `short` tokens, and zeros for the tokens from the last row's end to `tokens`. Grid (heads * parts
     of BV columns, rows): the part of a head that arrives last does the norm.
@@ -163,22 +166,24 @@ def delta_tokens(
     i, j, whole_j = tl.arange(0, DK), part * BV + tl.arange(0, BV), tl.arange(0, DV)
     dtype = out.dtype.element_ty
     slot, first, after = tl.load(slots + row), tl.load(q_starts + row), tl.load(q_starts + row + 1)
-    end = tl.load(q_starts + rows)
-    for padding in range(end + row, tokens, rows):
-        tl.store(out + (padding * heads + head) * DV + j, tl.zeros((BV,), dtype))
-    length = after - first
-    if (length == 0) | (length > short):
-        return
-    if tl.load(alive + slot) == 0:
-        for dead in range(first, after):
-            tl.store(out + (dead * heads + head) * DV + j, tl.zeros((BV,), dtype))
-        return
+    end, live, length = tl.load(q_starts + rows), tl.load(alive + slot) != 0, after - first
     start, drafted = tl.load(seq_lens + slot), ring_size > 0
     begin, stop = start - tl.load(accepted + slot, mask=drafted, other=0), start + length
     sure = stop - tl.load(num_drafts + row, mask=drafted, other=0)
     source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
-    place = (head * DK + i[:, None]) * DV + j[None, :]
-    s = tl.load(state + source * state_stride + place, mask=begin > 0, other=0.0).to(tl.float32)
+    place, known = (head * DK + i[:, None]) * DV + j[None, :], live & (begin > 0) & (length <= short)
+    s = tl.load(state + source * state_stride + place, mask=known, other=0.0, cache_modifier=".cg").to(
+        tl.float32
+    )
+    start_next(EARLY)
+    for padding in range(end + row, tokens, rows):
+        tl.store(out + (padding * heads + head) * DV + j, tl.zeros((BV,), dtype))
+    if (length == 0) | (length > short):
+        return
+    if live == 0:
+        for dead in range(first, after):
+            tl.store(out + (dead * heads + head) * DV + j, tl.zeros((BV,), dtype))
+        return
     of_row = _made(made, row, first, ring_size, width, BY_ROW)
     of_q, of_v = of_row + head // GROUP * DK + i, of_row + 2 * KEYS * DK + head * DV + j
     of_k = of_q + KEYS * DK

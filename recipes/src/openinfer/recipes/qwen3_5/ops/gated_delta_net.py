@@ -52,10 +52,11 @@ class Tuning:
     scan_stages: int = 3
     norm_warps: int = 8
     beside: bool = False  # whether decode rows and prompts are branches of the graph
+    early: bool = False  # whether the kernels of few tokens start before the one ahead has ended
     alone: bool = False  # whether every token goes by itself
 
 
-def choose_tuning(target: Target, heads: int, rows: int) -> Tuning:
+def choose_tuning(target: Target, heads: int, rows: int, tokens: int) -> Tuning:
     """The tuning that was fastest on an H200.
 
     A few rows run in small parts, so that there are enough programs for the SMs. Decode rows run beside prompts only
@@ -64,8 +65,8 @@ def choose_tuning(target: Target, heads: int, rows: int) -> Tuning:
     if target.batch_invariant:
         return Tuning(alone=True)
     if heads * rows <= 2 * target.num_sms:
-        return Tuning(step_columns=32, step_warps=1)
-    return Tuning(beside=heads * rows > 32 * target.num_sms)
+        return Tuning(step_columns=32, early=target.early(tokens))
+    return Tuning(beside=heads * rows > 32 * target.num_sms, early=target.early(tokens))
 
 
 class Sizes(NamedTuple):
@@ -174,12 +175,13 @@ def delta_launches(a: DeltaArgs[Tensor], tuning: Tuning) -> Iterator[Command]:
     have accepted some in the step before."""
     tokens, rows = a.out.shape[0], a.slots.shape[0]
     if tuning.alone:
-        yield from _token_by_token(a, tokens, alone=True)
+        yield from _token_by_token(a, tokens, alone=True, early=False)
     elif a.recent is not None:
         short = a.recent.shape[1] // 2
         if a.max_q_len > short:
             yield from _chunks(a, tuning, short)
-        yield from _token_by_token(a, tokens if a.max_q_len <= short else 0, alone=False)
+        every = a.max_q_len <= short
+        yield from _token_by_token(a, tokens if every else 0, alone=False, early=tuning.early and every)
     elif a.max_q_len == 1:
         yield _step(a, tuning, tokens)
     elif rows == 1:  # a prompt: that it may have one token left is not worth a launch in every step
@@ -201,11 +203,12 @@ def _step(a: DeltaArgs[Tensor], tuning: Tuning, tokens: int) -> Launch:
     args |= {**_strides(a, "qkv", "z", "ba", "conv_state", "state"), "eps": a.eps, "tokens": tokens}
     grid, constants = (heads * (dv // columns), rows), _sizes(a) | _taps(a) | {"BV": columns}
     warps, registers = tuning.step_warps, tuning.step_registers
-    name = "delta_step"
-    return op.launch(_DEVICE + name, name, grid, args, constants, num_warps=warps, max_registers=registers)
+    name, early = "delta_step", tuning.early and a.max_q_len == 1
+    spec = _DEVICE + name, name, grid, args, constants
+    return op.launch(*spec, num_warps=warps, max_registers=registers, early=early)
 
 
-def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterator[Launch]:
+def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool, early: bool) -> Iterator[Launch]:
     """Zeros for the tokens from the last row's end to `tokens`, and rows of at most half the places of `recent`. alone:
     rows of any length, by kernels that are the same for every step."""
     (_, heads, dk, dv), (rows, snapshots) = a.state.shape, a.snapshot_ends.shape
@@ -224,7 +227,7 @@ def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterat
     args |= {**_strides(a, "qkv", "ba", "conv_state"), **made}
     inputs = constants | _taps(a) | {"TILE": tile, "WIDE": max(dk, dv), "GATES": op.power_of_two(2 * heads)}
     programs = 2 * a.sizes.key_heads + heads + 1, rows, max(1, min(-(-short // tile), DEALT // rows))
-    yield op.launch(_TOKENS, "delta_token_inputs", programs, args, inputs)
+    yield op.launch(_TOKENS, "delta_token_inputs", programs, args, inputs, early=early)
     constants |= {"SNAPSHOTS": op.power_of_two(snapshots)}
     columns = min(ALONE_COLUMNS if alone else VERIFIED_COLUMNS, dv)
     out = Scratch((tokens, heads, dv), a.out.dtype) if alone else a.out
@@ -236,7 +239,8 @@ def _token_by_token(a: DeltaArgs[Tensor], tokens: int, *, alone: bool) -> Iterat
     args = {"out": out, **own, **rest, **_strides(a, "z", "ba", "state"), **made, **sums}
     args |= {"eps": a.eps, "tokens": tokens}
     grid = (heads * (dv // columns), rows)
-    yield op.launch(_TOKENS, "delta_tokens", grid, args, constants | {"BV": columns, **without}, num_warps=1)
+    spec = _TOKENS, "delta_tokens", grid, args, constants | {"BV": columns, **without}
+    yield op.launch(*spec, num_warps=1, early=early)
     if alone:
         args = {"out": a.out, "o": out, **op.tensors(a, "z", "norm_weight"), **_strides(a, "z"), "eps": a.eps}
         yield op.launch(_TOKENS, "delta_token_norm", (tokens, heads), args, {"DV": dv}, num_warps=1)
@@ -423,7 +427,7 @@ def _launches(target: Target, a: DeltaArgs[Tensor]) -> Iterator[Command]:
     op.require(
         taps == op.power_of_two(taps), f"the convolution has {taps} taps; on a GPU it has a power of two"
     )
-    yield from delta_launches(a, choose_tuning(target, sizes.value_heads, a.slots.shape[0]))
+    yield from delta_launches(a, choose_tuning(target, sizes.value_heads, a.slots.shape[0], a.out.shape[0]))
 
 
 def _cost(workload: Workload, a: DeltaArgs[Tensor]) -> Cost:
@@ -492,6 +496,6 @@ def variants(target: Target, case: op.OpCase) -> Iterator[tuple[str, op.Commands
             for columns in (32, 64, 128)
             for warps in (1, 2, 4)
         }
-    chosen = choose_tuning(target, a.sizes.value_heads, a.slots.shape[0])
+    chosen = choose_tuning(target, a.sizes.value_heads, a.slots.shape[0], a.out.shape[0])
     for name, change in changes.items():
         yield name, partial(delta_launches, tuning=replace(chosen, **change))
