@@ -4,7 +4,7 @@ A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice.
 has order[starts[e]] to order[starts[e + 1]]. The number of pairs of an expert is data. Expert e gets the tiles from
 starts[e] // BM + e on, which may be one more than its pairs fill; a tile without pairs ends at once. If there are fewer
 pairs than such tiles, each place in the order has a tile (FEW). A tile inside the BM places of another then ends at
-once. EARLY: as for norm.start_next.
+once. EARLY: as for norm.wait_ahead in products, as for norm.start_next elsewhere.
 
 IDS: few pairs are not sorted. `order` and `starts` are both the expert ids of the pairs then, at most IDS (a power of
 two). Each pair has a tile, and its number is its place. 1: all are of one token, whose experts are different.
@@ -144,8 +144,7 @@ def experts_product(
 
     FIRST: from tokens x [T, K] to hidden rows out [pairs, N] in sorted order, the gated product with weight
     [EXPERTS, 2 N, K]. Else from hidden rows x [pairs, K] to out [pairs, N] in the order of pairs, with weight
-    [EXPERTS, N, K]. TALL: the weights are the tall operand, for tiles of few rows. SCALED: as in linear.py. EARLY: as
-    for norm.wait_ahead.
+    [EXPERTS, N, K]. TALL: the weights are the tall operand, for tiles of few rows. SCALED: as in linear.py.
     """
     wait_ahead(EARLY)
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
@@ -201,12 +200,13 @@ def experts_product_float8(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FIRST: tl.constexpr, FEW: tl.constexpr, ARRANGED: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
-    IDS: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts_product of SCALED weights: int32 [EXPERTS, N, K / 4], or 2 N rows if FIRST, whose codes go from memory to
     the place in the operand that their own thread holds. K is a multiple of 128, and BN divides it. ARRANGED: x has
     each 128 columns in the order of word_column, and if FIRST so has `out`; many rows are copied faster so. WARPS: the
     launch's. Grid (cdiv(N, BN), tiles)."""
+    wait_ahead(EARLY)
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
@@ -242,10 +242,11 @@ def experts_rows(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
-    IDS: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts_product of SCALED weights for very few pairs: a program loads all BK >= K columns of its rows at once,
     and multiplies them with one pair after the other, without the tensor cores. BN divides 128."""
+    wait_ahead(EARLY)
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return
@@ -356,10 +357,11 @@ def experts_product_int4(
     out, x, weight, words, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
-    IDS: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts_product with codes uint8 [EXPERTS, N, K / 2], or 2 N rows if FIRST, and words int32 [.., K / GROUP].
     Grid (cdiv(N, BN), tiles)."""
+    wait_ahead(EARLY)
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return

@@ -11,7 +11,7 @@ import triton.language as tl
 from openinfer.kernels.device.experts import columns_of_x, pairs_of, store_rows, tile_of
 from openinfer.kernels.device.formats import _number, operand_row, own_part, packed_operand, word_column
 from openinfer.kernels.device.int4 import _sum_parts, load_words, pair, store_pairs, widening
-from openinfer.kernels.device.norm import gated
+from openinfer.kernels.device.norm import gated, wait_ahead
 
 _SCALES = """and.b32 l, $5, 0xFF; mad.lo.u32 l, l, 0x00100010, 0x6F806F80;
 shr.u32 h, $5, 8; and.b32 h, h, 0xFF; mad.lo.u32 h, h, 0x00100010, 0x6F806F80;"""
@@ -113,10 +113,11 @@ def experts_product_fp4(
     out, x, weight, scales, factors, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FIRST: tl.constexpr, FEW: tl.constexpr, ARRANGED: tl.constexpr, WARPS: tl.constexpr, PAIRS: tl.constexpr,
-    IDS: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts.experts_product with the tensors of project_fp4, [EXPERTS, N or 2 N if FIRST, ..]. K is a multiple of
     128. ARRANGED: as in experts_product_float8. Grid (cdiv(N, BN), tiles)."""
+    wait_ahead(EARLY)
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return

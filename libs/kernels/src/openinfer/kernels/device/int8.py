@@ -9,7 +9,7 @@ import triton.language as tl
 from openinfer.kernels.device.experts import pairs_of, store_rows, tile_of
 from openinfer.kernels.device.formats import own_part
 from openinfer.kernels.device.int4 import _sum_parts
-from openinfer.kernels.device.norm import gated
+from openinfer.kernels.device.norm import gated, wait_ahead
 
 
 @triton.jit
@@ -54,9 +54,10 @@ def experts_product_int8(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     FIRST: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    IDS: tl.constexpr,
+    IDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """experts.experts_product with codes int8 [EXPERTS, N, K], or 2 N rows if FIRST. Grid (cdiv(N, BN), tiles)."""
+    wait_ahead(EARLY)
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW, IDS)
     if begin >= end:
         return

@@ -201,5 +201,5 @@ class PlainExperts:
         own = {**own, "CHOSEN": pairs.chosen, "EXPERTS": pairs.experts, "BM": tile.bm, "BN": tile.bn}
         own |= {"E_BLOCK": power_of_two(pairs.experts), "FIRST": first, "FEW": pairs.few(tile.bm), "IDS": ids}
         grid, warps, stages = (-(-n // tile.bn), pairs.tiles(tile.bm)), tile.warps, tile.stages
-        early = self.target.early(pairs.tokens) if kernel == "experts_product" else None
+        early = self.target.early(pairs.tokens)
         return launch(module, kernel, grid, args, own, num_warps=warps, num_stages=stages, early=early)
