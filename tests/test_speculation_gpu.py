@@ -85,7 +85,8 @@ def test_tokens_are_those_without_drafts(pair: tuple[Any, Any]) -> None:
     stats = drafted.engine.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hit_tokens > 0
-    assert 0.4 * stats.draft_tokens < stats.accepted_draft_tokens < 0.6 * stats.draft_tokens
+    # Which drafts are asked for depends on when steps end; the first one of a row is right in three of four.
+    assert 0.4 * stats.draft_tokens < stats.accepted_draft_tokens < 0.75 * stats.draft_tokens
     assert (stats.compiles_after_ready, stats.allocations_after_ready) == (0, 0)
 
 
