@@ -10,7 +10,8 @@
     ops      the lines of single ops (`openinfer.kernels.GPUS`), fitted to ledgers: calls of one op, replayed alone.
              The steps of Qwen3-4B and Qwen3.5-4B give how much longer an op takes in a step than alone. An entry of
              a ledger has the mean time of all layers' calls, but the cost of the first.
-    products the lines of products with packed weights, one for each format, from recorded steps of Qwen3-4B
+    products the lines of attention's sublayer, and of products with packed weights, one for each format, from recorded
+             steps of Qwen3-4B, and of Qwen3.5 in FP8
     mixtures the lines of experts_add by format, and of attention to latents, from calls of their kernels alone
 
 Without --write the tables are printed, and plans says what changed. Tests compare files and page with this checkout.
@@ -23,6 +24,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 import re
 import sys
 from collections import defaultdict
@@ -35,12 +37,23 @@ import numpy as np
 from openinfer.cli import recipe_flags
 from openinfer.cli.bench.serve import OfferedLoad
 from openinfer.cli.explain import ledger as bench_ledger
-from openinfer.cli.explain.segments import Outline
+from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.cli.plan import tiers as plan_tiers
 from openinfer.cli.plan.load import Agents, PlannedServer, Point
 from openinfer.cli.plan.text import name_of
 from openinfer.cli.tune import speed as tune_speed
-from openinfer.kernels import GPUS, H200, Cost, Figures, Lines, Parts, Speed, Workload
+from openinfer.kernels import (
+    GPUS,
+    H200,
+    Cost,
+    Figures,
+    Lines,
+    Parts,
+    Speed,
+    Target,
+    Workload,
+    attention_sublayer,
+)
 from openinfer.kernels.measure.speed_fit import MeasuredCalls, errors, fit_lines, fit_speed
 from openinfer.kernels.measure.speeds import FOLDER, PRODUCT, dump_lines
 from openinfer.recipes.engine import Source
@@ -159,10 +172,11 @@ def steps(figures: Figures = GPUS[H200.gpu]) -> Iterator[tuple[str, str, float, 
 
 
 @functools.cache
-def outline(model: str, gpus: int, flags: tuple[str, ...]) -> Outline:
-    """The engine of a published model on GPUs that share it."""
+def outline(model: str, gpus: int, flags: tuple[str, ...], target: Target = H200) -> Outline:
+    """The engine of a published model on GPUs that share it. Most steps here were recorded before attention's sublayer
+    was one launch, so the default is without kernels of CUDA C++."""
     _, asked = recipe_flags.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
-    return Outline(asked.recipe, asked.source(), asked.options, H200, ranks=gpus)
+    return Outline(asked.recipe, asked.source(), asked.options, target, ranks=gpus)
 
 
 def predicted(made: Outline, point: str, gpus: int, figures: Figures, *, links: bool = True) -> float:
@@ -454,13 +468,15 @@ def pace() -> tuple[Pace, list[float]]:
 
 
 class Packed(NamedTuple):
-    """Recorded steps of Qwen3-4B in a packed format, {point: milliseconds}. `alone`: microseconds of a layer's four
-    products by themselves, for a number of tokens, by the format's kernels or by the nearest that were measured."""
+    """Recorded steps of a model in a packed format, {point: milliseconds}. `alone`: microseconds of a layer's four
+    products by themselves, for a number of tokens, by the format's kernels or by the nearest that were measured; None
+    where only their sum is known."""
 
     format: str
     quantization: dict[str, Any]
     steps: dict[str, float]
-    alone: Callable[[int], list[float]]
+    alone: Callable[[int], list[float]] | None
+    model: str = "qwen3-4B"
 
 
 LAYER = ("qkv", "o", "gate_up", "down")
@@ -468,7 +484,7 @@ LAYER = ("qkv", "o", "gate_up", "down")
 
 
 FEW_BITS = "few-bits-drafts-mixtures-2026-11-29-h200.json", "few-bits-2026-12-01-h200.json"
-OLDER = "{}/2026-11-24-h200-step.json"
+OLDER, FOUR_BITS = "{}/2026-11-24-h200-step.json", "four-bits-2026-11-30-h200.json"
 INTEGERS = {"symmetric": True, "num_bits": 8, "type": "int"}
 INT8 = {
     "quant_method": "compressed-tensors",
@@ -486,20 +502,25 @@ INT8 = {
 
 def packed() -> Iterator[Packed]:
     """What was measured of each format. INT4 and FP4 share rings and clusters; INT8 has FP8's kernels by token."""
-    recorded = [json.loads((RESULTS / name).read_text())["qwen3_4b_ms"] for name in FEW_BITS]
+    files = [json.loads((RESULTS / name).read_text()) for name in FEW_BITS]
+    recorded = [file["qwen3_4b_ms"] for file in files]
     for name, quantization, key, older, alone in (
         ("INT4", AWQ, "int4", "qwen3-4b-int4", _clusters),
         ("FP4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", "", _clusters),
         ("INT8", INT8, "int8 (W8A8)", "", functools.partial(_codes, "token", 8)),
-        ("FP8", FP8, "", "qwen3-4b-fp8", functools.partial(_codes, "block", 1)),
+        ("FP8", FP8, "fp8", "qwen3-4b-fp8", functools.partial(_codes, "block", 1)),
     ):
         steps = _device_ms(OLDER.format(older)) if older else {}
+        steps |= _four_bits("Qwen3-4B-FP8, cache in bf16") if name == "FP8" else {}
         for newer in recorded:
             steps |= {point: ms["device"] for point, ms in newer.get(key, {}).items()}
         if name == "FP4":  # no longer prompt was recorded: bf16's, and what a prompt of 1,024 takes more
             more = steps["prefill:1024"] - recorded[0]["bf16"]["prefill:1024"]["device"]
             steps["prefill:4096"] = _device_ms(DENSE_STEPS["qwen3-4B"][0])["prefill:4096"] + more
         yield Packed(name, quantization, steps, alone)
+    newest = {point: ms["device"] for point, ms in files[1]["qwen3_5_4b_ms"]["fp8"].items()}
+    yield Packed("FP8", FP8, _device_ms(OLDER.format("qwen3_5-4b-fp8")) | newest, None, "qwen3_5-4B")
+    yield Packed("FP8", FP8, _four_bits("Qwen3.5-27B-FP8"), None, "qwen3_5-27B")
 
 
 def _device_ms(file: str) -> dict[str, float]:
@@ -508,9 +529,18 @@ def _device_ms(file: str) -> dict[str, float]:
     return {step["point"]: step["device_ms"] for step in found if "device_ms" in step}
 
 
+def _four_bits(name: str) -> dict[str, float]:
+    """The steps of a model of FOUR_BITS by their points, which stand behind its name, or above all."""
+    found = json.loads((RESULTS / FOUR_BITS).read_text())["steps"]
+    own = next((each for each in found if each.startswith(f"{name} decode")), name)
+    points = re.findall(r"decode:\S+", own) or found["columns"]
+    return dict(zip(points, found[own], strict=True))
+
+
 def _codes(kind: str, fewest: int, tokens: int) -> list[float]:
     """The best of each product in a table of tiles; fewest: the least tokens with kernels of this kind. The table ends
-    with 1,024 tokens."""
+    with 1,024 tokens; 2 and 4 have the shares of 8."""
+    tokens = 8 if tokens in (2, 4) else tokens
     rows = json.loads((RESULTS / "kernels-codes-qwen3-4b-2026-11-23-h200.json").read_text())["results"]
     best = {row["name"]: min(us for us, _ in row["found"]) for row in rows
             if (row["kind"], row["tokens"]) == (kind, min(max(fewest, tokens), 1024))}  # fmt: skip
@@ -533,39 +563,58 @@ def _clusters(tokens: int) -> list[float]:
 
 @functools.cache
 def packed_outline(format: str, model: str = "qwen3-4B") -> Outline:
-    """A model in a format."""
+    """A model in a format, as engines take it now."""
     _, asked = recipe_flags.parse([model], "plan", __doc__, lambda parser: None, named=True)
-    (quantization,) = (one.quantization for one in packed() if one.format == format)
+    quantization = next(one.quantization for one in packed() if one.format == format)
     source = Source({**asked.source().config, "quantization_config": quantization})
-    return Outline(asked.recipe, source, asked.options, H200)
+    return Outline(asked.recipe, source, asked.options, SERVED)
 
 
 def packed_lines() -> dict[str, Lines]:
-    """The lines of products with packed weights: what other ops leave of each step is theirs, in the shares that they
-    have alone. So the time of a call and that of its bytes are told apart."""
-    found, own = {}, GPUS[H200.gpu]
-    for format, _, steps, alone in packed():
-        made, calls = packed_outline(format), []
+    """The lines of attention's sublayer, from steps in bf16, and of products with packed weights. What other ops leave
+    of each step is theirs; products have the shares that they have alone, so the time of a call and that of its bytes
+    are told apart. Where the sublayer is one launch, they are the MLP's."""
+    own, calls = GPUS[H200.gpu], defaultdict[str, list[MeasuredCalls]](list)
+    sublayer, made = attention_sublayer.name, outline("qwen3-4B", 1, (), SERVED)
+    for point, ms in _four_bits("Qwen3-4B").items():
+        (group,), seconds = _left(made, point, ms, sublayer, own)
+        calls[sublayer].append(MeasuredCalls(group.tokens, group.calls, group.cost, seconds))
+    own = own._replace(ops={**own.ops, sublayer: fit_lines(calls[sublayer], own.fitted)})
+    for format, _, steps, alone, model in packed():
         for point, ms in steps.items():
-            products = [group for group in groups(made, point) if group.kind.endswith(f", {format}")]
-            for step, workload in tune_speed.point_steps(made, point):
-                others = [call for call in step if not call.kind.endswith(f", {format}")]
-                ms -= 1e3 * sum(Parts.of(others, workload, own))
-            shares = alone(products[0].tokens)
+            products, seconds = _left(packed_outline(format, model), point, ms, f", {format}", own)
+            if alone is None:
+                total = functools.reduce(operator.add, (group.cost for group in products))
+                count = sum(group.calls for group in products)
+                calls[PRODUCT + format].append(MeasuredCalls(products[0].tokens, count, total, seconds))
+                continue
+            shares = alone(products[0].tokens)[-len(products) :]
             for group, share in zip(products, shares, strict=True):
-                seconds = 1e-3 * ms * share / sum(shares)
-                calls.append(MeasuredCalls(group.tokens, group.calls, group.cost, seconds))
-        found[PRODUCT + format] = fit_lines(calls, own.fitted)
-    return found
+                one = MeasuredCalls(group.tokens, group.calls, group.cost, seconds * share / sum(shares))
+                calls[PRODUCT + format].append(one)
+    return {name: fit_lines(found, own.fitted) for name, found in calls.items()}
+
+
+def _left(made: Outline, point: str, ms: float, kind: str, own: Figures) -> tuple[list[Group], float]:
+    """The calls of a step whose kind ends so, and the seconds that the others leave them."""
+    found = [group for group in groups(made, point) if group.kind.endswith(kind)]
+    for step, workload in tune_speed.point_steps(made, point):
+        others = [call for call in step if not call.kind.endswith(kind)]
+        ms -= 1e3 * sum(Parts.of(others, workload, own))
+    return found, 1e-3 * ms
 
 
 def packed_table() -> str:
     """Steps beside what the lines that there are give, in Markdown."""
-    table = ["| format | step | predicted / measured (ms) |", "| --- | --- | --- |"]
-    for one in packed():
-        for point, ms in one.steps.items():
-            guess = predicted(packed_outline(one.format), point, 1, GPUS[H200.gpu])
-            table.append(f"| {one.format} | {point} | {Figure('step p50', guess, ms)} |")
+    table = ["| model | step | predicted / measured (ms) |", "| --- | --- | --- |"]
+    every = [
+        (f"{one.model} {one.format}", packed_outline(one.format, one.model), one.steps) for one in packed()
+    ]
+    every.append(("qwen3-4B", outline("qwen3-4B", 1, (), SERVED), _four_bits("Qwen3-4B")))
+    for name, made, steps in every:
+        for point, ms in steps.items():
+            guess = predicted(made, point, 1, GPUS[H200.gpu])
+            table.append(f"| {name} | {point} | {Figure('step p50', guess, ms)} |")
     return "\n".join(table)
 
 

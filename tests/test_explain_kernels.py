@@ -1,4 +1,4 @@
-"""`openinfer explain` and `plan` count the kernels of an engine on an H200. Predictions keep those that were fitted."""
+"""`openinfer explain` and `plan` count the kernels of an engine on an H200, and predict with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openinfer.cli import explain, plan, recipe_flags
 from openinfer.cli.explain.ledger import Machine
 from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.cli.plan.load import PlannedServer
-from openinfer.kernels import GPUS, H200, CudaSpec, Parts, Workload
+from openinfer.kernels import GPUS, H200, CudaSpec, Parts, Workload, attention_sublayer
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import kernel_specs
 from openinfer.recipes.qwen3 import RECIPE
@@ -59,14 +59,12 @@ def test_explain_assumes_nothing_of_an_engine_without_kernels_of_cuda(
     assert re.search(r"^  kernels: \d+$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_explain_predicts_with_the_kernels_that_speeds_were_fitted_to(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    triton = outline(H200)
-    fitted, engine = (explain.predicted(triton.decode(2, 1024), target, 1) for target in (H200, ENGINE))
-    assert fitted != engine  # other shares of the same time
+def test_explain_predicts_with_the_kernels_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = outline(ENGINE).decode(2, 1024)
+    triton, engine = (explain.predicted(steps, target, 1) for target in (H200, ENGINE))
+    assert float(engine.split()[0]) < float(triton.split()[0])  # attention's sublayer is one launch
     assert explain.main(["qwen3-8B", *STEP]) == 0
-    assert f"predicted on an NVIDIA H200: {fitted}\n" in capsys.readouterr().out
+    assert f"predicted on an NVIDIA H200: {engine}\n" in capsys.readouterr().out
 
 
 def test_plan_has_the_memory_of_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,11 +77,13 @@ def test_plan_has_the_memory_of_an_engine(tmp_path: Path, capsys: pytest.Capture
     assert ASSUMED in capsys.readouterr().out
 
 
-def test_a_server_predicts_with_the_kernels_that_speeds_were_fitted_to() -> None:
+def test_kernels_that_join_calls_alone_change_the_time_of_a_server() -> None:
     _, asked = recipe_flags.parse(["qwen3-8B"], "plan", None, lambda parser: None, named=True)
     figures = GPUS[H200.gpu]
-    served, fitted = (PlannedServer(asked, target, figures, 1).outline.steps for target in (SERVED, H200))
-    assert list(served) == list(fitted)
+    served, triton = (PlannedServer(asked, target, figures, 1).outline.steps for target in (SERVED, H200))
+    assert list(served) == list(triton)
     for shape, calls in served.items():
         workload = Workload(shape.tokens, shape.rows, 1000, 1000)
-        assert Parts.of(calls, workload, figures) == Parts.of(fitted[shape], workload, figures)
+        own, other = (sum(Parts.of(each, workload, figures)) for each in (calls, triton[shape]))
+        joined = any(call.op is attention_sublayer for call in calls)
+        assert own < other if joined else own == pytest.approx(other), shape

@@ -341,18 +341,18 @@ def test_the_speeds_are_those_of_the_recorded_steps(predicted: ModuleType) -> No
 def test_recorded_steps_refit_the_speeds_and_a_plan_takes_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = ROOT / "benchmarks" / "results" / "qwen3-4b" / "2026-11-23-h200-step-one-commit.json"
+    steps = ROOT / "benchmarks" / "results" / "qwen3_5-4b" / "2026-11-23-h200-step-one-commit.json"
     out = tmp_path / "speeds.json"
-    assert tune.main(["qwen3-4B", "--from-trace", str(steps), "--out", str(out)]) == 0
+    assert tune.main(["qwen3_5-4B", "--from-trace", str(steps), "--out", str(out)]) == 0
     assert "10 steps:" in capsys.readouterr().out
     flags = ["--rate", "4", "--compare", f"--speeds {out}"]
-    usual, own = served(tmp_path, "qwen3-4B", *flags)["results"]
+    usual, own = served(tmp_path, "qwen3_5-4B", *flags)["results"]
     ratio = own["points"][1]["tpot_ms"]["p50"] / usual["points"][1]["tpot_ms"]["p50"]
     assert ratio != 1
     assert 0.95 < ratio < 1.05
     data = json.loads(out.read_text())
     out.write_text(json.dumps({**data, "gpu": "NVIDIA H999"}))
-    assert plan.main(["qwen3-4B", "--speeds", str(out)]) == 1
+    assert plan.main(["qwen3_5-4B", "--speeds", str(out)]) == 1
     assert "has the speeds of NVIDIA H999" in capsys.readouterr().err
     assert tune.main(["qwen3-4B", "--from-trace", __file__]) == 1
     assert "is neither a file of --trace" in capsys.readouterr().err

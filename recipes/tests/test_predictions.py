@@ -44,8 +44,8 @@ FORMATS: dict[str, Json] = {
 }  # fmt: skip
 PACKED: dict[tuple[str, str], tuple[float, ...]] = {
     ("qwen3", "INT4"): (1.268, 2.035, 3.641, 16.378), ("qwen3", "NVFP4"): (1.318, 2.158, 3.905, 16.938),
-    ("qwen3", "INT8"): (2.496, 2.845, 3.703, 14.542), ("qwen3", "FP8"): (2.119, 2.581, 3.673, 10.666),
-    ("qwen3_5", "FP8"): (1.959, 2.656, 3.737, 11.851),  # no line was fitted to these
+    ("qwen3", "INT8"): (2.496, 2.845, 3.703, 14.542), ("qwen3", "FP8"): (1.452, 2.230, 3.553, 11.014),
+    ("qwen3_5", "FP8"): (1.771, 2.433, 3.674, 11.859),
 }  # fmt: skip
 """Of 4B, by recipe and format: milliseconds of 1, 8 and 32 rows at 1,024 tokens, and of a prompt of 1,024."""
 
@@ -54,11 +54,10 @@ V32 = deepseek_v3.published.config_json("DeepSeek-V3.2") | {
     "num_nextn_predict_layers": 0,
 }
 MIXTURES: dict[str, tuple[Recipe[Any], Json, list[tuple[int, int, int, float, int]]]] = {
-    "V3.2 of six layers": (deepseek_v3.RECIPE, V32, [
-        (1, 8192, 0, 2.119, 256), (16, 8192, 0, 4.596, 96), (32, 8192, 0, 5.638, 92),
-    ]),
+    # One row was measured with other kernels of one token.
+    "V3.2 of six layers": (deepseek_v3.RECIPE, V32, [(16, 8192, 0, 4.596, 96), (32, 8192, 0, 5.638, 92)]),
     "35B-A3B FP8": (qwen3_5.RECIPE, {**qwen3_5.RECIPE.published()["35B-A3B"], "quantization_config": FORMATS["FP8"]}, [
-        (1, 8192, 0, 3.085, 256), (16, 8192, 0, 8.37, 256), (0, 0, 4096, 51.339, 256), (0, 0, 8192, 102.650, 256),
+        (1, 8192, 0, 2.751, 256), (16, 8192, 0, 7.643, 256), (0, 0, 4096, 51.339, 256), (0, 0, 8192, 102.650, 256),
     ]),
     **{f"30B-A3B {format}": (
         qwen3.RECIPE, {**qwen3.RECIPE.published()["30B-A3B"], "quantization_config": FORMATS.get(format)},
@@ -125,10 +124,10 @@ def test_predictions_are_near_what_was_measured(recipe: Recipe[Any], size: str, 
 
 @pytest.mark.parametrize(("name", "format"), PACKED)
 def test_predictions_of_packed_weights_are_nearer(name: str, format: str) -> None:
-    """A control: with the lines of plain weights some figure is farther off."""
+    """As engines take an H200 by default. A control: with the lines of plain weights some figure is farther off."""
     recipe: Recipe[Any] = {"qwen3": qwen3.RECIPE, "qwen3_5": qwen3_5.RECIPE}[name]
     config = {**recipe.published()["4B"], "quantization_config": FORMATS[format]}
-    planned, own = Planned(recipe, config), GPUS[H200.gpu]
+    planned, own = Planned(recipe, config, target=replace(H200, nvrtc=True)), GPUS[H200.gpu]
     plain = own._replace(ops={op: lines for op, lines in own.ops.items() if not op.startswith("product, ")})
     off: list[list[float]] = []
     for rows, measured in zip((1, 8, 32, 0), PACKED[name, format], strict=True):
@@ -139,7 +138,7 @@ def test_predictions_of_packed_weights_are_nearer(name: str, format: str) -> Non
         ]
         off.append([abs(seconds * 1e3 / measured - 1) for seconds in found])
     ours, control = zip(*off, strict=True)
-    assert max(ours) < 0.15 < max(control)
+    assert max(ours) < 0.05 < 0.15 < max(control)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

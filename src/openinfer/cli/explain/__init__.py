@@ -83,7 +83,7 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     lines = trace(steps, outline.target, machine(args), measured)
     print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
     print(table(lines, bool(measured)))
-    print(f"  predicted on an {H200.gpu}: {predicted(steps, outline.fitted, ranks)}")
+    print(f"  predicted on an {H200.gpu}: {predicted(steps, outline.target, ranks)}")
     print(f"  {outline.kernels}")
     for how, count in exchanges(steps, outline.target).items():
         print(f"  between ranks: {count} x {how}")

@@ -67,10 +67,10 @@ class Outline:
     """An engine with these options on the null device: its steps can be traced, its memory counted. Needs no GPU.
 
     `memory`: bytes by their use, without the cache; `fixed_bytes`: all of them. `target`: the GPU that the plan is for.
-    `fitted`: the same with the kernels that speeds were fitted to, which are Triton's. `max_model_len`: tokens of a
-    sequence, where the cache has room for them. cache_form: of the cache of keys and values. `groups`: the kinds of the
-    cache, with the fewest blocks. `parts`: GPUs that each hold a part of a block of the cache. ranks: GPUs that share
-    the model, by default as the options say; of several, this is the first one's part. memory_bytes: of each GPU.
+    `max_model_len`: tokens of a sequence, where the cache has room for them. cache_form: of the cache of keys and
+    values. `groups`: the kinds of the cache, with the fewest blocks. `parts`: GPUs that each hold a part of a block of
+    the cache. `steps`: the calls of every recorded step by its shape. ranks: GPUs that share the model, by default as
+    the options say; of several, this is the first one's part. memory_bytes: of each GPU.
     """
 
     def __init__(
@@ -81,7 +81,6 @@ class Outline:
         blueprint: Any = recipe.blueprint(source, options, ranks=ranks)
         limits = decide(options, Device("cuda"), blueprint)
         self.target = options_target(options, target)
-        self.fitted = replace(self.target, nvrtc=False)
         plan = make_start_plan(blueprint, limits, buckets_for(blueprint, limits), self.target)
         self._plan = plan = with_room(plan, blueprint, options, self.target, memory_bytes)
         self._blueprint, self._limits = blueprint, plan.limits
@@ -90,6 +89,7 @@ class Outline:
         self.max_model_len, self.cache_form = limits.max_model_len, limits.cache
         self.groups, self.parts = blueprint.groups(limits), 1 if blueprint.cache_is_alike else ranks
         self.model, self.fixed_bytes = plan.model, plan.fixed_bytes + OUTSIDE_BYTES
+        self.steps: Mapping[Shape, Sequence[Call]] = plan.steps
         rows, own = self.model.batch.rows, dict(blueprint.memory(self.model))
         own["activations"] += self.model.batch.nbytes
         if self.model.batch.adapters is not None:
@@ -100,13 +100,6 @@ class Outline:
             "workspace": plan.scratch_bytes + plan.zeroed_bytes,
             "outside the arena": OUTSIDE_BYTES,
         }
-
-    @functools.cached_property
-    def steps(self) -> Mapping[Shape, Sequence[Call]]:
-        """The calls of every recorded step by its shape, for predictions: with the kernels of `fitted`."""
-        if self.fitted == self.target:
-            return self._plan.steps
-        return make_start_plan(self._blueprint, self._limits, self.buckets, self.fitted).steps
 
     @property
     def kernels(self) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from openinfer.cli import recipe_flags, recipes
 from openinfer.cli.bench.record import add_record_arguments, progress, record, write
 from openinfer.cli.bench.serve import OfferedLoad
-from openinfer.cli.explain.segments import SERVED
 from openinfer.cli.plan import text, tiers
 from openinfer.cli.plan.compare import Objectives, Variant, alternatives, choice
 from openinfer.cli.plan.load import Agents, PlannedServer, Point
@@ -147,8 +146,7 @@ def _server(args: argparse.Namespace, asked: Asked) -> PlannedServer:
         agents = Agents(args.turns, args.system, args.think_s, speeds)
     elif asked.options.kv_offload_gb or asked.options.kv_offload_disk_gb:
         raise BadFlags("tiers keep prefixes, and these prompts share none; give --turns too")
-    engine = target if target is speed.CPU else SERVED
-    server = PlannedServer(asked, engine, figures, gpus, acceptance, agents)
+    server = PlannedServer(asked, target, figures, gpus, acceptance, agents)
     server.policy()  # an unknown one is said before the work
     longest = args.turns * (args.input + args.output) + (args.system if agents else 0)
     if args.input < 1 or args.output < 2 or longest > server.max_model_len:

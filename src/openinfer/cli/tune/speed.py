@@ -14,7 +14,7 @@ from typing import Any
 
 from openinfer.cli.bench import points
 from openinfer.cli.bench.record import percentile
-from openinfer.cli.explain.segments import Outline
+from openinfer.cli.explain.segments import SERVED, Outline
 from openinfer.cli.tune import ops
 from openinfer.frontend.errors import FlagError
 from openinfer.graph import Shape
@@ -26,7 +26,7 @@ FEWEST = 4
 """Fewer steps than this do not fix three speeds."""
 CPU = dataclasses.replace(H200, gpu="CPU")
 """A CPU, whose ops are counted as a GPU's plan has them."""
-TARGETS = {H200.gpu: H200, CPU.gpu: CPU}
+TARGETS = {H200.gpu: SERVED, CPU.gpu: CPU}
 """The machines whose steps can be traced, by name."""
 FIRST = Speed(20e9, 50e9, 50e-6)
 """Where the fit to the steps of a CPU begins."""

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent / "speeds_of_ops"
-"""Lines by GPU; `benchmarks/predicted.py` writes them: with `ops --write` of single ops, with `products --write` of
-products with packed weights, with `mixtures --write` of mixtures and of attention to latents."""
+"""Lines by GPU; `benchmarks/predicted.py NAME --write` writes them: `ops` of single ops, `products` of products with
+packed weights and of attention's sublayer, `mixtures` of mixtures and of attention to latents."""
 PRODUCT = "product, "
 """Begins the name of the lines of dense products with weights of a packed format; the format's short name ends it."""
 
