@@ -28,8 +28,8 @@ static_assert(SUMS >= MOST_PAIRS, "pairs are sorted where sums lie later");
 
 #include "pairs.cuh"
 
-// Fill own_starts, which are zeros, head (find_tiles), and order with the pairs by expert; found is room for a number a
-// pair. For all threads.
+// Fill own_starts, which are zeros, head (find_tiles), and order with the pairs by expert, which those that multiply see
+// behind their next barrier; found is room for a number a pair. For all threads.
 __device__ __forceinline__ void sort_pairs(int* own_starts, int* head, unsigned short* order, int* found, const int* expert_ids,
                                            int pairs, int N) {
   for (int i = threadIdx.x; i < pairs; i += THREADS + 128) found[i] = __ldcg(expert_ids + i);
@@ -57,7 +57,8 @@ __device__ __forceinline__ void sort_pairs(int* own_starts, int* head, unsigned 
     find_tiles(own_starts, head, N);
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < pairs; i += THREADS + 128)
+  if (threadIdx.x >= THREADS) return;
+  for (int i = threadIdx.x; i < pairs; i += THREADS)
     if (found[i] >= 0) order[own_starts[found[i] >> 16] + (found[i] & 0xffff)] = i;
 }
 
