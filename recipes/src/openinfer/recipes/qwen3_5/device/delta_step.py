@@ -14,6 +14,12 @@ from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoi
 
 
 @triton.jit
+def of_batch(place):
+    """A number of the batch's arrays, read before the wait (norm.wait_ahead)."""
+    return tl.load(place, cache_modifier=".cg")
+
+
+@triton.jit
 def _old_inputs(channel, ring, weight, width, position, real, TAPS: tl.constexpr):
     """The inputs of channels [N] at the TAPS - 1 positions before, newest first, zeros before position 0; and all
     taps."""
@@ -67,10 +73,10 @@ def delta_step(
     rows = tl.num_programs(1)
     i, j, whole_j = tl.arange(0, DK), part * BV + tl.arange(0, BV), tl.arange(0, DV)
     dtype = out.dtype.element_ty
-    slot, first = tl.load(slots + row), tl.load(q_starts + row).to(tl.int64)
-    after, end = tl.load(q_starts + row + 1), tl.load(q_starts + rows)
-    live, position = tl.load(alive + slot), tl.load(seq_lens + slot)
-    source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
+    slot, first = of_batch(slots + row), of_batch(q_starts + row).to(tl.int64)
+    after, end = of_batch(q_starts + row + 1), of_batch(q_starts + rows)
+    live, position = of_batch(alive + slot), of_batch(seq_lens + slot)
+    source, target = of_batch(state_from + slot).to(tl.int64), of_batch(state_to + slot).to(tl.int64)
     real = (after - first == 1) & (live != 0)
 
     place = (head * DK + i[:, None]) * DV + j[None, :]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.norm import start_next
+from openinfer.recipes.qwen3_5.device.delta_step import of_batch
 from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoid, silu
 
 
@@ -165,12 +166,12 @@ def delta_tokens(
     rows = tl.num_programs(1)
     i, j, whole_j = tl.arange(0, DK), part * BV + tl.arange(0, BV), tl.arange(0, DV)
     dtype = out.dtype.element_ty
-    slot, first, after = tl.load(slots + row), tl.load(q_starts + row), tl.load(q_starts + row + 1)
-    end, live, length = tl.load(q_starts + rows), tl.load(alive + slot) != 0, after - first
-    start, drafted = tl.load(seq_lens + slot), ring_size > 0
-    begin, stop = start - tl.load(accepted + slot, mask=drafted, other=0), start + length
-    sure = stop - tl.load(num_drafts + row, mask=drafted, other=0)
-    source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
+    slot, first, after = of_batch(slots + row), of_batch(q_starts + row), of_batch(q_starts + row + 1)
+    end, live, length = of_batch(q_starts + rows), of_batch(alive + slot) != 0, after - first
+    start, drafted = of_batch(seq_lens + slot), ring_size > 0
+    begin, stop = start - tl.where(drafted, of_batch(accepted + slot), 0), start + length
+    sure = stop - tl.where(drafted, of_batch(num_drafts + row), 0)
+    source, target = of_batch(state_from + slot).to(tl.int64), of_batch(state_to + slot).to(tl.int64)
     place, known = (head * DK + i[:, None]) * DV + j[None, :], live & (begin > 0) & (length <= short)
     s = tl.load(state + source * state_stride + place, mask=known, other=0.0, cache_modifier=".cg").to(
         tl.float32
