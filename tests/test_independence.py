@@ -217,7 +217,7 @@ LINES = {
     "sampler": (4508, 3943),
     "scheduler": (4752, 3597),
     "frontend": (12924, 11753),
-    "recipes": (14573, 4168),
+    "recipes": (14572, 4168),
     "cli": (6487, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

@@ -64,9 +64,8 @@ def choose_tuning(target: Target, heads: int, rows: int, tokens: int) -> Tuning:
     """
     if target.batch_invariant:
         return Tuning(alone=True)
-    if heads * rows <= 2 * target.num_sms:
-        return Tuning(step_columns=32, early=target.early(tokens))
-    return Tuning(beside=heads * rows > 32 * target.num_sms, early=target.early(tokens))
+    columns, beside = 32 if heads * rows <= 2 * target.num_sms else 128, heads * rows > 32 * target.num_sms
+    return Tuning(step_columns=columns, beside=beside, early=target.early(tokens))
 
 
 class Sizes(NamedTuple):
