@@ -122,7 +122,7 @@ def main() -> int:
     names = args.names or [*CHECKS, *SUITES, *[ATTACKS] * args.all]
     from_wheel = "" if args.names or args.all else in_turn()
     longest = [LONGEST[0], from_wheel, *LONGEST[1:]]
-    outcomes = {}
+    outcomes, failures = {}, []
     with ThreadPoolExecutor(min(4, (os.cpu_count() or 1) + 2)) as lanes:
         order = sorted(names, key=lambda name: longest.index(name) if name in longest else len(longest))
         running = {
@@ -132,7 +132,11 @@ def main() -> int:
             outcome, printed = done.result()
             outcomes[outcome.name] = outcome
             print(f"== {outcome.name}: {outcome.seconds:.0f} s\n{printed}", end="", flush=True)
+            failures += (
+                [] if outcome.ok else [f"== {outcome.name}, its last lines:", *printed.splitlines()[-8:]]
+            )
     print_summary([outcomes[name] for name in names])
+    print("\n".join(failures))  # once more, where a log is read first
     return 0 if all(outcome.ok for outcome in outcomes.values()) else 1
 
 
