@@ -216,11 +216,9 @@ def sinkhorn(logits: Array, hc_eps: float, iters: int) -> Array:
     """float32 [T, n, n]: rows by softmax, then columns and rows normalised in turn."""
     eps = np.float32(hc_eps)
     c = np.exp(logits - logits.max(axis=2, keepdims=True))
-    c = c / c.sum(axis=2, keepdims=True) + eps
-    c = c / (c.sum(axis=1, keepdims=True) + eps)
-    for _ in range(iters - 1):
-        c = c / (c.sum(axis=2, keepdims=True) + eps)
-        c = c / (c.sum(axis=1, keepdims=True) + eps)
+    c = c / np.add.reduce(c, axis=2, keepdims=True) + eps
+    for axis in [1, *[2, 1] * (iters - 1)]:
+        c /= np.add.reduce(c, axis=axis, keepdims=True) + eps
     return np.asarray(c, np.float32)
 
 
