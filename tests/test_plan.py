@@ -36,7 +36,8 @@ FLAGS = ["--input", "100", "--output", "20", "--rate", "4,64"]
 
 @pytest.fixture(autouse=True, scope="module")
 def plans() -> Iterator[None]:
-    """Start plans are kept from test to test: half of them are asked for again, and they take a third of the time."""
+    """Start plans are kept from test to test: half of them are asked for again, and they take a third of the time.
+    A load has a third of the usual requests."""
     kept: dict[str, Any] = {}
     make = segments.make_start_plan
 
@@ -47,6 +48,9 @@ def plans() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "make_start_plan", once)
+        patch.setattr(plan, "SECONDS", 5.0)
+        patch.setattr(plan, "FEWEST", 32)
+        patch.setattr(plan, "MOST", 320)
         yield
 
 
@@ -256,7 +260,7 @@ def test_a_picture_has_a_curve_for_each(tmp_path: Path) -> None:
 
 def test_agents_find_more_where_there_are_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--kv-cache-memory-bytes", "8000000", "--max-model-len", "700", "--max-num-seqs", "8"]
-    flags = ["--turns", "5", "--input", "100", "--output", "20", "--system", "50", "--rate", "6", *small]
+    flags = ["--turns", "5", "--input", "100", "--output", "20", "--system", "50", "--rate", "18", *small]
     tiers = "--kv-offload-gb 0.001 --kv-offload-dir kv --kv-offload-disk-gb 1 --disk-rate 50,50"
     compared = ("--compare", "--kv-offload-gb 0.1", "--compare", tiers)
     alone, host, disk = served(tmp_path, str(TINY), *flags, *compared)["results"]
@@ -295,6 +299,7 @@ def test_the_page_has_the_table_of_tiers(predicted: ModuleType) -> None:
     assert found == predicted.tiers_table().strip(), "python benchmarks/predicted.py tiers --write"
 
 
+@pytest.mark.slow
 def test_the_page_has_the_rows_of_servers(predicted: ModuleType) -> None:
     found = predicted.part_of_page("rows")
     assert found == predicted.rows_table().strip(), "python benchmarks/predicted.py rows --write"

@@ -112,6 +112,7 @@ class TestQwen35TwoRanks(Suite):
     chunks = (17, 352)
 
 
+@pytest.mark.slow  # test_ranks has its tokens, beside faults
 class TestQwen35MixtureTwoRanks(Suite):
     recipe, checkpoint = QWEN3_5, FOLDER / "qwen3_5-moe-tiny"
     flags = {"snapshot_interval": 64, "tensor_parallel_size": 2}  # noqa: RUF012
@@ -146,7 +147,7 @@ class TestGlm5(Suite):
 class TestDeepSeekV4(Suite):
     recipe, checkpoint = DEEPSEEK_V4, FOLDER / "deepseek_v4-tiny"
     flags = {"activation_quantization": "off"}  # noqa: RUF012
-    chunks = (1, 129, 352)
+    chunks, more_chunks = (129, 352), (1,)
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ import httpx
 import pytest
 from served_streams import check_greedy_tokens, check_streams, mixed
 
+from openinfer.kernels.testing import of_the_day
+
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 FLAGS = ("--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", str(64 << 20))
 
@@ -52,7 +54,7 @@ def test_text_chat_and_a_batch_of_prompts(tiny: Any, start: Callable[..., Any]) 
         assert texts["usage"]["completion_tokens"] == 6
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", of_the_day(["1", "2"]))
 def test_64_streams_at_once_give_what_each_gives_alone(
     tiny: Any, start: Callable[..., Any], processes: str
 ) -> None:

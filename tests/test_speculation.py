@@ -337,7 +337,7 @@ def test_a_step_that_drafts_nothing_keeps_the_cache_of_the_layers_whole(
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", WITH_LAYERS)
+@pytest.mark.parametrize("name", of_the_day(WITH_LAYERS, 2))
 def test_tokens_that_layers_see_later_leave_the_same_cache(
     session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, Target
+from openinfer.kernels.testing import of_the_day
 from openinfer.kvpool import Pool
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.cache import V4Cache, eviction, groups
@@ -68,7 +69,7 @@ def nbytes_of(entry: Entry) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", of_the_day([*SIZES]))
 def test_published_sizes_have_their_inventory(size: str) -> None:
     config = Config.parse(config_json(size))
     entries = inventory(config, fp4_experts=True, mtp=True)
@@ -81,7 +82,7 @@ def test_published_sizes_have_their_inventory(size: str) -> None:
 
 
 def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
-    config, arena = Config.parse(config_json("Flash")), Arena(Device("null"), None)
+    config, arena = Config.parse(config_json("Flash", layers=8)), Arena(Device("null"), None)
     weights = Weights.allocate(config, arena, bfloat16, Format(fp4_experts=True, mtp=True))
     names = list(weights.places.names())
     entries = inventory(config, fp4_experts=True, mtp=True)

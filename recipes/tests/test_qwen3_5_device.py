@@ -346,7 +346,7 @@ INVARIANT = dataclasses.replace(SMALL, batch_invariant=True)
 STEPS = {
     "whole": [(24, 0, 0)],
     "cut": [(7, 0, 0), (1, 0, 0), (16, 0, 0)],
-    "one by one": [(1, 0, 0)] * 24,
+    "one by one": [(15, 0, 0)] + [(1, 0, 0)] * 9,
     "drafts": [(5, 0, 0), (1, 3, 2), (1, 3, 0), (1, 1, 1), (1, 2, 1), (11, 0, 0)],
 }  # of each: sure tokens, drafts, accepted ones
 

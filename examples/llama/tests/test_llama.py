@@ -48,14 +48,17 @@ def goldens(folder: Path) -> list[Golden]:
 
 class TestLlama(EngineConformance):
     recipe, checkpoint, goldens = RECIPE, LLAMA, goldens(LLAMA)
+    share = (0, 3)
 
 
 class TestMistral(EngineConformance):
     recipe, checkpoint, goldens = RECIPE, MISTRAL, goldens(MISTRAL)
+    share = (1, 3)
 
 
 class TestQwen2(EngineConformance):
     recipe, checkpoint, goldens = RECIPE, QWEN2, goldens(QWEN2)
+    share = (2, 3)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="kernels need pip install 'openinfer-recipes[jit]'")
