@@ -153,8 +153,16 @@ WEIGHTS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize(
+    ("op", "kind"),
+    # By default all ops with one kind of weight, and all kinds with one op.
+    [
+        pytest.param(op, kind, marks=() if op is norm_linear or kind == "bf16" else pytest.mark.slow)
+        for op in OPS
+        for kind in WEIGHTS
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
 def test_other_products_come_before_the_adapters(op: Op[Any], kind: str) -> None:
     """More tokens than one kernel has, and weights in few bits."""
     tokens = FEW_TOKENS + 6 if kind == "bf16" else 20
@@ -166,7 +174,7 @@ def test_other_products_come_before_the_adapters(op: Op[Any], kind: str) -> None
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-@pytest.mark.parametrize("tokens", [70, 133])
+@pytest.mark.parametrize("tokens", [70, pytest.param(133, marks=pytest.mark.slow)])
 def test_many_tokens(op: Op[Any], tokens: int) -> None:
     """Tiles of tokens with several adapters, several parts of K, and the gate in the last kernel."""
     parts = (128, 128) if op is not linear_add else (256,)
@@ -315,12 +323,15 @@ def test_a_block_has_at_most_two_projections(arena: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "n"), of_the_day([(rank, n) for rank in (16, 32, 64) for n in (8, 64, 128)])
+    ("rank", "n", "op"),
+    of_the_day([(rank, n, op.name) for op in OPS for rank in (16, 32, 64) for n in (8, 64, 128)]),
 )
 def test_clusters_with_adapters_compile_without_spills(
-    arena: Any, cubins: Any, resources: Any, rank: int, n: int
+    arena: Any, cubins: Any, resources: Any, rank: int, n: int, op: str
 ) -> None:
-    specs = {spec for product in PRODUCTS for spec in clusters_of(arena, product, n, rank)}
+    products = [product for product, (its, *_) in PRODUCTS.items() if its.name == op]
+    specs = {spec for product in products for spec in clusters_of(arena, product, n, rank)}
+    assert specs
     store = Store(90, cubins, folders=[])
     store.prepare(specs)
     for spec in specs:

@@ -1,6 +1,7 @@
 """add_lora: kernels against the reference, and the reference against merged weights."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,25 @@ class TestAddLora(OpConformance):
     op = add_lora
     cases = (
         Case(call(1, 192, (80,), [2]), {"out": 8e-3}),
-        Case(call(21, 208, (48, 32, 32), [3, 0, 1, 2, 0], norm=True, wide=16), {"out": 8e-3}),
-        Case(call(9, 1200, (200, 72, 16, 40), [1, 0], rank=64), {"out": 8e-3}),
         Case(call(37, 144, (96, 96), [0, 2, 1], add=False, norm=True), {"out": 8e-3}),
         Case(call(150, 128, (32, 16), [1, 0, 2], rank=32), {"out": 8e-3}),
-        Case(call(20, 4112, (272,), [1, 3], rank=32), {"out": 8e-3}),
-        Case(call(40, 128, (48, 32), [5, 0, 30, 1], places=30, norm=True), {"out": 8e-3}),
     )
+
+
+class TestAddLoraOfOtherSizes(OpConformance):
+    """The same kernels with other constants, which are compiled in the slow tests."""
+
+    op = add_lora
+    cases = (
+        Case(call(21, 208, (48, 32, 32), [3, 0, 1, 2, 0], norm=True, wide=16), {"out": 8e-3}),
+        Case(call(9, 1200, (200, 72, 16, 40), [1, 0], rank=64), {"out": 8e-3}),
+        Case(call(40, 128, (48, 32), [5, 0, 30, 1], places=30, norm=True), {"out": 8e-3}),
+        Case(call(20, 4112, (272,), [1, 3], rank=32), {"out": 8e-3}),
+    )
+
+    @pytest.mark.slow
+    def test_kernels_compile(self, tmp_path: Path) -> None:
+        super().test_kernels_compile(tmp_path)
 
 
 def test_a_step_of_many_tokens_and_one_that_must_not_depend_on_their_number() -> None:

@@ -184,7 +184,8 @@ def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(rn
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "window"), [(4, 2, 128, 0), (4, 1, 64, 150), (5, 1, 16, 400)]
+    ("heads", "kv_heads", "dim", "window"),
+    [(4, 2, 128, 0), pytest.param(4, 1, 64, 150, marks=pytest.mark.slow), (5, 1, 16, 400)],
 )
 def test_long_rows_of_few_tokens_are_read_in_parts(
     check_op, rng, normal, monkeypatch, heads, kv_heads, dim, window

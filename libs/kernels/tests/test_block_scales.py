@@ -204,8 +204,8 @@ def scaled_weight(normal: Any, *parts: tuple[int, int]) -> tuple[Array, Array]:
     return values, scales
 
 
-@pytest.mark.parametrize("m", [1, 3, 40, 65])
-@pytest.mark.parametrize(("n", "k"), [(256, 512), (256, 256), (336, 208)])
+@pytest.mark.parametrize("m", [1, 3, pytest.param(40, marks=pytest.mark.slow), 65])
+@pytest.mark.parametrize(("n", "k"), [(256, 512), pytest.param(256, 256, marks=pytest.mark.slow), (336, 208)])
 def test_kernels_take_scales(check_op: Any, normal: Any, m: int, n: int, k: int) -> None:
     values, scales = scaled_weight(normal, (n, k))
     x, h, gain = normal(m, k, scale=3.0), normal(m, k), normal(k)
@@ -221,7 +221,7 @@ def test_kernels_take_scales(check_op: Any, normal: Any, m: int, n: int, k: int)
 
 
 @pytest.mark.parametrize("m", [1, 3, 65])
-@pytest.mark.parametrize("k", [272, 384])
+@pytest.mark.parametrize("k", [272, pytest.param(384, marks=pytest.mark.slow)])
 def test_gated_kernels_take_scales(check_op: Any, normal: Any, m: int, k: int) -> None:
     values, scales = scaled_weight(normal, (208, k), (208, k))
     args = {"x": normal(m, k), "norm_weight": normal(k), "weight": Linear(values, scales), "eps": 1e-6}

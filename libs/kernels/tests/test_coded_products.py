@@ -86,7 +86,10 @@ def test_the_reference_multiplies_quantised_activations(op: Any, coding: str) ->
         np.testing.assert_array_equal(got, run_reference(op, expanded)[output(op)])
 
 
-@pytest.mark.parametrize(("tokens", "n", "k"), [(1, 80, 208), (9, 80, 1024), (33, 144, 256), (70, 80, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k"),
+    [(1, 80, 208), (9, 80, 1024), pytest.param(33, 144, 256, marks=pytest.mark.slow), (70, 80, 256)],
+)
 @CODINGS
 @OPS
 def test_kernels_agree_with_the_reference(

@@ -44,7 +44,7 @@ def mixture(rng, normal, tokens, count, chosen, hidden, inter, *, scaled=False, 
     ("tokens", "count", "chosen", "hidden", "inter"),
     [
         (1, 8, 2, 128, 64), (3, 5, 3, 160, 80), (6, 20, 3, 64, 32), (20, 4, 2, 64, 208), (150, 3, 2, 64, 48),
-        (9, 4, 3, 256, 640), (40, 3, 2, 256, 384),
+        pytest.param(9, 4, 3, 256, 640, marks=pytest.mark.slow), (40, 3, 2, 256, 384),
     ],
 )  # fmt: skip
 def test_any_sizes(check_op, rng, normal, tokens, count, chosen, hidden, inter, scaled):
@@ -77,7 +77,7 @@ def test_few_pairs_have_a_tile_each(check_op, rng, normal, plan, tokens, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("tokens", "scaled"), of_the_day([(8, True), (1, False), (6, True), (8, False), (1, True)], 2)
+    ("tokens", "scaled"), of_the_day([(8, True), (1, False), (6, True), (8, False), (1, True)])
 )
 def test_few_pairs_are_not_sorted_and_have_the_same_bits(
     rng, normal, arena, plan, tokens, scaled, monkeypatch
@@ -125,7 +125,15 @@ def test_a_token_alone_has_the_bits_that_it_has_among_others(check_alone, rng, n
 
 
 @pytest.mark.parametrize("scaled", of_the_day([False, True]))
-@pytest.mark.parametrize(("tokens", "inter"), [(1, 48), (1, 640), (4, 64), (4, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "inter"),
+    [
+        (1, 48),
+        pytest.param(1, 640, marks=pytest.mark.slow),
+        (4, 64),
+        pytest.param(4, 256, marks=pytest.mark.slow),
+    ],
+)
 def test_the_second_product_of_few_tokens_adds_up(
     check_op, rng, normal, arena, plan, tokens, inter, scaled, monkeypatch
 ):

@@ -305,7 +305,7 @@ def test_other_targets_do_not_take_it(step, change):
     assert "attend_codes" not in kernels_of(rows_of(step, 24), dataclasses.replace(CUDA, **change))
 
 
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_the_kernel_of_cuda_compiles_without_spills(step, cubins, resources, dim):
     pack, store = NullPack(CUDA), Store(90, cubins, folders=[])
     norm_rope_attend(pack, **as_tensors(rows_of(step, 24, dim=dim)))

@@ -132,7 +132,9 @@ def share(out, value):
     return float(out.astype(np.float32).reshape(-1) @ value / (value @ value))
 
 
-@pytest.mark.parametrize("context", [16384, pytest.param(65536, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "context", [4096, *(pytest.param(n, marks=pytest.mark.slow) for n in (16384, 65536))]
+)
 def test_a_needle_is_found_as_in_bfloat16(rng, normal, reference, context):
     for _ in range(4):
         bf16, fp8, value = needles(rng, normal, context)

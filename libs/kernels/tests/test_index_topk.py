@@ -4,7 +4,8 @@ GPU at the published sizes."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,14 @@ def true_scores(args: Mapping[str, Any], t: int) -> Array:
 TOKENS = [(1, 2), (2, 23), (0, 0), (1, 24), (1, 27), (2, 30), (3, 290), (1, 259), (3, 127)]
 
 
-@pytest.mark.parametrize("window", [4, 1])
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("segment", [16, 64, 512])
+def segments_and_windows() -> Iterator[Any]:
+    """(segment, window, exact, quantized). Many segments of entries of one token take longest: two of four are slow."""
+    for segment, window, exact, quantized in itertools.product((16, 64, 512), (4, 1), *[(True, False)] * 2):
+        slow = (segment, window) == (16, 1) and exact != quantized
+        yield pytest.param(segment, window, exact, quantized, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("segment", "window", "exact", "quantized"), [*segments_and_windows()])
 def test_the_indexer(
     interpreted: Run, reference: Run, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch,
     quantized: bool, exact: bool, segment: int, window: int,
@@ -183,11 +188,14 @@ def test_a_program_chooses_from_few_candidates_at_a_time(topk: int, width: int) 
     assert min(segments, MODULE.MERGED_CANDIDATES // topk) == (segments if topk == 512 else 16384 // topk)
 
 
+@pytest.mark.parametrize(
+    ("topk", "sizes"), [(512, V4), pytest.param(2048, V32, marks=pytest.mark.slow)], ids=["V4-Flash", "V3.2"]
+)
 def test_kernels_compile_and_fit(
-    plan: Callable[..., Any], cubins: Any, resources: Callable[..., Any]
+    plan: Callable[..., Any], cubins: Any, resources: Callable[..., Any], topk: int, sizes: Any
 ) -> None:
-    """At the published sizes of V3.2, for sm_90: what a thread keeps is in registers."""
-    args = index_args(np.random.default_rng(0), [(1, 40000)] * 2, topk=2048, exact=True, **V32)
+    """At published sizes, for sm_90: what a thread keeps is in registers."""
+    args = index_args(np.random.default_rng(0), [(1, 40000)] * 2, topk=topk, exact=True, **sizes)
     pack = plan(index_topk, **copied(args)[1])
     store = Store(90, cubins, folders=[])
     store.prepare(pack.specs())

@@ -141,11 +141,17 @@ def test_each_tile_has_a_warpgroup(tokens, most):
         assert 2 <= sides * parts <= 4
 
 
+MODELS = {"4B": list(SHAPES)[:4], "8B": list(SHAPES)[4:]}
+
+
 @pytest.mark.parametrize(
-    ("form", "tokens"), of_the_day([(form, n) for n in (2, 16, 17, 64, 128) for form in ("INT4", "FP4")])
+    ("form", "tokens", "model"),
+    of_the_day(
+        [(form, n, model) for model in MODELS for n in (2, 16, 17, 64, 128) for form in ("INT4", "FP4")]
+    ),
 )
-def test_clusters_compile_without_spills(arena, cubins, resources, form, tokens):
-    specs = {commands(arena, name, tokens, form=form)[-1].spec for name in SHAPES}
+def test_clusters_compile_without_spills(arena, cubins, resources, form, tokens, model):
+    specs = {commands(arena, name, tokens, form=form)[-1].spec for name in MODELS[model]}
     kernels = Store(90, cubins, folders=[])
     kernels.prepare(specs)
     for spec in specs:

@@ -77,8 +77,8 @@ COUNTS = {"one": (1, 2, 4), "few": (7, 2, 4), "middle": (40, 2, 4), "many": (80,
     [
         ("fp4", "one", True), ("fp4", "few", False), ("fp4", "middle", True), ("fp4", "many", True),
         ("fp4", "most", False),
-        ("float8", "one", False), ("float8", "few", True), ("float8", "many", True), ("bf16", "few", False),
-        ("bf16", "many", True),
+        ("float8", "one", False), ("float8", "few", True), ("bf16", "few", False), ("bf16", "many", True),
+        pytest.param("float8", "many", True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_experts(run_both: Both, rng: np.random.Generator, kind: str, count: str, quantized: bool) -> None:
@@ -87,7 +87,9 @@ def test_experts(run_both: Both, rng: np.random.Generator, kind: str, count: str
     assert error(got["out"], want["out"]) < (ROUNDED if quantized else 4e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["fp4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("float8", "bf16"))]
+)
 def test_a_token_alone_has_the_bits_that_it_has_among_others(
     check_alone: Any, rng: np.random.Generator, kind: str
 ) -> None:

@@ -56,6 +56,7 @@ def broken():
     return launch(ROWS, "gather_rows", (1,), {"out": tensor}, {"BLOCK": 16}).spec
 
 
+@pytest.mark.usefixtures("quick")
 def test_prepare_compiles_once_and_later_stores_read(cubins, spec):
     seen = []
     first = Store(90, cubins, folders=[])
