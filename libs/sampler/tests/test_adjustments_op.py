@@ -243,7 +243,7 @@ def check_frequencies(run, step, draws, rows):
 
 
 def test_frequencies(run_cpu, step):
-    check_frequencies(run_cpu, step, 3000, 300)
+    check_frequencies(run_cpu, step, 1200, 300)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def check_frequencies(run, step, draws, rows, settings=SETTINGS):
 
 
 def test_frequencies(run_cpu, step):
-    check_frequencies(run_cpu, step, 2000, 200)
+    check_frequencies(run_cpu, step, 1000, 200)
 
 
 def test_frequencies_of_another_distribution_would_show(run_cpu, step):
@@ -108,7 +108,7 @@ def test_frequencies_of_many_draws(run_cpu, step):
 
 
 def test_frequencies_in_the_interpreter(run_interpreter, step, small):
-    check_frequencies(run_interpreter, step, 60, 60, SETTINGS[10:11])
+    check_frequencies(run_interpreter, step, 40, 40, SETTINGS[10:11])
 
 
 @pytest.mark.slow

@@ -261,9 +261,9 @@ def test_of_what_failed_the_reason_is_kept_within_bytes(byte_tokenizer):
             with pytest.raises(InvalidGrammar, match="too many expressions"):
                 compiler.compile(Grammar("regex", f"(a{{1000}}){{{1000 + count + i}}}"))
 
-    refuse(3)
+    refuse(2)
     before = resident_mb()
-    refuse(8)
+    refuse(6)
     assert resident_mb() - before < 100
     compiler.close()
 
