@@ -8,39 +8,56 @@ from openinfer.scheduler import POLICIES, Batching, FirstCome, StepLoop, make_po
 from openinfer.scheduler.testing import DeviceFault, Mismatch, PolicyConformance
 
 
-class TestFirstCome(PolicyConformance):
+class FewSchedules(PolicyConformance):
+    """The library's own policies play more in the slow test below."""
+
+    num_schedules = 30
+
+
+class TestFirstCome(FewSchedules):
     def make_policy(self, max_batched_tokens):
         return make_policy("fcfs", max_batched_tokens=max_batched_tokens)
 
 
-class TestPaced(PolicyConformance):
+class TestPaced(FewSchedules):
     def make_policy(self, max_batched_tokens):
         # Every step takes longer than this: prompts get the least there is.
         return make_policy("fcfs,tpot_s=0.000001", max_batched_tokens=max_batched_tokens)
 
 
-class TestPriority(PolicyConformance):
+class TestPriority(FewSchedules):
     def make_policy(self, max_batched_tokens):
         return make_policy("priority", max_batched_tokens=max_batched_tokens)
 
 
-class TestFairShare(PolicyConformance):
+class TestFairShare(FewSchedules):
     def make_policy(self, max_batched_tokens):
         return make_policy("fair-share", max_batched_tokens=max_batched_tokens)
 
 
-class TestDeadline(PolicyConformance):
+class TestDeadline(FewSchedules):
     def make_policy(self, max_batched_tokens):
         return make_policy("deadline,ttft_s=3", max_batched_tokens=max_batched_tokens)
 
 
-class TestLongestPrefix(PolicyConformance):
+class TestLongestPrefix(FewSchedules):
     def make_policy(self, max_batched_tokens):
         return make_policy("longest-prefix", max_batched_tokens=max_batched_tokens)
 
 
+OURS = [suite for name, suite in globals().items() if name.startswith("Test")]
+
+
 def test_no_policy_is_left_out():
-    assert len([name for name in globals() if name.startswith("Test")]) == len(POLICIES) + 1
+    assert len(OURS) == len(POLICIES) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", OURS)
+def test_more_schedules(suite):
+    more = suite()
+    more.num_schedules = 300
+    more.test_schedules()
 
 
 class ShortestForEver(Batching):

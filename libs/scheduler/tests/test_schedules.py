@@ -124,11 +124,11 @@ def watched(seen):
     return {"loop_type": Loop, "make_pool": Watched}
 
 
-def test_600_schedules_yield_what_each_request_yields_alone_and_reach_the_hard_cases():
+def test_300_schedules_yield_what_each_request_yields_alone_and_reach_the_hard_cases():
     cases = Counter()
-    seen = play(range(600), **watched(cases))
-    assert min(seen["preemptions"], seen["dry"]) > 200
-    assert seen["finished"] > 3000
+    seen = play(range(300), **watched(cases))
+    assert min(seen["preemptions"], seen["dry"]) > 100
+    assert seen["finished"] > 1500
     for kind, number, least in (("chunk", 4, 10), ("drafts", 8, 50), ("load", 11, 5)):
         found = {case: count for case, count in cases.items() if case.startswith(kind)}
         assert len(found) == number
@@ -152,7 +152,7 @@ def test_the_schedules_reach_lone_chunks():
             return launched
 
     play(
-        range(150),
+        range(125),
         loop_type=Watched,
         make_policy=lambda schedule: FirstCome(min(schedule.max_batched_tokens, 8)),
     )
@@ -192,24 +192,24 @@ class Whimsical(FirstCome):
 
 
 def test_a_whimsical_policy_changes_when_tokens_come_but_not_which():
-    assert play(range(100), make_policy=Whimsical)["preemptions"] > 200
+    assert play(range(60), make_policy=Whimsical)["preemptions"] > 200
 
 
 def test_without_a_prefix_cache_the_tokens_are_the_same():
-    play(range(60), make_pool=lambda groups, tier: SimplePool(groups, tier, prefix_cache=False))
+    play(range(40), make_pool=lambda groups, tier: SimplePool(groups, tier, prefix_cache=False))
 
 
 def test_with_a_roomy_pool_rows_get_blocks_ahead_and_the_tokens_are_the_same():
     def roomy(groups, tier):
         return SimplePool([shape._replace(num_blocks=shape.num_blocks + 200) for shape in groups], tier)
 
-    assert play(range(80), make_pool=roomy)["dry"] == 0
+    assert play(range(50), make_pool=roomy)["dry"] == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_commits_on_the_way_do_not_show(tokens, monkeypatch):
     monkeypatch.setattr("openinfer.scheduler.loop.COMMIT_EVERY", tokens)
-    play(range(100))
+    play(range(50))
 
 
 # Negative controls: each of these breaks one rule, and the schedules must notice.
@@ -437,21 +437,22 @@ class ForgetsAPreempted(FirstCome):
         {"loop_type": ReportsDeadRows},
         {"loop_type": ChunkOneShort},
         {"loop_type": ChunksWithoutRoom},
-        {"loop_type": GivesUpNobody},
         {"loop_type": BlocksOneStepLate},
         {"loop_type": PreemptsWithoutDraining},
         {"loop_type": BlocksForOneToken},
         {"loop_type": TakesDraftsAsKept},
         {"loop_type": CommitsDrafts},
         {"make_pool": GivesABlockTwice},
-        {"make_pool": AsksWindowsForAll},
         {"make_pool": ShortWindows},
         {"make_pool": TrustsEveryLoad},
         {"make_pool": ReportsTooEarly},
         {"make_pool": ReusesBlocksOnTheirWay},
-        {"loop_type": KeepsWhatIsLoaded},
-        {"loop_type": NeverPolls},
         {"make_policy": ForgetsAPreempted},
+        # Most schedules do without what these break, so that they play a hundred and more.
+        pytest.param({"loop_type": GivesUpNobody}, marks=pytest.mark.slow),
+        pytest.param({"make_pool": AsksWindowsForAll}, marks=pytest.mark.slow),
+        pytest.param({"loop_type": KeepsWhatIsLoaded}, marks=pytest.mark.slow),
+        pytest.param({"loop_type": NeverPolls}, marks=pytest.mark.slow),
     ],
     ids=lambda broken: next(iter(broken.values())).__name__,
 )

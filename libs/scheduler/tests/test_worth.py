@@ -78,7 +78,7 @@ TEXTS_OF_TODAY = TEXTS[datetime.date.today().toordinal() % 3 :: 3]
     ],
 )
 @pytest.mark.parametrize("cost", [bandwidth, compute, layered])
-@pytest.mark.parametrize("rows", [1, 8, 32, 256])
+@pytest.mark.parametrize("rows", [1, 8, pytest.param(32, marks=pytest.mark.slow), 256])
 def test_drafts_never_cost_more_than_three_per_cent(
     cost: Cost, rows: int, texts: Sequence[Sequence[float]]
 ) -> None:
