@@ -304,7 +304,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(KEYWORDS), ANYTHING, max_size=4),
     st.dictionaries(st.sampled_from("ab"), st.dictionaries(st.sampled_from(KEYWORDS), ANYTHING, max_size=4)),

@@ -168,7 +168,7 @@ def test_every_process_serves_and_shows_the_totals(model_dir: Path, launch: Laun
 def test_one_that_is_killed_costs_its_own_streams_only(
     model_dir: Path, launch: Launch, connect: Connect
 ) -> None:
-    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.002")
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.01")
     clients = connect(server)
     for client in clients.values():
         client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
@@ -205,7 +205,7 @@ def test_one_that_is_killed_costs_its_own_streams_only(
 def test_one_that_hangs_is_replaced_and_the_others_go_on(
     model_dir: Path, launch: Launch, connect: Connect
 ) -> None:
-    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.002", "--frontend-silent", "3")
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.01", "--frontend-silent", "3")
     clients = connect(server)
     (victim, cut), (survivor, other) = ((pid, Stream(client)) for pid, client in clients.items())
     probe = connect(server)[survivor]
@@ -227,7 +227,7 @@ def test_one_that_hangs_is_replaced_and_the_others_go_on(
 def test_a_client_that_leaves_one_process_ends_nothing_of_another(
     model_dir: Path, launch: Launch, connect: Connect
 ) -> None:
-    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.002")
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.01")
     clients = connect(server)
     gone, stays = (Stream(client) for client in clients.values())
     gone.leave()
@@ -255,7 +255,7 @@ def test_too_many_deaths_end_the_server(model_dir: Path, launch: Launch) -> None
 def test_a_killed_engine_ends_all_streams_and_the_server(
     model_dir: Path, launch: Launch, connect: Connect
 ) -> None:
-    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.002")
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.01")
     streams = [Stream(client) for client in connect(server).values()]
     os.kill(engine(server), signal.SIGKILL)
     for stream in streams:
@@ -270,20 +270,19 @@ def test_a_killed_engine_ends_all_streams_and_the_server(
 def test_with_restart_engine_all_go_on_with_the_new_one(
     model_dir: Path, launch: Launch, connect: Connect
 ) -> None:
-    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.002", "--restart-engine")
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.01", "--restart-engine")
     before = frontends(server)
-    for _ in range(2):
-        clients = connect(server)
-        streams = [Stream(client) for client in clients.values()]
-        os.kill(engine(server), signal.SIGKILL)
-        for stream in streams:
-            *_, error, done = stream.end()
-            assert "killed by SIGKILL" in error
-            assert done == "[DONE]"
-        for client in clients.values():
-            until(lambda client=client: client.get("/health").status_code == 200)
-            answer = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
-            assert answer.json()["usage"]["completion_tokens"] == 2
+    clients = connect(server)
+    streams = [Stream(client) for client in clients.values()]
+    os.kill(engine(server), signal.SIGKILL)
+    for stream in streams:
+        *_, error, done = stream.end()
+        assert "killed by SIGKILL" in error
+        assert done == "[DONE]"
+    for client in clients.values():
+        until(lambda client=client: client.get("/health").status_code == 200)
+        answer = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
+        assert answer.json()["usage"]["completion_tokens"] == 2
     assert frontends(server) == before
     server.process.send_signal(signal.SIGTERM)
     assert server.end()[0] == 0
@@ -412,7 +411,9 @@ def test_nobody_outlives_a_killed_parent(
     until(lambda: not list(tmp_path.glob("openinfer-*")))
 
 
-def test_what_does_not_start_is_one_line(model_dir: Path, launch: Launch) -> None:
+def test_what_does_not_start_is_one_line(
+    model_dir: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for flags, words in (
         (("--start-error", "tensor x has the wrong shape"), "error: tensor x has the wrong shape"),
         (("--chat-template", "/no/such/file"), "/no/such/file"),
@@ -423,8 +424,9 @@ def test_what_does_not_start_is_one_line(model_dir: Path, launch: Launch) -> Non
         lines = caught.value.args[0]
         assert words in lines[-1]
         assert "Traceback" not in "".join(lines)
-    with pytest.raises(AssertionError, match="from 1 to 64"):
-        launch(model_dir, "--frontends", 0)
+    with pytest.raises(SystemExit):
+        build_parser(NoFlags(), "test").parse_args([str(model_dir), "--frontends", "0"])
+    assert "from 1 to 64" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_port_in_use_is_said_though_sharing_is_open_to_all(model_dir: Path, launch: Launch) -> None:

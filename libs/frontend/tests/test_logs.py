@@ -18,6 +18,12 @@ from openinfer.frontend.logs import REQUEST_ID, LogLines, set_up_logging
 SECRET = "s3cret-key-1"
 
 
+@pytest.fixture
+def launch(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Without tokenizers and processes that render chats, because no test here sends a text."""
+    return lambda *args: launch(*args, "--skip-tokenizer-init")
+
+
 def logged(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return capfd.readouterr().err.splitlines()
 
@@ -82,6 +88,8 @@ def test_every_line_of_a_server_is_json(model_dir: Path, launch: Callable[..., A
     assert code == 1
     lines = [json.loads(line) for line in [*server.lines, *rest.splitlines()]]
     assert SECRET not in json.dumps(lines)
+    (access,) = [line for line in lines if line["logger"] == "openinfer.frontend.http.access"]
+    assert (access["path"], access["status"], access["request_id"]) == ("/v1/completions", 500, "id-9")
     (raised,) = [line for line in lines if line["logger"] == "openinfer.frontend.engine_process"]
     assert "step failed, as asked" in raised["exception"]
     ours = [line for line in lines if line.get("request_id")]  # the outcome, and what its frontend said
@@ -90,12 +98,14 @@ def test_every_line_of_a_server_is_json(model_dir: Path, launch: Callable[..., A
     assert outcome["engine_id"] > 0
 
 
-def test_an_engine_that_refuses_with_an_exception_names_the_sequence(
+def test_an_engine_that_refuses_with_an_exception_names_the_sequence_and_a_line_of_the_access_log_has_fields(
     model_dir: Path, launch: Callable[..., Any]
 ) -> None:
+    """In one test, because a server takes long to start."""
     server = launch(model_dir, "--log-format", "json", "--log-requests", "--engine", '{"raise_prompt": 7}')
     for prompt in ([7], [5]):
         httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    httpx.get(f"{server.url}/health", headers={"x-request-id": "id-6"})
     server.process.send_signal(signal.SIGTERM)
     _, rest = server.end()
     lines = [json.loads(line) for line in rest.splitlines()]
@@ -103,6 +113,11 @@ def test_an_engine_that_refuses_with_an_exception_names_the_sequence(
     refused, served = [line for line in lines if "outcome" in line]
     assert served["outcome"] == "ok"
     assert f"sequence {refused['engine_id']}" in raised["message"]
+    *_, line = [line for line in lines if line["logger"] == "openinfer.frontend.http.access"]
+    shown = {"method": "GET", "path": "/health", "status": 200, "request_id": "id-6", "level": "info"}
+    assert shown.items() <= line.items()
+    assert line["client"].startswith("127.0.0.1:")
+    assert line["seconds"] >= 0
 
 
 def ended(server: Any) -> list[str]:
@@ -131,16 +146,6 @@ def test_the_access_log_has_a_line_a_request(model_dir: Path, launch: Callable[.
     assert re.fullmatch(r'"GET /no/such%0Aline/x{100,190} HTTP/1\.1" 404 in \S+ s, id id-5', unknown)
 
 
-def test_a_line_of_the_access_log_has_fields(model_dir: Path, launch: Callable[..., Any]) -> None:
-    server = launch(model_dir, "--log-format", "json", "--frontends", "2")
-    httpx.get(f"{server.url}/health", headers={"x-request-id": "id-6"})
-    (line,) = [json.loads(one) for one in ended(server) if "frontend.http.access" in one]
-    shown = {"method": "GET", "path": "/health", "status": 200, "request_id": "id-6", "level": "info"}
-    assert shown.items() <= line.items()
-    assert line["client"].startswith("127.0.0.1:")
-    assert line["seconds"] >= 0
-
-
 @pytest.mark.parametrize("cut", ["in the body", "unary"])
 def test_a_client_that_leaves_before_the_status_is_logged_without_one(
     start: Any, caplog: pytest.LogCaptureFixture, cut: str
@@ -162,7 +167,9 @@ def test_a_client_that_leaves_before_the_status_is_logged_without_one(
     assert '"POST /v1/completions HTTP/1.1" 0 in ' in line
 
 
-@pytest.mark.parametrize("flag", ["--no-access-log", "--disable-uvicorn-access-log"])
+@pytest.mark.parametrize(
+    "flag", ["--no-access-log", pytest.param("--disable-uvicorn-access-log", marks=pytest.mark.slow)]
+)
 def test_the_access_log_can_be_left_out(model_dir: Path, launch: Callable[..., Any], flag: str) -> None:
     server = launch(model_dir, flag)
     assert httpx.get(f"{server.url}/health").status_code == 200

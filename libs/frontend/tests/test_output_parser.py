@@ -144,7 +144,7 @@ def check_any_split(text: str, cuts: list[int], name: str | None, inside: bool) 
     assert read(text, name, in_reasoning=inside) == whole
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(TEXTS, CUTS, st.sampled_from([*FORMATS, None]), st.booleans())
 def test_any_split_reads_as_the_whole(text: str, cuts: list[int], name: str | None, inside: bool) -> None:
     check_any_split(text, cuts, name, inside)
