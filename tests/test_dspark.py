@@ -168,7 +168,7 @@ def test_greedy_tokens_are_those_without_drafts(session: Any, path: Path, deepse
     assert all(a >= b for a, b in pairwise(right))
 
 
-@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_an_engines_proposals_are_those_of_a_fresh_drafter(
     session: Any, place: Any, path: Path, deepseek: Any, index: int
 ) -> None:
@@ -211,8 +211,8 @@ def test_rows_of_every_kind_get_the_tokens_that_they_get_without(session: Any, p
         {"logit_bias": [(7, 4.0)], "min_p": 0.01, "temperature": 0.9},
     ]  # fmt: skip
     for n, kind in enumerate(kinds):
-        prompt = [rng.randrange(3, 500) for _ in range(20 + 31 * n)]
-        asked.append((prompt, 24, {"ignore_eos": True, "seed": n, "logprobs": 1, **kind}))
+        prompt = [rng.randrange(3, 500) for _ in range(20 + 25 * n)]
+        asked.append((prompt, 16, {"ignore_eos": True, "seed": n, "logprobs": 1, **kind}))
     plain = engine(session, path, None, enable_prefix_caching=False)
     small = {"max_num_batched_tokens": 17, "scheduling_policy": fcfs(17)}
     drafted = engine(session, path, max_num_seqs=4, **small)
@@ -286,11 +286,11 @@ def test_a_page_that_plain_steps_filled_comes_back_whole(session: Any, path: Pat
     """Without drafts the drafter sees up to 32 tokens at once; all of a page is seen before it is copied."""
     flags = {"max_num_seqs": 1, "max_model_len": 320}
     run = engine(session, path, kv_offload_gb=0.1, kv_cache_memory_bytes=9 << 20, **flags)
-    drafting, prompt = run.engine.runner.drafting, deepseek.prompt(3)[:90]
+    drafting, prompt = run.engine.runner.drafting, deepseek.prompt(3)[:92]
     drafting.worth.choose, drafting.places = (lambda *args: 0), 0
-    run.submit(prompt, 60, ignore_eos=True)
+    run.submit(prompt, 40, ignore_eos=True)
     run.finish()
-    for first in range(3):
+    for first in range(2):
         run.submit([*range(3 + first, 290 + first)], 1)
         run.finish()
     longer = [*prompt, *run.outcomes[0].tokens][:131]
@@ -318,15 +318,15 @@ def test_an_engine_that_decodes_for_another_accepts_as_often(session: Any, path:
 def test_confidence_says_how_many_drafts_are_verified_and_changes_no_token(
     session: Any, path: Path, deepseek: Any, sure: str, floor: float
 ) -> None:
-    asked = [(deepseek.prompt(n), 32, {"ignore_eos": True}) for n in range(5)]
+    asked = [(deepseek.prompt(n), 32, {"ignore_eos": True}) for n in range(3)]
     found = []
     for least in (0.0, floor):
-        run = steady(engine(session, path, max_num_seqs=5))
+        run = steady(engine(session, path, max_num_seqs=3))
         if sure == "NaN":
             run.engine.runner.model.weights.stages.confidence.numpy()[:] = np.nan
         run.engine.runner.drafting.worth.floor = lambda *args, least=least: least
         outcomes = run.outcomes_of(asked)
-        assert [one.tokens for one in outcomes] == [deepseek.greedy(n) for n in range(5)]
+        assert [one.tokens for one in outcomes] == [deepseek.greedy(n) for n in range(3)]
         stats = run.engine.stats()
         assert stats.draft_tokens == sum(
             one.terminals[0].drafts.tokens for one in outcomes if one.terminals[0].drafts
@@ -338,7 +338,7 @@ def test_confidence_says_how_many_drafts_are_verified_and_changes_no_token(
     if sure == "NaN":
         assert found[0] == found[1]
     elif floor > 1:
-        assert cut <= 5 * BLOCK  # the first of each row, before anything is known
+        assert cut <= len(asked) * BLOCK  # the first of each row, before anything is known
     else:
         assert 5 < fewer <= cut < 0.7 * whole
         assert accepted > 0
@@ -357,7 +357,7 @@ def test_what_a_draft_costs_sets_the_chance_below_which_it_is_none(
             decode=lambda rows, level, chunks, each=each: 1 + each * level, sure=lambda rows: True,
             seconds=lambda shape: 1.0, took=lambda *args: None,
         )  # fmt: skip
-        run.outcomes_of([(deepseek.prompt(n), 32, {"ignore_eos": True}) for n in range(3)])
+        run.outcomes_of([(deepseek.prompt(n), 24, {"ignore_eos": True}) for n in range(2)])
         found.append((float(rows["draft_floor"].numpy()[0]), run.engine.stats().draft_tokens))
     (none, whole), (floor, cut) = found
     assert none == 0
@@ -414,8 +414,8 @@ def test_a_drafter_that_does_not_fit_is_refused_and_the_model_serves(
     folder = write_dspark(tmp_path / "changed", **changes)
     with pytest.raises((SetupError, UnsupportedModel, CheckpointError), match=complaint):
         engine(session, folder)
-    (got,) = engine(session, folder, None).outcomes_of([(deepseek.prompt(1), 8, {"ignore_eos": True})])
-    assert got.tokens == deepseek.greedy(1)[:8]
+    (got,) = engine(session, folder, None).outcomes_of([(deepseek.prompt(1), 2, {"ignore_eos": True})])
+    assert got.tokens == deepseek.greedy(1)[:2]
 
 
 def test_other_models_and_other_methods(session: Any, path: Path, deepseek: Any) -> None:
