@@ -60,7 +60,8 @@ def test_one_gpus_part_of_a_whole_model_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_json("Flash")))
-    flags = [str(tmp_path), "--max-num-seqs", "8", "--max-model-len", "8192", "--decode", "8,4096"]
+    few = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "8192"]
+    flags = [str(tmp_path), *few, "--decode", "8,4096"]
     weights = {}
     for ranks in ("1", "4"):
         assert explain.main([*flags, "--ranks", ranks]) == 0

@@ -47,7 +47,7 @@ def test_the_page_has_the_bytes_of_a_plan(size: str, ranks: tuple[int, ...]) -> 
         assert f"| {size}, {n} | {cells} | {tokens} |" in page
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_ranks_have_all_of_the_model_between_them(ranks: int) -> None:
     whole = Config.parse(config_json("Flash"))
     published = Weights.allocate(whole, Arena(Device("null"), None), bfloat16, Format(fp4_experts=True))
