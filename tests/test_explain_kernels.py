@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -26,6 +27,7 @@ STEP = ["--decode", "2,1024"]
 ASSUMED = "(assumed: sm_90, and a wheel with them or NVRTC; else Triton's run)"
 
 
+@functools.cache
 def outline(target: Any) -> Outline:
     return Outline(RECIPE, SOURCE, RECIPE.options(), target)
 
