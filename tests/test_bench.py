@@ -439,6 +439,7 @@ def test_explain_shows_tiers(capsys: pytest.CaptureFixture[str]) -> None:
         "4",
         "--host-rate",
         "20",
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
     ]
     assert explain.main([str(TINY), *flags]) == 0
     host, disk = capsys.readouterr().out.splitlines()[-2:]
@@ -554,8 +555,9 @@ def test_calls_are_told_apart_by_what_their_time_depends_on() -> None:
 
 def test_joined_calls_are_those_that_run_and_are_told_apart_by_their_parts() -> None:
     keys = set()
+    options = RECIPE.options(max_num_seqs=8, max_num_batched_tokens=64)
     for size in ("4B", "8B"):
-        outline = Outline(RECIPE, Source(RECIPE.published()[size]), RECIPE.options(max_num_seqs=8), SERVED)
+        outline = Outline(RECIPE, Source(RECIPE.published()[size]), options, SERVED)
         (segment, *_), null = outline.decode(1, 20)[0], NullPack(SERVED)
         segment.run(null)
         calls = recorded_calls([segment], SERVED)

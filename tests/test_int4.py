@@ -192,7 +192,7 @@ def test_the_control_of_scales_changes_answers(folders: tuple[Path, Path]) -> No
 
 def test_explain_names_the_columns_of_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RECIPE.published()["4B-AWQ"]))
-    assert main(["explain", str(tmp_path)]) == 0
+    assert main(["explain", str(tmp_path), "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]) == 0
     text = capsys.readouterr().out
     assert "gate_up_silu 19456x2560" in text
     assert "linear_add 2560x9728" in text
@@ -263,10 +263,10 @@ def test_parts_of_ranks_are_whole_groups() -> None:
 
 def test_int4_takes_about_a_third_of_the_memory() -> None:
     """A plan for a GPU; embeddings and head stay in BF16."""
-    sizes = {}
+    sizes, options = {}, RECIPE.options(max_num_seqs=8, max_num_batched_tokens=64)
     for name in ("8B", "8B-AWQ"):
         source = Source(RECIPE.published()[name])
-        sizes[name] = Outline(RECIPE, source, RECIPE.options(), H200).memory["weights"]
+        sizes[name] = Outline(RECIPE, source, options, H200).memory["weights"]
     assert 0.36 < sizes["8B-AWQ"] / sizes["8B"] < 0.40
 
 
