@@ -19,12 +19,17 @@ def post(url: str, **body: Any) -> dict[str, Any]:
     return found
 
 
+def with_ageing(start: Callable[..., Any], tiny: Any, ageing_s: float) -> str:
+    """The URL of a server of two rows. The tests of the quick suite share one."""
+    policy = f"priority,ageing_s={ageing_s}"
+    return str(start(tiny.path, "--max-num-seqs", "2", "--scheduling-policy", policy).url)
+
+
 @pytest.mark.parametrize("ageing_s", [0.2, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_a_stream_of_urgent_requests_starves_no_other(
     tiny: Any, start: Callable[..., Any], ageing_s: float
 ) -> None:
-    policy = f"priority,ageing_s={ageing_s}"
-    url = start(tiny.path, "--max-num-seqs", "2", "--scheduling-policy", policy).url
+    url = with_ageing(start, tiny, ageing_s)
     over, served = threading.Event(), [0]
 
     def flood() -> None:
@@ -67,7 +72,7 @@ def salted(url: str, prompts: int) -> dict[str, list[float]]:
 
 def test_other_salts_have_every_token_to_compute(tiny: Any, start: Callable[..., Any]) -> None:
     """As many tokens as a new prompt has: so the time that it takes tells nothing."""
-    salted(start(tiny.path, "--max-num-seqs", "4").url, 2)
+    salted(with_ageing(start, tiny, 0.2), 2)
 
 
 @pytest.mark.slow
