@@ -148,7 +148,7 @@ def test_it_begins_after_the_thoughts(client: openai.OpenAI, stream: bool) -> No
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "wait"}}])
 def test_calls_are_forced(client: openai.OpenAI, choice: Any, stream: bool) -> None:
-    answer = chat(client, tools=TOOLS, tool_choice=choice, n=4, stream=stream, max_tokens=1000)
+    answer = chat(client, tools=TOOLS, tool_choice=choice, n=4, stream=stream, max_tokens=400)
     if stream:
         found = [(one["calls"], one["content"], one["reason"]) for one in streamed(answer).values()]
     else:

@@ -200,7 +200,7 @@ def test_texts_of_a_few_tokens_are_hardly_slower_with_drafts():
 
 @pytest.mark.parametrize("predicted", [True, False])
 @pytest.mark.parametrize(
-    ("rows", "length", "join"), of_the_day([(8, 17, 0), (1, 17, 0), (8, 17, 150), (1, 33, 300), (8, 33, 150)], 2)
+    ("rows", "length", "join"), of_the_day([(8, 17, 0), (1, 17, 0), (8, 17, 150), (1, 33, 300), (8, 33, 150)])
 )  # fmt: skip
 def test_work_of_the_host_for_other_steps_is_not_taken_for_the_cost_of_plain_ones(
     rows, length, join, predicted
