@@ -6,8 +6,8 @@ of .ci/constraints.txt. In each environment the suites of every project with suc
 of every recipe is compiled for sm_90. `make test` runs with the versions of constraints.txt.
 
 --quick, for CI: one end, the other one at the next commit; every second suite, the others two commits later; every
-fourth kernel, beginning by the day; and libs/kernels only with the newest versions, because make test runs it with the
-oldest Triton.
+twelfth kernel, beginning by the day; and libs/kernels only with the newest versions, because make test runs it with
+the oldest Triton.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def holds(end: str, python: str | None, suites: list[str] | None, quick: bool) -
     suites_of_end = suites or [suite for suite in SUITES if suite not in left_out]
     if quick and not suites:
         suites_of_end = suites_of_end[commits() // 2 % 2 :: 2]
-    compiling = ["compile_kernels.py", *(["--every", "4"] if quick else [])]
+    compiling = ["compile_kernels.py", *(["--every", "12"] if quick else [])]
     scripts = [["run_tests.py", *suites_of_end], *([] if suites else [compiling])]
     # Tests compile kernels for another architecture each day, which make test has done.
     environment = {**os.environ, "OPENINFER_TEST_ARCHS": "90"}
