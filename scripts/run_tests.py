@@ -136,7 +136,7 @@ def main() -> int:
                 [] if outcome.ok else [f"== {outcome.name}, its last lines:", *printed.splitlines()[-8:]]
             )
     print_summary([outcomes[name] for name in names])
-    print("\n".join(failures))  # once more, where a log is read first
+    print(*failures, sep="\n", end="\n" if failures else "")  # once more, where a log is read first
     return 0 if all(outcome.ok for outcome in outcomes.values()) else 1
 
 

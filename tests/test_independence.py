@@ -211,13 +211,13 @@ def test_exports_are_sorted(part: str) -> None:
 CODE = {".py", ".cu", ".cuh"}
 LINES = {
     "tensor": (3885, 2991),
-    "kernels": (23108, 10890),
+    "kernels": (23108, 10885),
     "graph": (4250, 2749),
     "kvpool": (6232, 5139),
     "sampler": (4508, 3945),
     "scheduler": (4752, 3615),
-    "frontend": (12924, 11784),
-    "recipes": (14570, 4168),
+    "frontend": (12924, 11763),
+    "recipes": (14570, 4169),
     "cli": (6487, 0),
 }
 """At most so many lines of source and of tests: the sums are the budget, not the files. Each release lowers it."""

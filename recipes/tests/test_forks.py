@@ -51,6 +51,7 @@ def forks_of(calls: list[Call]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.parametrize("layers", ["traced", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("recipe", "size", "ranks", "found"),
     [
@@ -67,12 +68,12 @@ def forks_of(calls: list[Call]) -> dict[str, int]:
         (qwen3, "30B-A3B-FP8", 1, {}),
     ],
 )
-def test_plans_have_these_forks(recipe: Any, size: str, ranks: int, found: dict[str, int]) -> None:
+def test_plans_have_these_forks(
+    recipe: Any, size: str, ranks: int, found: dict[str, int], layers: str
+) -> None:
     config = config_json(size) if recipe is deepseek_v4 else recipe.RECIPE.published()[size]
     for tokens, expected in ((1, found), (8, found), (32, found), (256, found), (1024, {})):
-        traced = forks_of(calls_of(recipe.RECIPE, config, ranks, tokens, layers="traced"))
-        assert traced == expected
-    assert forks_of(calls_of(recipe.RECIPE, config, ranks, 8)) == found
+        assert forks_of(calls_of(recipe.RECIPE, config, ranks, tokens, layers=layers)) == expected
 
 
 def test_forks_follow_from_what_ops_say_that_they_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,6 @@ import httpx
 import pytest
 
 SCRIPT = [sys.executable, str(Path(__file__).parent / "fake_recipe.py")]
-NO_TEXT = ["--skip-tokenizer-init"]
-"""No test here sends a text: without a tokenizer and a process that renders chats a start takes less."""
 SHORT = {"prompt": [5], "max_tokens": 3}
 Launch = Callable[..., Any]
 
@@ -60,7 +58,7 @@ def test_idle_connections_cost_little_and_hold_up_nobody(model_dir: Path, launch
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # as shells have it; the server asks for more
     try:
-        server = launch(model_dir, *NO_TEXT)
+        server = launch(model_dir)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     port, pid = int(server.url.rsplit(":", 1)[1]), server.process.pid
@@ -94,7 +92,7 @@ def test_more_connections_than_files_do_not_stop_the_server(
         pytest.importorskip("uvloop")
     else:
         (tmp_path / "uvloop.py").write_text("raise ImportError")
-    command = ["bash", "-c", 'ulimit -n 80; exec "$@"', "-", *SCRIPT, str(model_dir), *NO_TEXT, "--port", "0"]
+    command = ["bash", "-c", 'ulimit -n 80; exec "$@"', "-", *SCRIPT, str(model_dir), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -122,7 +120,7 @@ def test_a_log_on_a_full_disk_does_not_stop_a_server(model_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with open("/dev/full", "w") as full:
-        command = [*SCRIPT, str(model_dir), *NO_TEXT, "--port", str(port), "--log-requests"]
+        command = [*SCRIPT, str(model_dir), "--port", str(port), "--log-requests"]
         process = subprocess.Popen(command, stderr=full, stdout=full)
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + 20
     while True:
@@ -146,7 +144,7 @@ tempfile.tempdir, sys.argv = "/proc", sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
     for flags in ([], ["--frontends", "2"]):
-        command = [sys.executable, "-c", code, SCRIPT[1], str(model_dir), *NO_TEXT, "--port", "0", *flags]
+        command = [sys.executable, "-c", code, SCRIPT[1], str(model_dir), "--port", "0", *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
         assert done.returncode == 1
         assert "Traceback" not in done.stderr, done.stderr

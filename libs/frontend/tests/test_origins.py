@@ -175,7 +175,7 @@ def test_weights_are_updated_with_a_key_or_a_flag(start: Any) -> None:
 
 
 def test_a_server_on_loopback_knows_it(model_dir: Path, launch: Callable[..., Any]) -> None:
-    server = launch(model_dir, "--skip-tokenizer-init")
+    server = launch(model_dir)
     evil = {"host": "evil.example"}
     assert httpx.get(f"{server.url}/state", headers=evil).json()["error"]["code"] == "foreign_host"
     assert httpx.get(f"{server.url}/state").status_code == 200
@@ -183,8 +183,7 @@ def test_a_server_on_loopback_knows_it(model_dir: Path, launch: Callable[..., An
 
 
 def test_flags(model_dir: Path, launch: Callable[..., Any]) -> None:
-    flags = ("--allowed-origins", f'["{ORIGIN}"]', "--allowed-methods", '["POST"]')
-    server = launch(model_dir, "--skip-tokenizer-init", *flags)
+    server = launch(model_dir, "--allowed-origins", f'["{ORIGIN}"]', "--allowed-methods", '["POST"]')
     asked = httpx.options(f"{server.url}/v1/completions", headers=PREFLIGHT)
     assert asked.headers["access-control-allow-origin"] == ORIGIN
     assert asked.headers["access-control-allow-methods"] == "POST"
@@ -192,7 +191,7 @@ def test_flags(model_dir: Path, launch: Callable[..., Any]) -> None:
 
 def test_https(model_dir: Path, launch: Callable[..., Any]) -> None:
     cert, key = DATA / "cert.pem", DATA / "key.pem"  # of 127.0.0.1, for a hundred years
-    server = launch(model_dir, "--skip-tokenizer-init", "--ssl-certfile", cert, "--ssl-keyfile", key)
+    server = launch(model_dir, "--ssl-certfile", cert, "--ssl-keyfile", key)
     assert server.url.startswith("https://127.0.0.1:")
     trusting = ssl.create_default_context(cafile=str(cert))
     with httpx.Client(verify=trusting, base_url=server.url) as http:

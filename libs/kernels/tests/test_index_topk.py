@@ -4,8 +4,7 @@ GPU at the published sizes."""
 from __future__ import annotations
 
 import importlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,14 +98,10 @@ def true_scores(args: Mapping[str, Any], t: int) -> Array:
 TOKENS = [(1, 2), (2, 23), (0, 0), (1, 24), (1, 27), (2, 30), (3, 290), (1, 259), (3, 127)]
 
 
-def segments_and_windows() -> Iterator[Any]:
-    """(segment, window, exact, quantized). Many segments of entries of one token take longest: two of four are slow."""
-    for segment, window, exact, quantized in itertools.product((16, 64, 512), (4, 1), *[(True, False)] * 2):
-        slow = (segment, window) == (16, 1) and exact != quantized
-        yield pytest.param(segment, window, exact, quantized, marks=pytest.mark.slow if slow else ())
-
-
-@pytest.mark.parametrize(("segment", "window", "exact", "quantized"), [*segments_and_windows()])
+@pytest.mark.parametrize("window", [4, 1])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("segment", [16, 64, 512])
 def test_the_indexer(
     interpreted: Run, reference: Run, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch,
     quantized: bool, exact: bool, segment: int, window: int,

@@ -83,7 +83,7 @@ def launched(arena: Any, kind: str, n: int, k: int, groups: int, tokens: int) ->
 
 
 @pytest.mark.parametrize(("kind", "n", "k", "groups", "held"), HELD)
-def test_few_tokens_hold_a_weight(arena: Any, kind: str, n: int, k: int, groups: int, held: int) -> None:
+def test_which_products_hold_a_weight(arena: Any, kind: str, n: int, k: int, groups: int, held: int) -> None:
     for tokens, turns in ((1, held), (16, held), (17, 0)):
         assert dict(launched(arena, kind, n, k, groups, tokens).constants)["HELD"] == turns
 
@@ -93,7 +93,7 @@ def test_few_tokens_hold_a_weight(arena: Any, kind: str, n: int, k: int, groups:
     # By default one of each kind, because those with other sizes differ in constants alone.
     [one if n in (0, 3, 4) else pytest.param(*one, marks=pytest.mark.slow) for n, one in enumerate(HELD)],
 )
-def test_they_hold_it_before_the_wait(
+def test_few_tokens_hold_a_weight_before_the_wait(
     arena: Any, cubins: Any, cuobjdump: Any, resources: Any, kind: str, n: int, k: int, groups: int, held: int
 ) -> None:
     spec, store = launched(arena, kind, n, k, groups, 1), Store(90, cubins, folders=[])
