@@ -82,7 +82,7 @@ def test_published_sizes_have_their_inventory(size: str) -> None:
 
 
 def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
-    config, arena = Config.parse(config_json("Flash", layers=8)), Arena(Device("null"), None)
+    config, arena = Config.parse(config_json("Flash")), Arena(Device("null"), None)
     weights = Weights.allocate(config, arena, bfloat16, Format(fp4_experts=True, mtp=True))
     names = list(weights.places.names())
     entries = inventory(config, fp4_experts=True, mtp=True)
